@@ -23,9 +23,9 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
+from megatron.zero_bubble.session.features import check_shards
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
-from megatron.zero_bubble.session.sharding import check_shards
 from megatron.zero_bubble.trainer.arguments import parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
 from megatron.zero_bubble.trainer.defaults import with_vocabulary

@@ -231,13 +231,12 @@ def main(root: Path, flags: list[str]) -> None:
     substitute_cuda()
     from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer.arguments import parse_arguments
-    from megatron.zero_bubble.trainer.checkpoint import Checkpointer
+    from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress
     from megatron.zero_bubble.trainer.checks import complete_and_check
     from megatron.zero_bubble.trainer.defaults import with_vocabulary
     from megatron.zero_bubble.trainer.initialize import initialized
     from megatron.zero_bubble.trainer.model import build_model, transformer_config
     from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
-    from megatron.zero_bubble.trainer.progress import Progress
     from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
 
     args, job = complete_and_check(parse_arguments(flags), os.environ, has_cuda=False)

@@ -131,7 +131,7 @@ def test_auto_takes_what_a_job_would_find_free(capsys):
     """Every rank may take nine tenths of what the fullest one has free."""
     said, note = planned(capsys, "--zero-bubble", LIMIT, "auto")
     cluster = said.job.cluster
-    assert said.limit == int(0.9 * (cluster.memory - cluster.reserved - max(said.state_bytes)))
+    assert said.limit == int(0.9 * (cluster.device_memory - cluster.reserved_memory - max(said.state_bytes)))
     assert note.endswith("nine tenths of the free memory of the fullest rank, by --zero-bubble-memory-limit auto")
 
 

@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule import Placement, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.trainer.arguments import parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
-from megatron.zero_bubble.trainer.save_lock import lock_folder
+from megatron.zero_bubble.trainer.output_folders import lock_folder
 from tests.changes import Change, Run, tell_and_clear_up
 from tests.launch import PRETRAIN, TINY_GPT, run
 from tests.ranks import be_rank, run_on_ranks

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.cli.check.matrix import write_corpus
 from megatron.zero_bubble.runtime.processes import tie_children
-from megatron.zero_bubble.trainer.save_lock import LOCK, lock_folder
+from megatron.zero_bubble.trainer.output_folders import LOCK, lock_folder
 from tests.changes import AtReducedGradients, Change, Run
 from tests.failing_training import command, fill_disk, raise_error, write_for_ever
 from tests.jobs import Job, kill

@@ -107,16 +107,16 @@ class MeasuredCosts(Change):
 
     @contextlib.contextmanager
     def applied(self, run: Run) -> Iterator[None]:
-        from megatron.zero_bubble.launcher.script_units import ScriptUnits
+        from megatron.zero_bubble.session import session
 
-        measured_costs = ScriptUnits.measured_costs
+        costs_of_units = session.costs_of_units
 
         def measure_and_write(*args: Any) -> Any:
-            costs = measured_costs(*args)
+            costs = costs_of_units(*args)
             (run.folder / f"{run.name}.{dist.get_rank()}.costs").write_text(json.dumps(asdict(costs)))
             return costs
 
-        with mock.patch.object(ScriptUnits, "measured_costs", measure_and_write):
+        with mock.patch.object(session, "costs_of_units", measure_and_write):
             yield
 
 

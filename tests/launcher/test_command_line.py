@@ -13,15 +13,15 @@ import pytest
 
 from megatron.zero_bubble.launcher.command_line import (
     LaunchFlags,
+    check_script_arguments,
     complete_script_arguments,
     flags_from_keywords,
     help_text,
     parse_command_line,
 )
-from megatron.zero_bubble.launcher.foresight import check_script_arguments
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
+from megatron.zero_bubble.session.start_up import SessionError
 from tests.launch import ROOT
 
 
@@ -81,7 +81,7 @@ def test_help_is_ours_and_then_the_script_s(script):
     ],
 )
 def test_mistakes_are_told_in_one_line(script, arguments, words):
-    with pytest.raises(LauncherError) as error:
+    with pytest.raises(SessionError) as error:
         parse_command_line([script if argument == "SCRIPT" else argument for argument in arguments])
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
@@ -129,7 +129,7 @@ def test_padding_becomes_a_layout_of_the_script():
     assert chunked.num_virtual_stages_per_pipeline_rank is None, "Megatron-LM takes one of the two flags"
     for flags, given in ((padded, {"num_layers": 8}), (LaunchFlags(zero_bubble_schedule="zb-h1"), {})):
         assert validated(flags, **given)[0].pipeline_model_parallel_layout is None
-    with pytest.raises(LauncherError, match="--num-layers 3"):
+    with pytest.raises(SessionError, match="--num-layers 3"):
         validated(padded, num_layers=3)
 
 
@@ -172,12 +172,12 @@ def test_what_megatron_says_about_a_pattern_is_one_line():
 
     script = Namespace(**PATTERN, num_layers=None, pipeline_model_parallel_size=2)
     call = Call(validate, signature(validate).bind(script))
-    with pytest.raises(LauncherError, match=r"^In main pattern, 'X' is not a valid layer symbol\.$"):
+    with pytest.raises(SessionError, match=r"^In main pattern, 'X' is not a valid layer symbol\.$"):
         validate_arguments(LaunchFlags(zero_bubble_schedule="zb-h1"), call)
 
 
 def test_a_pattern_that_is_to_be_divided_takes_no_other_flags_for_its_stages():
-    with pytest.raises(LauncherError, match=r"^--hybrid-layer-pattern \*-\*M.*its \| say which layers"):
+    with pytest.raises(SessionError, match=r"^--hybrid-layer-pattern \*-\*M.*its \| say which layers"):
         validated(LaunchFlags(zero_bubble_schedule="zb-v"), **PATTERN, decoder_first_pipeline_num_layers=3)
 
 
@@ -194,7 +194,7 @@ def test_a_pattern_that_does_not_fit_is_refused_before_the_script_starts(schedul
     environment = {"WORLD_SIZE": "2"}
     for name in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
         arguments = [name, pattern, "--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"]
-        with pytest.raises(LauncherError, match=error):
+        with pytest.raises(SessionError, match=error):
             check_script_arguments(flags, arguments, environment)
 
 
@@ -208,7 +208,7 @@ def test_enable_takes_the_flags_by_name():
     )
     assert flags_from_keywords(None, False, {"memory_limit": "1.5"}).zero_bubble, "planned, unless a schedule is named"
     assert flags_from_keywords(None, False, {"v_schedule": True}).zero_bubble_schedule == "zb-v"
-    with pytest.raises(LauncherError, match=r"'memory'.*memory_limit"):
+    with pytest.raises(SessionError, match=r"'memory'.*memory_limit"):
         flags_from_keywords("zb-h1", False, {"memory": "1.5"})
 
 
@@ -217,13 +217,13 @@ def test_layers_that_the_ranks_do_not_divide_are_refused_only_where_no_layout_is
     environment = {"WORLD_SIZE": "2"}
     check_script_arguments(LaunchFlags(zero_bubble=True), arguments, environment)
     for fixed in ({"zero_bubble": True, "zero_bubble_keep_layout": True}, {"zero_bubble_schedule": "zb-h1"}):
-        with pytest.raises(LauncherError, match=r"--num-layers 7 is not a multiple .* --allow-padding-num-layers"):
+        with pytest.raises(SessionError, match=r"--num-layers 7 is not a multiple .* --allow-padding-num-layers"):
             check_script_arguments(LaunchFlags(**fixed), arguments, environment)
 
 
 def test_a_missing_micro_batch_size_is_refused_before_megatron_starts():
     arguments = ["--num-layers", "4", "--pipeline-model-parallel-size", "2"]
-    with pytest.raises(LauncherError, match=r"^--micro-batch-size is missing"):
+    with pytest.raises(SessionError, match=r"^--micro-batch-size is missing"):
         check_script_arguments(LaunchFlags(zero_bubble=True), arguments, {"WORLD_SIZE": "2"})
 
 
@@ -233,7 +233,7 @@ def test_looking_ahead_does_not_load_megatron_core():
     arguments += ["--pipeline-model-parallel-layout", "Et|t|t|tL"]
     program = (
         "import sys; from megatron.zero_bubble.launcher.command_line import LaunchFlags; "
-        "from megatron.zero_bubble.launcher.foresight import check_script_arguments; "
+        "from megatron.zero_bubble.launcher.command_line import check_script_arguments; "
         f"check_script_arguments(LaunchFlags(zero_bubble_schedule='zb-v'), {arguments}, {{'WORLD_SIZE': '2'}}); "
         "print('megatron.core' in sys.modules)"
     )

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from megatron.zero_bubble.launcher.hooks import Call, Hook, InstalledHooks, mark_of
-from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.session.start_up import SessionError
 
 
 def library() -> ModuleType:
@@ -42,7 +42,7 @@ def tripled(call: Call) -> float:
 
 
 def hook(name: str = "scale", *parameters: str, around=tripled, module: str = "a_library") -> Hook:
-    return Hook(module, name, parameters, "to see it work", around)
+    return Hook(f"{module}:{name}", parameters, "to see it work", around)
 
 
 def test_every_name_of_a_function_is_replaced_and_restored(modules):
@@ -94,7 +94,7 @@ def test_a_method_is_hooked_in_its_class(modules):
 def test_a_target_that_is_not_as_expected_stops_before_anything_is_replaced(modules, wrong, words):
     first, _ = modules
     original = first.scale
-    with pytest.raises(LauncherError) as error:
+    with pytest.raises(SessionError) as error:
         InstalledHooks([hook(), wrong], "1.0")
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
@@ -112,6 +112,6 @@ def test_the_replacement_knows_who_put_it_there(modules):
 
 def test_a_hook_may_be_for_some_versions_only():
     everywhere = hook()
-    somewhere = Hook("a_library", "scale", (), "to see", tripled, versions=("0.16", "0.17"))
+    somewhere = Hook("a_library:scale", (), "to see", tripled, versions=("0.16", "0.17"))
     assert everywhere.applies_to("0.20.0")
     assert [somewhere.applies_to(version) for version in ("0.16.1", "0.17.0rc0", "0.18.0")] == [True, True, False]

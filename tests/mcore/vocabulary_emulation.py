@@ -14,7 +14,7 @@ from megatron.zero_bubble.mcore.vocabulary_shard import Rows, add_embedding_grad
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.forward_step import loss_func
-from megatron.zero_bubble.trainer.model import build_gpt, transformer_config
+from megatron.zero_bubble.trainer.model import build_stage, transformer_config
 
 NUM_SHARDS = 2
 
@@ -36,7 +36,7 @@ class EmulatedStep:
         for stage in range(2):
             with initialized_by_unit(args.seed, is_first_stage=stage == 0):
                 groups = chunk_groups(placement, stage, 0)
-                stages.append(build_gpt(args, config, groups, None, embeds=stage == 0, is_last=stage == 1))
+                stages.append(build_stage(args, config, groups, None, embeds=stage == 0, is_last=stage == 1))
         self._first, self._last = stages
         embedding = self._first.embedding.word_embeddings.weight
         output = embedding if is_tied else self._last.output_layer.weight

@@ -27,13 +27,12 @@ from megatron.zero_bubble.schedules import get_forward_backward_func
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint import Checkpointer
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.initialize import initialized
 from megatron.zero_bubble.trainer.model import build_model, transformer_config
 from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
 from megatron.zero_bubble.trainer.pretrain import make_data_config
-from megatron.zero_bubble.trainer.progress import Progress
 from tests.launch import TINY_GPT
 from tests.ranks import be_rank, run_on_ranks
 from tests.trainings import process_group

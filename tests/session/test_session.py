@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -74,17 +76,20 @@ def test_what_is_found_while_costs_are_measured_restricts_the_choice_of_a_layout
     """A script may turn out to have microbatches of several lengths, for which no vocabulary is spread."""
     session = Session(job("auto", "--zero-bubble"), "test")
 
-    def costs(profile: Any) -> Any:
+    @contextmanager
+    def units() -> Iterator[Any]:
+        yield None, None
         session.restrict(zero_bubble_vocabulary_parallel="off")
 
-    def search(settings: JobSettings, *more: Any) -> Any:
-        raise ValueError(f"with the vocabulary {settings.flags.zero_bubble_vocabulary_parallel}")
+    def search(flags: JobFlags, *more: Any) -> Any:
+        raise ValueError(f"with the vocabulary {flags.zero_bubble_vocabulary_parallel}")
 
     with (
+        mock.patch.object(session_module, "costs_of_units"),
         mock.patch.object(session_module, "new_choice", search),
         pytest.raises(ValueError, match=r"^with the vocabulary off$"),
     ):
-        session.choose_layout(None, costs, 1024)
+        session.choose_layout(None, units, 1024)
 
 
 def test_what_was_changed_is_undone_after_an_error() -> None:

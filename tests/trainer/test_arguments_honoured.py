@@ -13,7 +13,7 @@ from megatron.zero_bubble.mcore.layer_spec import LocalNorm
 from megatron.zero_bubble.trainer import optimization
 from megatron.zero_bubble.trainer.iteration_profile import profiled
 from megatron.zero_bubble.trainer.model import transformer_config
-from megatron.zero_bubble.trainer.replication import _ddp_config
+from megatron.zero_bubble.trainer.optimization import _ddp_config
 from tests.checked_flags import checked
 
 

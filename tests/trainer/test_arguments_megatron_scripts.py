@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBat
 from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
-from megatron.zero_bubble.trainer.run_length import iterations_of_samples, learning_rate_steps
+from megatron.zero_bubble.trainer.defaults import iterations_of_samples, learning_rate_steps
 
 GPT3 = """
 --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048

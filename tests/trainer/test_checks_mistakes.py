@@ -147,7 +147,7 @@ MISTAKES = {
     ),
     "fully sharded, vocabulary shards": (
         FULLY_SHARDED | {"--zero-bubble-vocabulary-parallel": "on"},
-        "--zero-bubble-vocabulary-parallel does not work with --use-torch-fsdp2: the vocabulary would be cut twice: "
+        "--zero-bubble-vocabulary-parallel on does not work with --use-torch-fsdp2: the vocabulary would be cut twice: "
         "leave it out",
     ),
     "gathering parameters without sharding them": (

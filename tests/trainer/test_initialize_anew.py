@@ -11,10 +11,13 @@ from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.mcore.placement import adopt_placement
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.running import costs_of_units
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.initialize import initialized, seed_everything
+from megatron.zero_bubble.trainer.layout import unit_models
+from megatron.zero_bubble.trainer.model import layer_kinds
 from megatron.zero_bubble.trainer.pretrain import make_data_config
-from megatron.zero_bubble.trainer.unit_models import measured_costs
 from tests.launch import TINY_GPT
 from tests.ranks import be_rank, run_on_ranks
 
@@ -26,7 +29,8 @@ TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
 def agreed_costs(args: Arguments) -> ModelCosts:
-    costs = measured_costs(args, make_data_config(args), seconds=0)
+    models = unit_models(args, make_data_config(args))
+    costs = costs_of_units(JobFlags.of(args), models, layer_kinds(args), seconds=0)
     everyone = [costs] * args.world_size
     dist.all_gather_object(everyone, costs)
     assert everyone == [costs] * args.world_size

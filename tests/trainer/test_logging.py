@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.trainer import logging
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
+from megatron.zero_bubble.trainer.checkpoint import Progress
 from megatron.zero_bubble.trainer.logging import StepResult, TrainingLog
-from megatron.zero_bubble.trainer.progress import Progress
-from megatron.zero_bubble.trainer.writers import open_writers
+from megatron.zero_bubble.trainer.records import open_writers
 
 TRAINING_LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +(?P<iteration>\d+)/ *(?P<last>\d+) \|"

@@ -1,17 +1,30 @@
-"""Parses the launcher's command line: the script, the script's arguments, and the launcher's own flags anywhere."""
+"""Parses the launcher's command line, and finds mistakes in the script's arguments before the script starts."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
+from megatron.zero_bubble.launcher.script_settings import divide_pattern, flags_of
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
+from megatron.zero_bubble.session.environment import check_num_ranks
 from megatron.zero_bubble.session.flag_parser import flag, make_parser, take_flags
-from megatron.zero_bubble.session.flags import ReplicaFlags, ZeroBubbleFlags, check_zero_bubble_flags, flag_name
+from megatron.zero_bubble.session.flags import (
+    ParallelFlags,
+    ReplicaFlags,
+    ZeroBubbleFlags,
+    check_zero_bubble_flags,
+    flag_name,
+)
+from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.layers import chunks_of_flags, partition_of_flags
+from megatron.zero_bubble.session.layout_choice import is_layout_open
+from megatron.zero_bubble.session.plans import choose_placement, choose_plan
+from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 PROGRAM = "megatron.zero_bubble"
 _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of zero bubble]"
@@ -51,7 +64,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """Split `argv` into the launcher's flags, the script and the script's arguments in their order.
 
     Raises:
-        LauncherError: there is no script, or a launcher flag is unknown or wrong.
+        SessionError: there is no script, or a launcher flag is unknown or wrong.
     """
     with users_mistakes():
         flags, rest = take_flags(LaunchFlags, _GROUPS, argv)
@@ -67,15 +80,15 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     for argument in rest:
         name = argument.split("=")[0]
         if name.startswith("--zero-bubble"):
-            raise LauncherError(f"{name} is not a flag of megatron.zero_bubble; --help lists them")
+            raise SessionError(f"{name} is not a flag of megatron.zero_bubble; --help lists them")
     if not rest or rest[0].startswith("-"):
         if wants_help:
             return CommandLine(flags, None, (), True)
         given = f", but it is {rest[0]}" if rest else ""
-        raise LauncherError(f"the first argument must be the script{given}: {_USAGE}")
+        raise SessionError(f"the first argument must be the script{given}: {_USAGE}")
     script = Path(rest[0])
     if not script.is_file():
-        raise LauncherError(f"SCRIPT {script} is not a file")
+        raise SessionError(f"SCRIPT {script} is not a file")
     return CommandLine(flags, script, tuple(rest[1:]), wants_help)
 
 
@@ -100,16 +113,79 @@ def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, 
     """The flags for the keywords of `enable`: `{"memory_limit": "1.5"}` is `--zero-bubble-memory-limit 1.5`.
 
     Raises:
-        LauncherError: a keyword names no flag, or the flags contradict each other.
+        SessionError: a keyword names no flag, or the flags contradict each other.
     """
     groups = (*fields(ZeroBubbleFlags), *fields(ReplicaFlags), *fields(AliasFlags))
     names = {field.name.removeprefix("zero_bubble_"): field.name for field in groups}
     unknown = sorted(set(settings) - set(names))
     if unknown:
-        raise LauncherError(f"enable() has no setting {unknown[0]!r}: choose from {', '.join(sorted(names))}")
+        raise SessionError(f"enable() has no setting {unknown[0]!r}: choose from {', '.join(sorted(names))}")
     given = {names[name]: value for name, value in settings.items()}
     with users_mistakes():
         flags = translated(LaunchFlags(**{**given, "zero_bubble_schedule": schedule, "zero_bubble_cpu": cpu}))
         flags = replace(flags, zero_bubble=flags.zero_bubble_schedule is None)
         check_zero_bubble_flags(flags)
     return flags
+
+
+_READ_ELSEWHERE = (
+    *("--use-checkpoint-args", "--yaml-cfg"),
+    *("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
+)
+"""Flags of Megatron-LM that take layers or parallel sizes from a file or checkpoint, not from the arguments."""
+
+
+@dataclass(frozen=True)
+class _SizeFlags:
+    """Sizes."""
+
+    num_layers: int | None = flag("number of transformer layers", None)
+    hybrid_layer_pattern: str | None = flag("layers of a hybrid model, one symbol each", None)
+    hybrid_override_pattern: str | None = flag("the older name of --hybrid-layer-pattern", None)
+    mtp_num_layers: int | None = flag("layers that predict further tokens", None)
+    micro_batch_size: int | None = flag("sequences in a microbatch", None)
+    global_batch_size: int | None = flag("sequences in an iteration", None)
+
+
+@dataclass(frozen=True)
+class _ShapeFlags(ParallelFlags, _SizeFlags):
+    """Megatron-LM's flags that set the number of ranks, stages, layers and microbatches."""
+
+
+def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse numbers of ranks, stages, layers and microbatches that contradict each other.
+
+    Raises:
+        SessionError: the first contradiction; Megatron-LM or the checks of `Run` would refuse it later.
+    """
+    if any(argument.split("=")[0] in _READ_ELSEWHERE for argument in arguments):
+        return
+    with users_mistakes():
+        shape, _ = take_flags(_ShapeFlags, (ParallelFlags, _SizeFlags), arguments)
+        world_size = int(environment.get("WORLD_SIZE", "1"))
+        check_num_ranks(shape, world_size)
+        given = Namespace(**vars(shape))
+        given.hybrid_layer_pattern = given.hybrid_layer_pattern or given.hybrid_override_pattern
+        if given.hybrid_layer_pattern is not None:
+            divide_pattern(given, flags)
+            shape = replace(shape, num_layers=len(HybridPattern.parse(given.hybrid_layer_pattern).symbols))
+        if shape.num_layers is None:
+            return
+        if shape.micro_batch_size is None:
+            raise ValueError("--micro-batch-size is missing: give the number of sequences in a microbatch")
+        # Reading a layout imports megatron-core, which `Launch` first prepares for a machine without CUDA.
+        if shape.pipeline_model_parallel_layout:
+            return
+        replicas = world_size // shape.ranks_of_replica
+        step = shape.micro_batch_size * replicas
+        known = {
+            "world_size": world_size,
+            "data_parallel_size": replicas,
+            "global_batch_size": step if shape.global_batch_size is None else shape.global_batch_size,
+        }
+        job = flags_of(given, flags, **known)
+        if job.global_batch_size % step == 0:
+            job = replace(job, model_chunks=chunks_of_flags(job))
+            if is_layout_open(job):
+                return
+            partition_of_flags(job, choose_placement(job, choose_plan(job)))

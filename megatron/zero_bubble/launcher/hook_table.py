@@ -12,30 +12,24 @@ from typing import Any
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.loop_run import LoopRun
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
-from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
-from megatron.zero_bubble.launcher.script_optimizer import needed_for_post_validation, post_validation_hooks
-from megatron.zero_bubble.launcher.script_replicas import replica_hooks
-from megatron.zero_bubble.launcher.v_placement import VPlacement
+from megatron.zero_bubble.launcher.script_stages import ScriptLayouts, VPlacement
+from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation, post_validation_hooks, replica_hooks
 from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+from megatron.zero_bubble.session.start_up import SessionError
 
-_MODELS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("megatron.core.models.gpt.gpt_model", "GPTModel", ("vp_stage",), ()),
-    ("megatron.core.models.mamba.mamba_model", "MambaModel", (), ("0.16", "0.17")),
-    (
-        "megatron.core.models.hybrid.hybrid_model",
-        "HybridModel",
-        ("vp_stage", "hybrid_layer_pattern"),
-        ("0.18", "0.19", "0.20"),
-    ),
+_NEWER = ("0.18", "0.19", "0.20")
+_MODELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("megatron.core.models.gpt.gpt_model:GPTModel", ("vp_stage",), ()),
+    ("megatron.core.models.mamba.mamba_model:MambaModel", (), ("0.16", "0.17")),
+    ("megatron.core.models.hybrid.hybrid_model:HybridModel", ("vp_stage", "hybrid_layer_pattern"), _NEWER),
 )
-"""Module and name of each class of models, further parameters of its constructor, and the versions that have it."""
+"""Path of each class of models, further parameters of its constructor, and the versions that have it."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
-    ("megatron.core.models.hybrid.hybrid_layer_allocation", ("0.18", "0.19", "0.20")),
+    ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
 )
 """Modules with the function that cuts the pattern of a hybrid model into stages, and the versions that have them."""
 
@@ -53,55 +47,47 @@ class ScriptHooks:
         The hooks for a V placement are installed under every schedule, and do nothing without a V.
         """
         yield Hook(
-            "megatron.training.arguments",
-            "validate_args",
+            "megatron.training.arguments:validate_args",
             ("args",),
             "refuses settings; allows layers that the stages do not divide, where the layout is chosen or padded",
             partial(validate_arguments, self.flags),
         )
-        state = "megatron.core.parallel_state"
         yield Hook(
-            state,
-            "initialize_model_parallel",
+            "megatron.core.parallel_state:initialize_model_parallel",
             ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "get_embedding_ranks"),
             "chooses and checks the schedule, when the script's arguments are complete and nothing is built yet",
             self._begin,
         )
         yield Hook(
-            "megatron.training.training",
-            "setup_model_and_optimizer",
+            "megatron.training.training:setup_model_and_optimizer",
             ("model_provider_func",),
             "chooses the layout under `--zero-bubble`, before the script builds its model",
             lambda call: self.script_run.set_up_model(call),
         )
         yield Hook(
-            "megatron.core.transformer.transformer_config",
-            "TransformerConfig.__post_init__",
+            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             (),
             "gives a model in a V, or whose placement is chosen, the layers of each stage",
             partial(self._with_layouts, ScriptLayouts.configure_new),
         )
-        for module, function in (
-            ("megatron.core.transformer.transformer_block", "get_num_layers_to_build"),
-            ("megatron.core.transformer.multi_token_prediction", "get_mtp_num_layers_to_build"),
+        for function in (
+            "transformer_block:get_num_layers_to_build",
+            "multi_token_prediction:get_mtp_num_layers_to_build",
         ):
             yield Hook(
-                module,
-                function,
+                f"megatron.core.transformer.{function}",
                 ("config",),
                 "does the same for a configuration that the script has made before its process groups",
                 partial(self._with_layouts, ScriptLayouts.configure),
             )
         yield Hook(
-            "megatron.core.transformer.module",
-            "MegatronModule.__init__",
+            "megatron.core.transformer.module:MegatronModule.__init__",
             ("config",),
             "makes the modules of Transformer Engine defer W, whatever the model that they are built for",
             _defer_weight_gradients,
         )
-        for module, model, parameters, versions in _MODELS:
+        for model, parameters, versions in _MODELS:
             yield Hook(
-                module,
                 f"{model}.__init__",
                 ("config", "pre_process", "post_process", "pg_collection", *parameters),
                 "checks the configuration; gives a chunk the layers, the embedding and the loss of its stage",
@@ -110,8 +96,7 @@ class ScriptHooks:
             )
         for module, versions in _PATTERNS:
             yield Hook(
-                module,
-                "select_pipeline_segment",
+                f"{module}:select_pipeline_segment",
                 ("main_pattern", "vp_stage"),
                 "returns the layers of a stage in a V, which a pattern has in model order",
                 self._select_layers,
@@ -119,29 +104,25 @@ class ScriptHooks:
             )
         for name, is_stage in (("first", VPlacement.is_first_stage), ("last", VPlacement.is_last_stage)):
             yield Hook(
-                state,
-                f"is_pipeline_{name}_stage",
+                f"megatron.core.parallel_state:is_pipeline_{name}_stage",
                 ("ignore_virtual", "vp_stage"),
                 f"returns true on rank 0 for the {name} stage of a V; scripts read data on ranks where it is true",
                 partial(self._in_v, is_stage),
             )
         yield Hook(
-            "megatron.core.distributed.distributed_data_parallel",
-            "DistributedDataParallel.__init__",
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             ("module", "ddp_config"),
             "splits linear layers before DDP wraps them, so that W calls the hook with which DDP reduces gradients",
             lambda call: self.run.wrap_in_ddp(call),
         )
         yield Hook(
-            "megatron.core.pipeline_parallel.schedules",
-            "get_forward_backward_func",
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
             (),
             "returns a function that runs the zero-bubble schedule",
             lambda call: self.run.forward_backward_func(call),
         )
         yield Hook(
-            "megatron.training.utils",
-            "print_rank_last",
+            "megatron.training.utils:print_rank_last",
             ("message",),
             "adds the idle share to the training log line",
             self._log,
@@ -157,29 +138,25 @@ class ScriptHooks:
     def _optimizer_hooks(self) -> Iterator[Hook]:
         """The hooks that post-validation and hierarchical SGD share."""
         yield Hook(
-            "megatron.core.optimizer",
-            "get_megatron_optimizer",
+            "megatron.core.optimizer:get_megatron_optimizer",
             (),
             "keeps the optimizer, whose steps the schedule takes, or whose parameters replicas average",
             lambda call: self.script_run.keep_optimizer(call),
         )
         yield Hook(
-            "megatron.core.optimizer.muon",
-            "get_megatron_muon_optimizer",
+            "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
             (),
             "keeps the chain of Muon and the optimizer that it gets from the function above",
             lambda call: self.script_run.keep_optimizer(call),
         )
         yield Hook(
-            "megatron.core.optimizer.optimizer",
-            "ChainedOptimizer.step",
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
             ("self",),
             "reports the step that the schedule has taken, validated if its norm is logged; replicas average after it",
             lambda call: self.script_run.step(call),
         )
         yield Hook(
-            "megatron.training.checkpointing",
-            "save_checkpoint",
+            "megatron.training.checkpointing:save_checkpoint",
             (),
             "validates the last step, and averages replicas, before they are saved",
             lambda call: self.script_run.save(call),
@@ -190,32 +167,27 @@ class ScriptHooks:
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
-            "megatron.training.checkpointing",
-            "load_args_from_checkpoint",
+            "megatron.training.checkpointing:load_args_from_checkpoint",
             ("args",),
             "reads the arguments in a checkpoint, with the layout that was chosen for its job",
         )
         yield Needed(
-            "megatron.core.tensor_parallel.random",
-            "CheckpointFunction.forward",
+            "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
             ("run_function", "distribute_saved_activations"),
             "runs a block of layers and keeps only its input; R runs the block again, ahead of its backward",
         )
         yield Needed(
-            "megatron.core.transformer.transformer_layer",
-            "TransformerLayer.__init__",
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
             ("config", "layer_number", "pg_collection", "vp_stage"),
             "builds a layer; with `--zero-bubble-seed-by-layer` the layer's seed is set before",
         )
         yield Needed(
-            "megatron.core.transformer.multi_token_prediction",
-            "MultiTokenPredictionLayer.__init__",
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
             ("layer_number",),
             "builds a layer of multi-token prediction; its seed is set before, likewise",
         )
         yield Needed(
-            "megatron.core.pipeline_parallel.schedules",
-            "set_current_microbatch",
+            "megatron.core.pipeline_parallel.schedules:set_current_microbatch",
             ("model", "microbatch_id"),
             "tells a layer its microbatch, from which the seed of its dropout follows",
         )
@@ -225,11 +197,11 @@ class ScriptHooks:
         """The run that the script began, or that of a loop which is not Megatron-LM's.
 
         Raises:
-            LauncherError: Megatron-LM's trainer made its process groups before zero bubble was enabled.
+            SessionError: Megatron-LM's trainer made its process groups before zero bubble was enabled.
         """
         if self._run is None:
             if _script_arguments() is not None:
-                raise LauncherError("megatron-core's process groups exist already: call enable() before pretrain()")
+                raise SessionError("megatron-core's process groups exist already: call enable() before pretrain()")
             self._run = LoopRun(self.flags)
         return self._run
 
@@ -266,10 +238,10 @@ class ScriptHooks:
         """Check at the script's end that the schedule was used.
 
         Raises:
-            LauncherError: no step ran under the schedule, although the script had iterations to train.
+            SessionError: no step ran under the schedule, although the script had iterations to train.
         """
         if self._run is None or (self._run.num_steps == 0 and not self._run.had_nothing_to_train):
-            raise LauncherError(
+            raise SessionError(
                 "the script ended without a training step through megatron-core's get_forward_backward_func: "
                 "the schedule had no effect"
             )
@@ -315,29 +287,25 @@ def cpu_hooks() -> Iterator[Hook]:
         return call.proceed() if Path(datasets.__path__[0], "Makefile").exists() else None
 
     yield Hook(
-        "megatron.training.initialize",
-        "initialize_megatron",
+        "megatron.training.initialize:initialize_megatron",
         ("allow_no_cuda",),
         "allows Megatron-LM to start without CUDA, and keeps its checkpoint writers in the process",
         allow_no_cuda,
     )
     yield Hook(
-        "megatron.training.utils",
-        "get_device_arch_version",
+        "megatron.training.utils:get_device_arch_version",
         (),
         "returns the newest GPU architecture, for which Megatron-LM demands no special environment variable",
         lambda call: 10,
     )
     yield Hook(
-        "megatron.core.datasets.utils",
-        "compile_helpers",
+        "megatron.core.datasets.utils:compile_helpers",
         (),
         "does nothing where there is no Makefile, as in the wheels of megatron-core, which have the compiled helper",
         compile_where_possible,
     )
     yield Hook(
-        "megatron.legacy.fused_kernels",
-        "load",
+        "megatron.legacy.fused_kernels:load",
         (),
         "does nothing; the original would look for nvcc",
         lambda call: None,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.zero_bubble.launcher.mistakes import LauncherError
+from megatron.zero_bubble.session.start_up import SessionError
 
 Function = Callable[..., Any]
 
@@ -39,28 +39,27 @@ class Call:
 
 @dataclass(frozen=True)
 class Needed:
-    """A function `module.name` of megatron-core or Megatron-LM that the launcher relies on.
+    """A function of megatron-core or Megatron-LM that the launcher relies on.
 
     Attributes:
-        name: the name of a function of the module, or `Class.method`.
+        path: `module:function` or `module:Class.method`.
         parameters: names of parameters that the function must have.
         reason: why the launcher needs the function; the documentation shows it.
         versions: versions of megatron-core, as `0.16`, that have the function; empty for all supported ones.
     """
 
-    module: str
-    name: str
+    path: str
     parameters: tuple[str, ...]
     reason: str
     versions: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def target(self) -> str:
-        return f"{self.module}.{self.name}"
+        return self.path.replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
         """Whether megatron-core `version` (as `0.16.1`) has the function, with Megatron-LM's trainer or without."""
-        if self.module.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
+        if self.path.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions
 
@@ -93,7 +92,7 @@ class InstalledHooks:
     All functions are checked before the first is replaced.
 
     Raises:
-        LauncherError: a function is missing, or lacks a parameter.
+        SessionError: a function is missing, or lacks a parameter.
     """
 
     def __init__(self, hooks: Iterable[Hook], version: str, mark: object = None) -> None:
@@ -111,22 +110,21 @@ def find_target(needed: Needed, version: str) -> Target:
     """Import the module of a needed function and find the function; `version` is named in the errors.
 
     Raises:
-        LauncherError: the function is missing, or lacks a parameter.
+        SessionError: the function is missing, or lacks a parameter.
     """
     try:
-        owner: Any = importlib.import_module(needed.module)
-        *classes, attribute = needed.name.split(".")
-        for name in classes:
-            owner = getattr(owner, name)
+        module, _, name = needed.path.partition(":")
+        owner_name, _, attribute = name.rpartition(".")
+        owner = pkgutil.resolve_name(f"{module}:{owner_name}")
         function = getattr(owner, attribute)
     except (ImportError, AttributeError) as error:
-        raise LauncherError(
+        raise SessionError(
             f"megatron-core {version} has no {needed.target}, which the launcher needs: {error}"
         ) from error
     signature = inspect.signature(function)
     missing = [name for name in needed.parameters if name not in signature.parameters]
     if missing:
-        raise LauncherError(
+        raise SessionError(
             f"{needed.target} of megatron-core {version} does not have the parameters that the launcher needs: "
             f"no {', '.join(missing)} in {signature}"
         )

@@ -10,8 +10,8 @@ import torch
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags, flags_from_keywords
 from megatron.zero_bubble.launcher.hooks import Hook, InstalledHooks, find_target, mark_of, minor_version
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.cpu import CpuSubstitution, substitute_cuda
+from megatron.zero_bubble.session.start_up import SessionError
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.hook_table import ScriptHooks
@@ -27,7 +27,7 @@ class Launch:
         flags: the launcher's flags; without a schedule only the substitutions for a CPU are applied.
 
     Raises:
-        LauncherError: megatron-core is missing or not supported, a hooked function is not as expected, or there is no
+        SessionError: megatron-core is missing or not supported, a hooked function is not as expected, or there is no
             CUDA device.
     """
 
@@ -43,12 +43,12 @@ class Launch:
 
     def _open(self, flags: LaunchFlags) -> None:
         if find_spec("megatron.core") is None:
-            raise LauncherError("megatron.core is found neither beside the script nor installed")
+            raise SessionError("megatron.core is found neither beside the script nor installed")
         if flags.zero_bubble_cpu:
             self._cpu = substitute_cuda()
         version = supported_version()
         if flags.asks_for_schedule and self._cpu is None and not torch.cuda.is_available():
-            raise LauncherError(
+            raise SessionError(
                 "torch finds no CUDA device on this machine: --zero-bubble-cpu, or enable(cpu=True), trains on CPUs"
             )
         has_trainer = find_spec("megatron.training") is not None
@@ -83,11 +83,11 @@ def supported_version() -> str:
     """The version of the megatron-core that is imported.
 
     Raises:
-        LauncherError: the version is not one of `SUPPORTED`.
+        SessionError: the version is not one of `SUPPORTED`.
     """
     core = importlib.import_module("megatron.core")
     if minor_version(core.__version__) not in SUPPORTED:
-        raise LauncherError(
+        raise SessionError(
             f"megatron-core {core.__version__} of {core.__path__[0]} is not supported: "
             f"supported versions begin with {', '.join(SUPPORTED)}"
         )
@@ -108,7 +108,7 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
         ValueError: zero bubble is enabled already, or a flag or megatron-core's version is not supported.
     """
     if _current() is not None:
-        raise LauncherError("zero bubble is enabled already: call disable() first")
+        raise SessionError("zero bubble is enabled already: call disable() first")
     flags = flags_from_keywords(schedule, cpu, settings)
     Launch(flags)
 

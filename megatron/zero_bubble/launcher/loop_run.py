@@ -14,12 +14,12 @@ from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
 from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import job_settings
+from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 _NEED_MEGATRON_LM = {
     "zero_bubble_post_validation": "it has to know which steps the loop logs",
@@ -56,7 +56,7 @@ class LoopRun:
         for name, reason in _NEED_MEGATRON_LM.items():
             if getattr(flags, name):
                 keyword = name.removeprefix("zero_bubble_")
-                raise LauncherError(f"enable({keyword}=...) works with Megatron-LM's trainer alone: {reason}")
+                raise SessionError(f"enable({keyword}=...) works with Megatron-LM's trainer alone: {reason}")
         self._flags = replace(flags, zero_bubble_keep_layout=flags.zero_bubble)
         self._models: list[_Model] = []
 
@@ -69,7 +69,7 @@ class LoopRun:
         """Hook around the constructor of a model: check its configuration, and prepare it for its schedule.
 
         Raises:
-            LauncherError: the configuration has a setting that no zero-bubble schedule supports.
+            SessionError: the configuration has a setting that no zero-bubble schedule supports.
         """
         if not call.get("vp_stage"):
             self._models.append(self._begin_model(call))
@@ -91,9 +91,9 @@ class LoopRun:
             job = job_settings(flags, os.environ, torch.cuda.is_available())
         placement, built = job.placement, flags.model_chunks or 1
         if placement.kind == "v":
-            raise LauncherError(f"enable({flags.schedule!r}): a V placement works with Megatron-LM's trainer alone")
+            raise SessionError(f"enable({flags.schedule!r}): a V placement works with Megatron-LM's trainer alone")
         if placement.num_chunks != built:
-            raise LauncherError(
+            raise SessionError(
                 f"enable({flags.schedule!r}): the schedule has {placement.num_chunks} model chunks a rank, but the "
                 f"process groups are for {built}: give virtual_pipeline_model_parallel_size={placement.num_chunks}"
             )
@@ -124,7 +124,7 @@ class LoopRun:
             if model is not None:
                 return _run(model, arguments)
             if not arguments.get("forward_only", False):
-                raise LauncherError(
+                raise SessionError(
                     "the loop trains a model that was built before enable(), or is not in megatron-core's "
                     "DistributedDataParallel: its layers could not be split"
                 )

@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
 
 from megatron.zero_bubble.launcher.command_line import (
     PROGRAM,
     CommandLine,
+    check_script_arguments,
     complete_script_arguments,
     help_text,
     parse_command_line,
 )
-from megatron.zero_bubble.launcher.foresight import check_script_arguments
 from megatron.zero_bubble.launcher.launch import Launch
-from megatron.zero_bubble.launcher.script import prepare_path, run_script
 from megatron.zero_bubble.session.reports import print_line
 from megatron.zero_bubble.session.start_up import SessionError, quiet_start_up, run_program
+
+_NAMESPACE = "megatron"
+_HOME = Path(__file__).resolve().parents[3]
+"""The folder that holds this package's part of `megatron`."""
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> None:
+    """Run the script as `__main__`. Call `prepare_path` before."""
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def prepare_path(script: Path) -> None:
+    """Set `sys.path` as if Python had started the script itself, and keep this package importable.
+
+    Python puts a script's folder first on `sys.path`; `-m` put the working directory there. The script's folder may
+    hold another `megatron`. If that is a namespace, as ours is, Python merges the two. If it is a package with an
+    `__init__.py`, it takes the name, and our folder is added to its path.
+    """
+    sys.path[0] = str(script.resolve().parent)
+    spec = PathFinder.find_spec(_NAMESPACE, sys.path)
+    if spec is not None and spec.origin is not None:
+        _adopt(spec)
+    elif not any(Path(part, "zero_bubble").is_dir() for part in sys.modules[_NAMESPACE].__path__):
+        sys.path.append(str(_HOME))
+
+
+def _adopt(spec: ModuleSpec) -> None:
+    """Import the `megatron` package that the script would import, and add our modules to it."""
+    ours = {name: module for name, module in sys.modules.items() if name.startswith(f"{_NAMESPACE}.")}
+    package = module_from_spec(spec)
+    sys.modules[_NAMESPACE] = package
+    assert spec.loader is not None
+    spec.loader.exec_module(package)
+    package.__path__.append(str(_HOME / _NAMESPACE))
+    for name, module in ours.items():
+        if name.count(".") == 1:
+            setattr(package, name.split(".")[1], module)
 
 
 def main(argv: Sequence[str]) -> int:

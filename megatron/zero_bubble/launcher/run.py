@@ -12,21 +12,19 @@ import torch
 
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.mistakes import users_mistakes
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
-from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts, ScriptPattern
-from megatron.zero_bubble.launcher.script_optimizer import ScriptPostValidation
-from megatron.zero_bubble.launcher.script_replicas import ScriptReplicas
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_what_cannot_work
+from megatron.zero_bubble.launcher.script_stages import ScriptLayouts, ScriptPattern, VPlacement
+from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
-from megatron.zero_bubble.launcher.v_placement import VPlacement
 from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
 from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.session.drawings import write_plan
 from megatron.zero_bubble.session.layers import to_layout
-from megatron.zero_bubble.session.plan_metrics import write_plan
 from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import check_implementation, job_settings
+from megatron.zero_bubble.session.start_up import users_mistakes
 
 _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
 
@@ -38,7 +36,7 @@ class Run:
         script: the script's arguments, from Megatron-LM's `get_args()`.
 
     Raises:
-        LauncherError: the script's settings and the launcher's flags contradict each other.
+        SessionError: the script's settings and the launcher's flags contradict each other.
     """
 
     def __init__(self, script: Namespace, flags: LaunchFlags) -> None:
@@ -102,7 +100,7 @@ class Run:
         """Hook around the constructor of a model: check its configuration, and build the chunk of its stage.
 
         Raises:
-            LauncherError: the configuration has a setting that no zero-bubble schedule supports.
+            SessionError: the configuration has a setting that no zero-bubble schedule supports.
         """
         if self.units.is_building:
             self.units.build_chunk(call)

@@ -7,6 +7,7 @@ import copy
 import inspect
 import io
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.mistakes import LauncherError, users_mistakes
-from megatron.zero_bubble.launcher.script_layouts import ScriptLayouts
 from megatron.zero_bubble.launcher.script_settings import (
     check_chunks,
     divide_pattern,
@@ -23,14 +22,14 @@ from megatron.zero_bubble.launcher.script_settings import (
     refuse_script_settings,
     take_over_overlap,
 )
+from megatron.zero_bubble.launcher.script_stages import ScriptLayouts
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
 from megatron.zero_bubble.mcore.compatibility.compatibility_table import works_with
 from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
+from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.placement import adopt_placement
 from megatron.zero_bubble.runtime.joint import jointly
-from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import spread_layers, to_layout
@@ -38,6 +37,7 @@ from megatron.zero_bubble.session.layout_choice import SAVED_NAMES, ChosenLayout
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import JobSettings
+from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
@@ -98,7 +98,7 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
         Whether a layout was chosen.
 
     Raises:
-        LauncherError: no layout fits in the memory, or a flag does not work with the chosen one.
+        SessionError: no layout fits in the memory, or a flag does not work with the chosen one.
     """
     saved = _saved_choice(script, session.job)
     if saved is not None:
@@ -109,19 +109,20 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
     elif not _builds_chunks(setup):
         session.restrict(zero_bubble_placement="linear")
 
-    def costs(profile: Profile | None) -> ModelCosts:
+    @contextlib.contextmanager
+    def measurable_units() -> Iterator[tuple[UnitModels, list[int]]]:
         try:
-            found = units.profiled_costs(setup, profile) if profile else units.measured_costs(setup)
-        except LauncherError as error:
+            with units.models(setup) as found:
+                yield found
+        except SessionError as error:
             raise _Unmeasured(str(error)) from error
         spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
         if not spreads and not session.job.flags.vocabulary_parallel:
             session.restrict(zero_bubble_vocabulary_parallel="off")
-        return found
 
     try:
         with users_mistakes():
-            session.choose_layout(saved, costs, script.padded_vocab_size)
+            session.choose_layout(saved, measurable_units, script.padded_vocab_size)
     except _Unmeasured as error:
         keep_megatrons_layout(script, session, str(error))
         return False
@@ -136,7 +137,7 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
     """Keep Megatron's layout where another could be chosen, for a reason that is printed; a collective call.
 
     Raises:
-        LauncherError: a flag does not work with Megatron's layout.
+        SessionError: a flag does not work with Megatron's layout.
     """
     with users_mistakes():
         session.keep_megatrons_layout(reason)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.zero_bubble.launcher.command_line import LaunchFlags
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features, refuse_with_schedule
 from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.features import plans_offload
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import spread_layers
-from megatron.zero_bubble.session.offload_flags import plans_offload
 from megatron.zero_bubble.session.plans import choose_placement, choose_plan
+from megatron.zero_bubble.session.start_up import SessionError
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.launcher.command_line import LaunchFlags
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments that hold a pattern: Megatron-LM's, and its older name, which it copies to the other."""
@@ -102,7 +104,7 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
     """Check that a script builds as many model chunks a rank as the placement has.
 
     Raises:
-        LauncherError: it builds another number.
+        SessionError: it builds another number.
     """
     built = script.virtual_pipeline_model_parallel_size or 1
     if placement.num_chunks != built:
@@ -111,7 +113,7 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
             remedy = f"give it a --hybrid-layer-pattern of {placement.num_stages} stages, with | between them"
         elif getattr(script, "hybrid_override_pattern", None) is not None:
             remedy = "its hybrid model allows no more than one: choose another schedule"
-        raise LauncherError(
+        raise SessionError(
             f"schedule {flags.schedule} has {placement.num_chunks} model chunks a rank, but the script builds "
             f"{built}: {remedy}"
         )
@@ -123,7 +125,7 @@ def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
     It divides a pattern without `|` into one chunk a rank, all with the same number of layers.
 
     Raises:
-        LauncherError: further arguments say how many layers a rank has.
+        SessionError: further arguments say how many layers a rank has.
     """
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
     num_chunks = 1 if entry is None else entry.num_chunks
@@ -133,7 +135,7 @@ def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
         if not (text := getattr(script, name, None)) or (pattern := HybridPattern.parse(text)).is_divided:
             continue
         if any(getattr(script, end, None) is not None for end in _ENDS):
-            raise LauncherError(
+            raise SessionError(
                 f"--hybrid-layer-pattern {text}: with {num_chunks} model chunks a rank its | say which layers a stage "
                 "has: leave out --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
             )

@@ -13,7 +13,6 @@ import itertools
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,21 +22,16 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
-from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags, keeping_everything
 from megatron.zero_bubble.session.model_states import Parameters, States
-from megatron.zero_bubble.session.profiled_costs import fit_units
-from megatron.zero_bubble.session.running import communicator_of
+from megatron.zero_bubble.session.start_up import SessionError
 
 _ONE_RANK = {
     "pipeline_model_parallel_size": 1,
@@ -90,35 +84,24 @@ class ScriptUnits:
         self.shapes_vary = False
         """Whether the model's configuration says `variable_seq_lengths`; known once costs were asked for."""
 
-    def measured_costs(self, setup: Call, seconds: float = SECONDS) -> ModelCosts:
-        """Measure the costs of the model that the call `setup` would build; a collective call, see `measure_model`.
+    @contextlib.contextmanager
+    def models(self, setup: Call) -> Iterator[tuple[UnitModels, list[int]]]:
+        """A context with what builds and feeds the units of the model that the call `setup` would build.
+
+        With it comes the kind of every layer.
 
         Raises:
-            LauncherError: the costs of this model cannot be measured.
+            SessionError: the costs of this model cannot be measured.
         """
         with self._as_one_rank(setup):
-            models, kinds = self._models(setup)
-            timeout = timedelta(minutes=self._flags.distributed_timeout_minutes)
-            pairs = self._flags.overlap_moe_expert_parallel_comm
-            return measure_model(models, kinds, communicator_of(self._flags), timeout, seconds, pairs=pairs)
-
-    def profiled_costs(self, setup: Call, profile: Profile) -> ModelCosts:
-        """The costs of that model by the profile of an earlier run of it, for the same number of ranks or another.
-
-        Raises:
-            ScheduleError: the profile does not tell them.
-            LauncherError: the units of this model cannot be built.
-        """
-        with self._as_one_rank(setup):
-            models, kinds = self._models(setup)
-            return with_states(fit_units(profile, kinds), count_states(models, kinds))
+            yield self._models(setup)
 
     @contextlib.contextmanager
     def _as_one_rank(self, setup: Call) -> Iterator[None]:
         """Let the script's arguments, and a configuration it has made already, describe a pipeline of one rank."""
         for name in ("fp8", "fp4"):
             if value := getattr(self._script, name, None):
-                raise LauncherError(
+                raise SessionError(
                     f"--{name}-format {value}: the costs of a model cannot be measured before it is built, because "
                     "Transformer Engine's scaling remembers every forward"
                 )
@@ -177,7 +160,7 @@ class ScriptUnits:
         except _BuildsModel as begun:
             return begun.arguments
         known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
-        raise LauncherError(f"costs are measured of a {known} of megatron-core, and the script has built another model")
+        raise SessionError(f"costs are measured of a {known} of megatron-core, and the script has built another model")
 
     def _build(self, setup: Call, unit: Unit, store: WeightGradStore) -> torch.nn.Module:
         self._unit, self._store = unit, store
@@ -189,7 +172,7 @@ class ScriptUnits:
             return built.model
         finally:
             self._unit = None
-        raise LauncherError("costs are measured of models in DDP, and the script has built one without")
+        raise SessionError("costs are measured of models in DDP, and the script has built one without")
 
     def _begin(self, setup: Call) -> None:
         """Let the script begin to build its model; what it prints would be misleading."""

@@ -31,12 +31,20 @@ _MODEL = (
     *(*_PARTITION, *RECOMPUTATION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel"),
 )
 """Names of the flags on which the costs of a stage depend, whatever the model."""
+_SWITCHES = re.compile(
+    r"window_.*|no_rope_freq|(qk|q|k)_(layer|l2_)norm|add_qkv_bias|.*attention_(output_gate|variant|freq)|dsa_.*(heads|dim|topk)"
+    r"|fp32_residual_connection|recompute_modules"
+    r"|tp_comm_overlap|activation_func_(fp8|clamp).*|squared_relu|quick_geglu"
+)
+"""Names of further ones that are off by default: whichever of them a program's flags have."""
 _FURTHER = {
     "num_experts": re.compile(
         r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"
     ),
     "multi_latent_attention": re.compile(r"(q|kv)_lora_rank|(qk|qk_pos_emb|v)_head_dim"),
-    "hybrid_layer_pattern": re.compile(r"mamba_(state_dim|head_dim|num_groups|num_heads)"),
+    "hybrid_layer_pattern": re.compile(
+        r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
+    ),
 }
 """Names of those on which they also depend in a model that has the key: whichever of them a program's flags have."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
@@ -193,9 +201,8 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 def _model_of(source: object) -> dict[str, Setting]:
     """The flags of `source` on which the costs of a stage depend, named and completed as Megatron-LM does it."""
     model = {name: getattr(source, name, getattr(source, _IN_CONFIGURATION.get(name, ""), None)) for name in _MODEL}
-    for owner, names in _FURTHER.items():
-        if model[owner]:
-            model.update((name, value) for name, value in vars(source).items() if names.fullmatch(name))
+    for names in (_SWITCHES, *(names for owner, names in _FURTHER.items() if model[owner])):
+        model.update((name, value) for name, value in vars(source).items() if names.fullmatch(name))
     if model["num_experts"]:  # Megatron-LM fills these in
         model["moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
         shared_by = model.get("expert_tensor_parallel_size") or model["tensor_model_parallel_size"]

@@ -8,21 +8,28 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
 
+import torch
+
 from megatron.zero_bubble.planner import Plan, all_placements, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.prediction import MegatronsTime, total_work
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
-from megatron.zero_bubble.runtime.replanner import MARGIN
+from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.runtime.replanner import MARGIN, least_free_bytes
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError
+from megatron.zero_bubble.schedule.formats import units_to_json
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.features import may_spread
+from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION, partition_of_flags, partition_sources
-from megatron.zero_bubble.session.sharding import may_spread
+from megatron.zero_bubble.session.layout_words import flags_of_layout
+from megatron.zero_bubble.session.reports import ProgressLines, layout_lines, print_line
 
 _PATTERN = "hybrid_layer_pattern"
 _CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
@@ -242,3 +249,38 @@ def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
     if is_given or cannot or not _can_recompute(flags):
         return (flags.recompute,)
     return (Recompute.NONE, Recompute.PLANNED)
+
+
+def new_choice(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> ChosenLayout:
+    """Search for the best layout on rank 0, print what it found, and tell all ranks; a collective call.
+
+    Raises:
+        ValueError: no layout fits in the memory; raised on all ranks.
+    """
+    device = torch.device(torch.cuda.current_device())
+    free_bytes = least_free_bytes(device) if device.type == "cuda" else None
+
+    def choose() -> ChosenLayout:
+        progress = ProgressLines(lambda text: print_line(f" > choosing a layout: {text}"))
+        choice = choose_layout(flags, costs, free_bytes, padded_vocab_size, report=progress)
+        plan = choice.plan
+        if flags.zero_bubble_unit_costs_output is not None:
+            _write(flags.zero_bubble_unit_costs_output, choice.model)
+        chosen = ChosenLayout(
+            flags_of_layout(plan.layout, flags.mtp_num_layers, flags.pattern),
+            plan.request,
+            choice.megatrons_time,
+            choice.is_megatrons_split,
+        )
+        for line in layout_lines(choice, chosen.flags):
+            print_line(line)
+        return chosen
+
+    return on_rank(0, choose)
+
+
+def _write(output: str, model: ModelCosts) -> None:
+    try:
+        write_file(output, units_to_json(model))
+    except OSError as error:
+        raise ValueError(f"--zero-bubble-unit-costs-output {output}: cannot be written: {error.strerror}") from error

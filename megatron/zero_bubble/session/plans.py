@@ -17,12 +17,10 @@ from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import pending_backwards
+from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
-from megatron.zero_bubble.session.offload_flags import check_offload, plans_offload
-from megatron.zero_bubble.session.pair_flags import check_pairs
-from megatron.zero_bubble.session.progress_lines import SILENT_SECONDS
-from megatron.zero_bubble.session.reports import print_line
+from megatron.zero_bubble.session.reports import SILENT_SECONDS, print_line
 
 _FILE = "file:"
 _SECONDS_PER_OPERATION = 4e-5

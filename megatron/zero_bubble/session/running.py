@@ -1,22 +1,47 @@
-"""Makes what runs and draws a job's plan, for the trainer and the launcher alike."""
+"""Makes what runs a job: its forward-backward function, post-validation, the averaging of replicas, and drawings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import wraps
+from typing import Any
 
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron.zero_bubble.mcore.model_units import UnitModels
+from megatron.zero_bubble.mcore.optimizer import check_optimizer, torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
+from megatron.zero_bubble.mcore.replica_averaging import ReplicaAveraging
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
+from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
+from megatron.zero_bubble.runtime.recorder import device_clock
 from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.replica_waits import ReplicaWaits, Waits
+from megatron.zero_bubble.runtime.rollback import make_rollback
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.session.flags import ZeroBubbleFlags
+from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
+from megatron.zero_bubble.session.drawings import TimelineWriter
+from megatron.zero_bubble.session.features import (
+    HIERARCHICAL_SGD,
+    INVERSE,
+    POST_VALIDATION,
+    USE_SNAPSHOT,
+    gain_of_post_validation,
+)
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.session.profiling import profile_window, reporter, too_short_to_profile
-from megatron.zero_bubble.session.reports import channels_line, print_rank_0
+from megatron.zero_bubble.session.reports import channels_line, describe_hierarchy, print_rank_0
 from megatron.zero_bubble.session.settings import JobSettings
-from megatron.zero_bubble.session.timeline_writer import TimelineWriter
 
 
 def run_plan(
@@ -58,9 +83,37 @@ def run_plan(
     )
 
 
-def communicator_of(flags: ZeroBubbleFlags) -> type[ChannelCommunicator]:
+def communicator_of(flags: JobFlags) -> type[ChannelCommunicator]:
     """The class of the channels between stages."""
     return HostCommunicator if flags.zero_bubble_communicator == "host" else TorchCommunicator
+
+
+def costs_of_units(
+    flags: JobFlags,
+    models: UnitModels,
+    kinds: Sequence[int],
+    profile: Profile | None = None,
+    seconds: float = SECONDS,
+) -> ModelCosts:
+    """The costs of a model's units without full recomputation, and of a message; a collective call of all ranks.
+
+    Args:
+        kinds: for each layer of the model which layer of `Unit.layer` it is like.
+        profile: of an earlier run of the model, perhaps in another layout; without it units and message are measured.
+        seconds: time for all units, see `measure_model`.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ScheduleError: the profile does not tell them.
+    """
+    if profile is not None:
+        return with_states(fit_units(profile, kinds), count_states(models, kinds))
+    print_rank_0(f" > timing the model's layers for {seconds:g} seconds, to choose their layout ...")
+    timeout = timedelta(minutes=flags.distributed_timeout_minutes)
+    pairs = flags.overlap_moe_expert_parallel_comm
+    return measure_model(models, kinds, communicator_of(flags), timeout, seconds, pairs=pairs)
 
 
 def open_timeline(job: JobSettings, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:
@@ -72,3 +125,146 @@ def open_timeline(job: JobSettings, forward_backward: ForwardBackward, iteration
     after = iteration + (window[1] if window else 1)
     first, last = flags.zero_bubble_timeline_iters or (after + 1, after + 2)
     return TimelineWriter(flags.zero_bubble_timeline, first, last, iteration, forward_backward)
+
+
+_WINDOW = 100
+_TOO_OFTEN = 1 / 3
+
+
+def build_post_validation(
+    flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
+) -> PostValidation | None:
+    """The post-validation of an optimizer; None if the flags do not ask for it, or with a single pipeline rank.
+
+    Raises:
+        ValueError: post-validation does not support the optimizer, or the rollback cannot invert it.
+    """
+    if not flags.zero_bubble_post_validation:
+        return None
+    if flags.pipeline_model_parallel_size == 1:
+        print_rank_0(
+            f" > {POST_VALIDATION} has no effect with --pipeline-model-parallel-size 1: no rank waits for another stage"
+        )
+        return None
+    assert plan is not None, "checked with the flags"
+    try:
+        check_optimizer(optimizer)
+    except ValueError as error:
+        raise ValueError(f"{POST_VALIDATION}: {error}") from error
+    try:
+        rollback = make_rollback(
+            "inverse" if flags.zero_bubble_rollback == "inverse" else "snapshot",
+            torch_optimizers(optimizer),
+            on_host=flags.zero_bubble_rollback_on_host,
+        )
+    except ValueError as error:
+        raise ValueError(f"{INVERSE}: {error}: {USE_SNAPSHOT}") from error
+    print_rank_0(gain_of_post_validation(flags, plan))
+    return PostValidation(optimizer, rollback, model)
+
+
+class RollbackWatch:
+    """Warns when so many steps are amended that post-validation costs more than it gains."""
+
+    def __init__(self) -> None:
+        self._amended: deque[bool] = deque(maxlen=_WINDOW)
+
+    def warning(self, was_amended: bool) -> str | None:
+        """Record one step, and return a warning if at least a third of the last 100 steps were amended, else None.
+
+        Amending runs forwards again, which takes about the time that is gained, and takes the step twice: from one
+        amended step in three on, the gain is doubtful.
+        """
+        self._amended.append(was_amended)
+        rate = sum(self._amended) / _WINDOW
+        if len(self._amended) < _WINDOW or rate < _TOO_OFTEN:
+            return None
+        self._amended.clear()
+        return (
+            f" > {POST_VALIDATION} amended {rate:.0%} of the last {_WINDOW} steps: it costs more than it gains; "
+            f"raise --clip-grad or leave out {POST_VALIDATION}"
+        )
+
+
+class Replicas:
+    """The replicas of this rank's part of the model: averages them if the flags say so, and measures their waits.
+
+    Made before the first step; a collective call of all ranks. With a single replica it does nothing.
+
+    Args:
+        chunks: this rank's modules in DDP.
+        iteration: the iteration after which the job begins.
+        changed: called when parameters or the optimizer's moments have been averaged.
+
+    Raises:
+        ValueError: `--hierarchical-sgd` does not work with the optimizer.
+    """
+
+    def __init__(
+        self,
+        job: JobSettings,
+        optimizer: MegatronOptimizer,
+        chunks: Sequence[Any],
+        iteration: int,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._averaging: ReplicaAveraging | None = None
+        if job.hierarchy is not None:
+            timeout = timedelta(minutes=job.flags.distributed_timeout_minutes)
+            try:
+                self._averaging = ReplicaAveraging(job.hierarchy, optimizer, chunks, iteration, timeout, changed)
+            except ValueError as error:
+                raise ValueError(f"{HIERARCHICAL_SGD} {job.flags.hierarchical_sgd}: {error}") from error
+            print_rank_0(describe_hierarchy(job.hierarchy))
+        group = parallel_state.get_data_parallel_group()
+        device = own_device()
+        self._num_replicas = group.size()
+        self._waits = ReplicaWaits(group, device_clock(device), device)
+        for chunk in chunks if self._num_replicas > 1 else ():
+            chunk.finish_grad_sync = self._measured(chunk.finish_grad_sync)
+
+    def _measured(self, reduce: Callable[..., None]) -> Callable[..., None]:
+        @wraps(reduce)
+        def measured(*args: Any, **kwargs: Any) -> None:
+            with self._waits.measured():
+                reduce(*args, **kwargs)
+
+        return measured
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the next iteration's loss, norm and step are this replica's own."""
+        return self._averaging is not None and self._averaging.is_local
+
+    def changes_after(self, iteration: int) -> bool:
+        """Whether `after_step(iteration)` averages parameters, or ends the synchronous steps.
+
+        Such a step must be valid, and the next iteration not have begun.
+        """
+        if self._averaging is None:
+            return False
+        hierarchy = self._averaging.hierarchy
+        return hierarchy.group_size_after(iteration) is not None or iteration == hierarchy.warmup
+
+    def after_step(self, iteration: int) -> None:
+        """Average what is due after the step of `iteration`; a collective call of the group that averages."""
+        size = self._num_replicas
+        if self._averaging is not None and self._averaging.hierarchy.is_local(iteration):
+            size = self._averaging.hierarchy.group_size_after(iteration) or 1
+        if self._averaging is not None:
+            with self._waits.measured():
+                self._averaging.after_step(iteration)
+        if self._num_replicas > 1:
+            self._waits.end_iteration(size)
+
+    def average_all(self, iteration: int, *, with_states: bool = False) -> None:
+        """Give all replicas the same parameters and, for a checkpoint, the same state of the optimizer."""
+        if self._averaging is not None:
+            self._averaging.average_all(iteration, with_states=with_states)
+
+    def take_waits(self) -> Waits | None:
+        """The waits since the last call; None without an iteration since, or with a single replica.
+
+        A collective call of the replicas.
+        """
+        return self._waits.take() if self._num_replicas > 1 else None

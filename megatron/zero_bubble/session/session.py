@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
 from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.post_validation import PostValidation
@@ -26,25 +27,25 @@ from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible, Placement
-from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session import hierarchy_flags, post_validation_flags
 from megatron.zero_bubble.session.description import describe, describe_places
+from megatron.zero_bubble.session.drawings import TimelineWriter
+from megatron.zero_bubble.session.features import HIERARCHICAL_SGD, POST_VALIDATION, check_shards
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layout_choice import ChosenLayout
-from megatron.zero_bubble.session.layout_search import new_choice
-from megatron.zero_bubble.session.optimizer_step import build_post_validation
+from megatron.zero_bubble.session.layout_choice import ChosenLayout, new_choice
 from megatron.zero_bubble.session.profiling import given_profile
-from megatron.zero_bubble.session.replicas import Replicas
 from megatron.zero_bubble.session.reports import print_rank_0
-from megatron.zero_bubble.session.running import open_timeline, run_plan
+from megatron.zero_bubble.session.running import (
+    Replicas,
+    build_post_validation,
+    costs_of_units,
+    open_timeline,
+    run_plan,
+)
 from megatron.zero_bubble.session.settings import JobSettings, job_settings, with_layout
-from megatron.zero_bubble.session.sharding import check_shards
 from megatron.zero_bubble.session.stalls import open_watchdog
 from megatron.zero_bubble.session.start_up import SessionError
-from megatron.zero_bubble.session.timeline_writer import TimelineWriter
 
 
 class Session:
@@ -112,14 +113,18 @@ class Session:
         self.job = job_settings(flags, os.environ, torch.cuda.is_available())
 
     def choose_layout(
-        self, saved: ChosenLayout | None, costs: Callable[[Profile | None], ModelCosts], padded_vocab_size: int
+        self,
+        saved: ChosenLayout | None,
+        units: Callable[[], AbstractContextManager[tuple[UnitModels, Sequence[int]]]],
+        padded_vocab_size: int,
     ) -> Mapping[str, Any]:
         """Choose what the settings leave open of the layout, before anything is built; a collective call.
 
         Args:
             saved: the layout of the checkpoint from which the run goes on, whose numbers depend on it; None if the
                 run is new.
-            costs: the costs of the model's units, by the profile of an earlier run, or measured if there is none.
+            units: opens a context in which the model's units are built, and gives the kind of every layer. Leaving
+                it may restrict the settings.
 
         Returns:
             The flags, by name, that fix the layout.
@@ -128,8 +133,9 @@ class Session:
             ValueError: no layout fits in the memory, or a flag does not work with the chosen one.
         """
         if saved is None:
-            measured = costs(given_profile(self.job.flags))  # which may restrict the settings
-            saved = new_choice(self.job, measured, padded_vocab_size)
+            with units() as (models, kinds):
+                costs = costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
+            saved = new_choice(self.job.flags, costs, padded_vocab_size)
         self._take(with_layout(self.job, saved, os.environ, torch.cuda.is_available()))
         return saved.flags
 
@@ -223,7 +229,7 @@ class Session:
         """
         job, flags = self.job, self.job.flags
         if optimizer is None and (flags.zero_bubble_post_validation or job.hierarchy is not None):
-            flag = hierarchy_flags.FLAG if job.hierarchy is not None else post_validation_flags.FLAG
+            flag = HIERARCHICAL_SGD if job.hierarchy is not None else POST_VALIDATION
             raise ValueError(f"{flag} needs an optimizer made by megatron-core's get_megatron_optimizer")
         self.has_started, self.iteration = True, iteration
         check_layers_built(flags.num_layers, job.placement, model)

@@ -14,16 +14,14 @@ from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 from megatron.zero_bubble.schedule.model_costs import Partition
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.environment import check_environment
+from megatron.zero_bubble.session.features import check_post_validation, check_sharding, hierarchy_of
 from megatron.zero_bubble.session.flags import check_zero_bubble_flags
-from megatron.zero_bubble.session.hierarchy_flags import hierarchy_of
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags, needed_layout, partition_of_flags, spread_layers
 from megatron.zero_bubble.session.layout_choice import ChosenLayout, check_unit_costs_output, is_layout_open
 from megatron.zero_bubble.session.plans import check_plan, choose_placement, choose_plan
-from megatron.zero_bubble.session.post_validation_flags import check_post_validation
 from megatron.zero_bubble.session.profiled_costs import partition_of_profile
 from megatron.zero_bubble.session.profiling import check_memory_limit, given_profile, planning_options
-from megatron.zero_bubble.session.sharding import check_sharding
 from megatron.zero_bubble.session.stalls import check_stall_timeout
 
 

@@ -9,7 +9,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -25,7 +26,18 @@ _STATUS = 2
 
 
 class SessionError(ValueError):
-    """The run cannot go on; the message is one line that tells the user why."""
+    """The run cannot begin or go on; the message is one line that tells the user why."""
+
+
+@contextmanager
+def users_mistakes() -> Iterator[None]:
+    """Turn a `ValueError` of a check into a `SessionError`, to tell it from one that a script's own code raises."""
+    try:
+        yield
+    except SessionError:
+        raise
+    except ValueError as error:
+        raise SessionError(str(error)) from error
 
 
 def quiet_start_up() -> None:

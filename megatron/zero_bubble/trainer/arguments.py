@@ -233,6 +233,11 @@ class Arguments(
         return value
 
     @property
+    def pattern(self) -> HybridPattern | None:
+        """The layers of a hybrid model; None for another model."""
+        return None if self.hybrid_layer_pattern is None else HybridPattern.parse(self.hybrid_layer_pattern)
+
+    @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.ranks_of_replica
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,6 @@ from megatron.zero_bubble.trainer.checkpoint_files import (
     write_checksums,
 )
 from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
-from megatron.zero_bubble.trainer.progress import Progress
 
 _OF_ONE_RANK = ("rank", "local_rank")
 
@@ -271,3 +270,12 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+@dataclass
+class Progress:
+    """The iterations and sequences that a training has done, including those before it was resumed."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0

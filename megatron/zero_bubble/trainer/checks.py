@@ -23,11 +23,16 @@ from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.defaults import completed
+from megatron.zero_bubble.trainer.defaults import (
+    check_learning_rate,
+    check_length,
+    completed,
+    require_multiple,
+    with_iterations,
+)
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
 from megatron.zero_bubble.trainer.iteration_profile import check_profile
-from megatron.zero_bubble.trainer.output_checks import check_output
-from megatron.zero_bubble.trainer.run_length import check_learning_rate, check_length, with_iterations
+from megatron.zero_bubble.trainer.output_folders import check_output
 from megatron.zero_bubble.trainer.sharding_checks import check_fully_sharded
 from megatron.zero_bubble.trainer.size_checks import check_memory
 
@@ -123,13 +128,9 @@ def _check_ranges(args: Arguments) -> None:
 
 
 def _check_model(args: Arguments) -> None:
-    heads = args.num_attention_heads
     assert args.max_position_embeddings is not None
     assert args.kv_channels is not None
-    _require(
-        heads % args.num_query_groups == 0,
-        f"--num-attention-heads {heads} is not a multiple of --num-query-groups {args.num_query_groups}",
-    )
+    require_multiple(args, "num_attention_heads", "num_query_groups")
     _require(
         args.max_position_embeddings >= args.seq_length,
         f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length {args.seq_length}",
@@ -193,10 +194,7 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
         f"--pipeline-model-parallel-size {pipeline} has more stages than --num-layers {args.num_layers}",
     )
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        value = getattr(args, name)
-        _require(
-            value % tensor == 0, f"{flag_name(name)} {value} is not a multiple of --tensor-model-parallel-size {tensor}"
-        )
+        require_multiple(args, name, "tensor_model_parallel_size")
     experts, expert_ranks = args.num_experts, args.expert_model_parallel_size
     _require(
         args.data_parallel_size % expert_ranks == 0 and (experts or 1) % expert_ranks == 0,

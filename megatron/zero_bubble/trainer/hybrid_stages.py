@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.core import __version__ as core_version
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 from megatron.zero_bubble.mcore.attention import core_attention
@@ -38,10 +37,10 @@ def check_pattern(args: Arguments) -> None:
     Raises:
         ValueError: the first part of it, or flag, that cannot work.
     """
-    if args.hybrid_layer_pattern is None:
+    pattern = args.pattern
+    if pattern is None:
         return
-    given = f"--hybrid-layer-pattern {args.hybrid_layer_pattern}"
-    pattern = HybridPattern.parse(args.hybrid_layer_pattern)
+    given = f"--hybrid-layer-pattern {pattern}"
     _check_symbols(given, pattern)
     if args.num_layers != len(pattern.symbols):
         raise ValueError(f"{given} has {len(pattern.symbols)} layers, but --num-layers is {args.num_layers}")
@@ -85,48 +84,32 @@ def _check_symbols(given: str, pattern: HybridPattern) -> None:
 
 
 def build_hybrid_stage(
-    args: Arguments,
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    vp_stage: int | None,
-    symbols: str,
-    first_layer: int,
-    **ends: bool,
+    args: Arguments, vp_stage: int | None, symbols: str, first_layer: int, described: dict[str, Any]
 ) -> Any:
     """One stage of the model, wherever it is.
 
     Args:
         symbols: those of the stage's layers.
         first_layer: number of layers before them.
-        ends: `pre_process` and `post_process`.
+        described: arguments of the constructor that all models have.
     """
+    config: TransformerConfig = described["config"]
     if config.transformer_impl == "local":
         spec = local_spec(core_attention(config, uses_torch=args.attention_backend in TORCH_BACKENDS))
     else:
         spec = transformer_engine_spec()
-    described = {("hybrid" if HYBRID_RECOMPUTES else "mamba") + "_stack_spec": spec}
-    further = HybridPattern.parse(str(args.hybrid_layer_pattern)).further if ends["post_process"] else ""
-    build = HYBRID
+    assert args.pattern is not None
+    further = args.pattern.further if described["post_process"] else ""
     if HYBRID_TAKES_STAGES:
-        described |= {"hybrid_layer_pattern": symbols + further, "vp_stage": vp_stage}
+        name = ("hybrid" if HYBRID_RECOMPUTES else "mamba") + "_stack_spec"
+        described = {**described, name: spec, "hybrid_layer_pattern": symbols + further, "vp_stage": vp_stage}
+        build = HYBRID
     else:
         stack = ModuleSpec(module=_stage_stack(), params={"first_layer": first_layer}, submodules=spec.submodules)
-        described = {"mamba_stack_spec": stack, "hybrid_override_pattern": symbols}
+        described = {**described, "mamba_stack_spec": stack, "hybrid_override_pattern": symbols}
         build = _chunk_class(vp_stage)
     with _placed(symbols, first_layer):
-        model = build(
-            config=config,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-            pg_collection=groups,
-            **described,
-            **ends,
-        )
+        model = build(**described)
     model.vp_stage, model.mtp_process = vp_stage, bool(further)
     return model
 

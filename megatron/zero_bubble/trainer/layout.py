@@ -1,25 +1,85 @@
-"""Chooses the layout of a training whose flags leave it open, before the model is built."""
+"""Chooses the layout of a training from the costs of the model's units, which it measures before the model is built."""
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 
 from megatron.zero_bubble.mcore.checkpoint_reading import read_common
+from megatron.zero_bubble.mcore.linear import split_weight_gradients
+from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, random_microbatch
 from megatron.zero_bubble.mcore.placement import adopt_placement
-from megatron.zero_bubble.mcore.unit_costs import SECONDS
+from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
+from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.joint import on_rank
-from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layout_choice import ChosenLayout, saved_choice
+from megatron.zero_bubble.session.model_states import Parameters, States
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint_files import checkpoint_folder, latest_iteration
 from megatron.zero_bubble.trainer.data import DataConfig
+from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.initialize import seed_everything
-from megatron.zero_bubble.trainer.unit_models import measured_costs, profiled_costs
+from megatron.zero_bubble.trainer.model import build_unit, layer_kinds, unit_config
+from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parameter_dtype, wrap_in_ddp
+
+
+def unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
+    """What builds and feeds the model's units, to measure them.
+
+    It is called inside of `initialized`, whose placement may be any of the job's pipeline ranks, with the size of the
+    vocabulary known.
+    """
+    states = States.of(args)
+    replicas = args.data_parallel_size * args.context_parallel_size
+
+    def state_bytes(dense: int, expert: int) -> float:
+        return states.of_rank(Parameters(dense, expert), replicas, args.expert_model_parallel_size)
+
+    [shape] = get_tensor_shapes(
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        decoder_seq_length=args.seq_length,
+        config=unit_config(args, Unit()),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+    )
+    microbatch = random_microbatch(
+        args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=data_config.create_attention_mask
+    )
+    return UnitModels(
+        build=partial(_build, args),
+        forward_step=make_forward_step(data_config, checks_finite=args.checks_finite),
+        data=itertools.repeat(microbatch),
+        message=TensorSpec(shape, parameter_dtype(args), torch.device(torch.cuda.current_device())),
+        context_parallel_size=args.context_parallel_size,
+        state_bytes=state_bytes,
+    )
+
+
+def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDataParallel:
+    config = unit_config(args, unit)
+    if args.transformer_impl == "transformer_engine":
+        defer_weight_gradients(config)
+    # No communication but that of the forward and backward: replicas neither gather nor reduce.
+    sharing = ("use_distributed_optimizer", "use_torch_fsdp2", "overlap_grad_reduce", "overlap_param_gather")
+    alone = args.changed({**dict.fromkeys(sharing, False), "num_distributed_optimizer_instances": 1})
+    model = build_unit(alone, config, unit)
+    chunks = in_mixed_precision(alone, config, [model])
+    split_weight_gradients(chunks, store)
+    [wrapped] = wrap_in_ddp(alone, config, chunks, defers_weights=True)
+    return wrapped
 
 
 def settle_layout(args: Arguments, session: Session, data_config: DataConfig) -> Arguments:
@@ -38,16 +98,14 @@ def settle_layout(args: Arguments, session: Session, data_config: DataConfig) ->
     if not session.job.is_layout_open:
         return args
 
-    def costs(profile: Profile | None) -> ModelCosts:
-        if profile is not None:
-            return profiled_costs(args, data_config, profile)
-        print_rank_0(f" > timing the model's layers for {SECONDS:g} seconds, to choose their layout ...")
-        return measured_costs(args, data_config)
-
     chosen = _saved_choice(args, session.job.flags)
     if chosen is not None:
         print_rank_0(f" > layout: that of the checkpoint in --load {args.load}")
-    args = replace(args, **session.choose_layout(chosen, costs, args.padded_vocab_size))
+
+    def units() -> nullcontext[tuple[UnitModels, list[int]]]:
+        return nullcontext((unit_models(args, data_config), layer_kinds(args)))
+
+    args = replace(args, **session.choose_layout(chosen, units, args.padded_vocab_size))
     adopt_placement(session.job.placement)
     seed_everything(args.seed)
     return args

@@ -17,12 +17,11 @@ from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.schedule import Idle
-from megatron.zero_bubble.session.plan_metrics import write_plan
+from megatron.zero_bubble.session.drawings import write_plan
 from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields, print_line, wait_fields
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.progress import Progress
-from megatron.zero_bubble.trainer.summary import RunSummary
-from megatron.zero_bubble.trainer.writers import WandbWriter, Writer
+from megatron.zero_bubble.trainer.checkpoint import Progress
+from megatron.zero_bubble.trainer.records import RunSummary, WandbWriter, Writer
 
 
 @dataclass(frozen=True)

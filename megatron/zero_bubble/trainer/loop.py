@@ -24,19 +24,18 @@ from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.runtime.recorder import StepTime
-from megatron.zero_bubble.session.optimizer_step import RollbackWatch
 from megatron.zero_bubble.session.reports import print_rank_0
+from megatron.zero_bubble.session.running import RollbackWatch
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint import Checkpointer
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress
 from megatron.zero_bubble.trainer.data import DataConfig
 from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
 from megatron.zero_bubble.trainer.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
 from megatron.zero_bubble.trainer.iteration_profile import profiled
 from megatron.zero_bubble.trainer.logging import StepResult, TrainingLog
-from megatron.zero_bubble.trainer.numerics import NumericsLog, parameter_digest
-from megatron.zero_bubble.trainer.progress import Progress
+from megatron.zero_bubble.trainer.records import NumericsLog, parameter_digest
 
 
 class UnloggedIteration(NamedTuple):

@@ -1,4 +1,4 @@
-"""Builds megatron-core's GPTModel, or a hybrid model, from the flags."""
+"""Builds megatron-core's GPTModel or a hybrid model from the flags, whole or one unit of it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_TAKES_STAGES
 from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_specs, multi_token_spec
 from megatron.zero_bubble.mcore.linear import fuses_accumulation
+from megatron.zero_bubble.mcore.model_units import Unit, keep_unit
 from megatron.zero_bubble.mcore.placed_layout import place_layout
 from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
-from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
+from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.job_flags import keeping_everything
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 from megatron.zero_bubble.trainer.core_flags import config_values
 from megatron.zero_bubble.trainer.hybrid_stages import build_hybrid_stage
-from megatron.zero_bubble.trainer.replication import in_mixed_precision, parameter_dtype, wrap_in_ddp
+from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parameter_dtype, wrap_in_ddp
 
 
 @contextmanager
@@ -105,13 +107,16 @@ def build_model(
         defer_weight_gradients(config)
     place_layout(config, placement, rank)
     chunks: list[torch.nn.Module] = []
-    pattern = None if args.hybrid_layer_pattern is None else HybridPattern.parse(args.hybrid_layer_pattern)
-    stages = None if pattern is None else pattern.divided(session.job.partition)
+    stages = None if args.pattern is None else args.pattern.divided(session.job.partition)
     for chunk, stage in enumerate(placement.stages_of(rank)):
+        vp_stage = chunk if placement.num_chunks > 1 else None
+        symbols, first_layer = (None, 0) if stages is None else (stages.stages[stage], sum(stages.partition[:stage]))
         # Newer hybrid models number their layers themselves.
-        first_layer = 0 if stages is None or HYBRID_TAKES_STAGES else sum(stages.partition[:stage])
-        with session.initializing(is_first_stage=stage == 0, first_layer=first_layer):
-            chunks.append(_build_chunk(args, config, placement, rank, chunk, stages))
+        numbered_from = 0 if HYBRID_TAKES_STAGES else first_layer
+        ends = {"embeds": stage == 0, "is_last": stage == placement.num_stages - 1}
+        with session.initializing(is_first_stage=stage == 0, first_layer=numbered_from):
+            groups = chunk_groups(placement, rank, chunk)
+            chunks.append(build_stage(args, config, groups, vp_stage, **ends, symbols=symbols, first_layer=first_layer))
     copy_tied_embedding(chunks)
     session.shard(chunks, args.padded_vocab_size)
     chunks = in_mixed_precision(args, config, chunks)
@@ -125,24 +130,8 @@ def build_model(
     return wrapped
 
 
-def _build_chunk(
-    args: Arguments,
-    config: TransformerConfig,
-    placement: Placement,
-    rank: int,
-    chunk: int,
-    stages: HybridPattern | None,
-) -> torch.nn.Module:
-    stage, vp_stage = placement.stage_of(rank, chunk), chunk if placement.num_chunks > 1 else None
-    groups, is_last = chunk_groups(placement, rank, chunk), stage == placement.num_stages - 1
-    if stages is not None:
-        part = stages.stages[stage], sum(stages.partition[:stage])
-        return build_hybrid(args, config, groups, vp_stage, *part, embeds=stage == 0, is_last=is_last)
-    return build_gpt(args, config, groups, vp_stage, embeds=stage == 0, is_last=is_last)
-
-
 @_as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
-def build_gpt(
+def build_stage(
     args: Arguments,
     config: TransformerConfig,
     groups: ProcessGroupCollection,
@@ -150,54 +139,45 @@ def build_gpt(
     *,
     embeds: bool,
     is_last: bool,
-) -> GPTModel:
-    """One stage of the model, neither split nor wrapped; it may begin with the embedding, and be the last.
+    symbols: str | None = None,
+    first_layer: int = 0,
+) -> Any:
+    """One stage of the model, neither split nor wrapped.
+
+    Args:
+        embeds: whether it begins with the embedding.
+        is_last: whether it ends with the output layer.
+        symbols: those of its layers, if the model is a hybrid one.
+        first_layer: number of layers before them.
 
     Raises:
         ValueError: megatron-core refuses the model.
     """
+    described: dict[str, Any] = {
+        "config": config,
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": embeds,
+        "post_process": is_last,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        "pg_collection": groups,
+    }
+    if symbols is not None:
+        return _finished(build_hybrid_stage(args, vp_stage, symbols, first_layer, described))
     layers = layer_specs(config, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
     model = GPTModel(
-        config=config,
         transformer_layer_spec=block_spec(config, layers, vp_stage, groups.pp.rank()),
         mtp_block_spec=multi_token_spec(config, layers[-1], vp_stage, is_last_stage=is_last),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=embeds,
-        post_process=is_last,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        pg_collection=groups,
         vp_stage=vp_stage,
+        **described,
     )
     return _finished(model)
-
-
-@_as_users_mistake(AssertionError, ValueError, ImportError, NotImplementedError)
-def build_hybrid(
-    args: Arguments,
-    config: TransformerConfig,
-    groups: ProcessGroupCollection,
-    vp_stage: int | None,
-    symbols: str,
-    first_layer: int,
-    *,
-    embeds: bool,
-    is_last: bool,
-) -> Any:
-    """One stage of a hybrid model, like `build_gpt`; see `build_hybrid_stage`.
-
-    Raises:
-        ValueError: megatron-core refuses the model.
-    """
-    ends = {"pre_process": embeds, "post_process": is_last}
-    return _finished(build_hybrid_stage(args, config, groups, vp_stage, symbols, first_layer, **ends))
 
 
 def _finished(model: Any) -> Any:
@@ -211,3 +191,69 @@ def _finished(model: Any) -> Any:
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return model.cuda(torch.cuda.current_device())
+
+
+_PATTERNS = {
+    "moe_layer_freq": lambda layer, every: int(layer % every == 0),
+    "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
+    "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
+}
+"""Flags by which layers differ, with the meaning of a number in the place of a list."""
+
+
+def layer_kinds(args: Arguments) -> list[int]:
+    """The kind of every layer, by number, in the order in which kinds first occur."""
+    distinct = list(dict.fromkeys(_differences(args)))
+    return [distinct.index(layer) for layer in _differences(args)]
+
+
+def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
+    """For every layer its symbol in a hybrid model, and otherwise the values of the flags in `_PATTERNS`.
+
+    Raises:
+        ValueError: a list of a flag has another length than the model.
+    """
+    if args.pattern is not None:
+        return list(zip(args.pattern.symbols))
+    columns = []
+    for name, meaning in _PATTERNS.items():
+        value = getattr(args, name)
+        if isinstance(value, int):
+            value = [meaning(layer, value) for layer in range(args.num_layers)]
+        elif value is not None and len(value) != args.num_layers:
+            raise ValueError(f"{flag_name(name)} has {len(value)} layers, but --num-layers is {args.num_layers}")
+        columns.append(value or [0] * args.num_layers)
+    return list(zip(*columns, strict=True))
+
+
+def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
+    """A unit as a stage of one pipeline rank, with the configuration `unit_config`.
+
+    Raises:
+        ValueError: megatron-core refuses the model.
+    """
+    groups = chunk_groups(Placement("linear", 1), 0, 0)
+    kinds = None if args.pattern is None else "".join(dict.fromkeys(args.pattern.symbols))
+    model = build_stage(args, config, groups, None, embeds=unit.embeds, is_last=unit.is_last, symbols=kinds)
+    keep_unit(model, unit)
+    return model
+
+
+def unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
+    """The model's configuration with a layer of each kind, for one pipeline rank, without full recomputation."""
+    kinds = list(dict.fromkeys(_differences(args)))
+    patterns = {}
+    if args.hybrid_layer_pattern is None:
+        patterns = {
+            name: list(column)
+            for name, column in zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
+            if getattr(args, name) is not None
+        }
+    of_units = {
+        "num_layers": len(kinds),
+        "mtp_num_layers": args.mtp_num_layers if unit.is_last else None,
+        "pipeline_model_parallel_size": 1,
+        "pipeline_model_parallel_layout": None,
+    }
+    unit_args = args.changed({**of_units, **patterns, **keeping_everything(args)})
+    return transformer_config(unit_args, 1, None)

@@ -25,8 +25,13 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 from megatron.zero_bubble.session.model_states import Parameters, element_bytes
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
-from megatron.zero_bubble.trainer.model import fuses_activation, transformer_config
-from megatron.zero_bubble.trainer.unit_config import build_unit, layer_kinds, unit_config
+from megatron.zero_bubble.trainer.model import (
+    build_unit,
+    fuses_activation,
+    layer_kinds,
+    transformer_config,
+    unit_config,
+)
 
 _PLAIN: dict[str, Any] = {
     "transformer_impl": "local",

@@ -1,16 +1,87 @@
-"""Builds megatron-core's optimizer and learning-rate scheduler from the flags."""
+"""Wraps model chunks for data parallelism, and builds megatron-core's optimizer and learning-rate scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
+from megatron.zero_bubble.mcore.fully_sharded import FullyShardedChunk
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.core_flags import config_values
-from megatron.zero_bubble.trainer.run_length import learning_rate_steps
+from megatron.zero_bubble.trainer.defaults import learning_rate_steps
+
+
+def parameter_dtype(args: Arguments) -> torch.dtype:
+    """The data type in which the model computes."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 else torch.float32
+
+
+def reduces_in_fp32(args: Arguments) -> bool:
+    """Whether gradients accumulate and are reduced in fp32."""
+    return args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16)
+
+
+def in_mixed_precision(
+    args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """The chunks, wrapped so that they compute in the data type that the flags name."""
+    return [Float16Module(config, chunk) if args.bf16 or args.fp16 else chunk for chunk in chunks]
+
+
+def wrap_in_ddp(
+    args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module], *, defers_weights: bool
+) -> list[Any]:
+    """Wrap a rank's model chunks in megatron-core's DDP or FSDP.
+
+    Args:
+        defers_weights: whether the chunks' linear layers are split.
+
+    Raises:
+        ValueError: a parameter cannot be sharded.
+    """
+    if args.use_torch_fsdp2:
+        return [_fully_sharded(args, config, chunk) for chunk in chunks]
+    # As in Megatron-LM, only the first chunk's gradients are cut into buckets; other chunks have one bucket each.
+    ddp_config = _ddp_config(args, defers_weights)
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def _fully_sharded(args: Arguments, config: TransformerConfig, chunk: torch.nn.Module) -> FullyShardedChunk:
+    try:
+        return FullyShardedChunk(
+            config,
+            chunk,
+            keeps_parameters=args.torch_fsdp2_no_reshard_after_forward,
+            reduces_every_microbatch=args.zero_bubble_reduce_every_microbatch,
+            gradient_dtype=torch.float32 if reduces_in_fp32(args) else parameter_dtype(args),
+        )
+    except ValueError as error:
+        raise ValueError(f"--use-torch-fsdp2: {error}") from error
+
+
+def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParallelConfig:
+    values = config_values(args, DistributedDataParallelConfig)
+    values.update(
+        grad_reduce_in_fp32=reduces_in_fp32(args),
+        # Checks before the reduction, after which no rank can tell which replica's gradient was not finite.
+        check_for_nan_in_grad=args.checks_finite and args.data_parallel_size * args.context_parallel_size > 1,
+        # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
+        delay_wgrad_compute=splits_backward,
+    )
+    return DistributedDataParallelConfig(**values)
 
 
 def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: TransformerConfig) -> MegatronOptimizer:

@@ -14,13 +14,13 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.session.features import check_shards
 from megatron.zero_bubble.session.reports import print_line, print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import JobSettings
-from megatron.zero_bubble.session.sharding import check_shards
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint import Checkpointer
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress
 from megatron.zero_bubble.trainer.checkpoint_files import latest_iteration, tracked
 from megatron.zero_bubble.trainer.data import DataConfig, build_data_iterator, build_datasets, reads_data
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
@@ -32,11 +32,10 @@ from megatron.zero_bubble.trainer.loop import Trainer
 from megatron.zero_bubble.trainer.model import build_model, transformer_config
 from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
-from megatron.zero_bubble.trainer.progress import Progress
-from megatron.zero_bubble.trainer.save_lock import lock_folder
+from megatron.zero_bubble.trainer.output_folders import lock_folder
+from megatron.zero_bubble.trainer.records import open_writers
 from megatron.zero_bubble.trainer.size_checks import check_memory
 from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
-from megatron.zero_bubble.trainer.writers import open_writers
 
 
 def pretrain(args: Arguments, job: JobSettings) -> None:

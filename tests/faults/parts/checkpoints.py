@@ -55,7 +55,7 @@ FAULTS = (
     ),
     Fault(
         name="lock-names-an-old-job",
-        file="trainer/save_lock.py",
+        file="trainer/output_folders.py",
         old=r"""        file.truncate(0)
         file.write(f"{_this_job(environment)}\n".encode())""",
         new=r"""        file.write(f"{_this_job(environment)}\n".encode())""",

@@ -17,7 +17,7 @@ FAULTS = (
     ),
     Fault(
         name="sums-of-losses-not-averaged",
-        file="launcher/script_replicas.py",
+        file="launcher/script_steps.py",
         old="""            sums, names = call["total_loss_dict"], list(call["loss_dict"])
             call["loss_dict"] = {name: _mean_over_replicas(call["loss_dict"][name]) for name in names}
             for name in names:
@@ -32,7 +32,7 @@ FAULTS = (
     ),
     Fault(
         name="settled-step-keeps-the-gradient-buffers",
-        file="launcher/script_optimizer.py",
+        file="launcher/script_steps.py",
         old="""        self._outcome = outcome
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -46,7 +46,7 @@ FAULTS = (
     ),
     Fault(
         name="v-keeps-the-running-stage",
-        file="launcher/v_placement.py",
+        file="launcher/script_stages.py",
         old="""        self._running = stage
         try:
             yield

@@ -73,7 +73,7 @@ FAULTS = (
     ),
     Fault(
         name="grad-reduce-in-bf16-ignored",
-        file="trainer/replication.py",
+        file="trainer/optimization.py",
         old="    return args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16)",
         new="    return args.accumulate_allreduce_grads_in_fp32 or args.bf16",
         effect="--grad-reduce-in-bf16 has no effect: gradients take twice the memory and are reduced in fp32.",

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.zero_bubble.launcher.command_line import complete_script_arguments, parse_command_line
-from megatron.zero_bubble.launcher.foresight import check_script_arguments
+from megatron.zero_bubble.launcher.command_line import (
+    check_script_arguments,
+    complete_script_arguments,
+    parse_command_line,
+)
 from megatron.zero_bubble.session.flag_parser import flag, take_flags
 from megatron.zero_bubble.session.flags import ParallelFlags
 

@@ -63,6 +63,16 @@ class ClusterFlags(CommandFlags):
         if self.mfu > 1:
             raise ValueError(f"argument --mfu: must not be above 1, got {self.mfu:g}")
 
+    @property
+    def flops(self) -> float:
+        """Floating-point operations a second that layers reach."""
+        return self.device_tflops * 1e12 * self.mfu
+
+    def message_ms(self, num_bytes: float, bandwidth: float | None = None) -> float:
+        """Milliseconds of a message to another device; `bandwidth` is in GB/s."""
+        seconds = num_bytes / ((bandwidth or self.interconnect_bandwidth) * 1e9)
+        return 1e3 * (self.interconnect_latency * 1e-6 + seconds)
+
 
 @dataclass(frozen=True)
 class EstimateFlags(ClusterFlags, TableFlags, FollowingFlags):

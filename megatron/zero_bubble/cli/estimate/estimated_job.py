@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
+from megatron.zero_bubble.cli.estimate.arguments import ClusterFlags, EstimateFlags
 from megatron.zero_bubble.cli.trainings import complete_training
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
@@ -18,11 +18,10 @@ from megatron.zero_bubble.schedule.default_costs import with_host_link
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts, with_states
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.features import awaited_by_the_first_stage, plans_offload
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
 from megatron.zero_bubble.session.model_states import Parameters, States
-from megatron.zero_bubble.session.offload_flags import plans_offload
-from megatron.zero_bubble.session.post_validation_flags import awaited_by_the_first_stage
 from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.model_count import Flops, ModelCount, UnitCount, count_model, flops_of_sequence
@@ -36,36 +35,12 @@ _STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Equal devices, each with one link to the others."""
-
-    memory: float
-    """Bytes of memory of one device."""
-    reserved: float
-    """Bytes of that memory which no tensor gets: context, communication buffers, fragments."""
-    flops: float
-    """Floating-point operations a second that layers reach."""
-    bandwidth: float
-    """Bytes a second of a message to another device."""
-    latency: float
-    """Seconds that an empty message takes."""
-    expert_bandwidth: float | None = None
-    """Bytes a second of the messages between experts; None where these are a part of the speed of layers."""
-
-    host_bandwidth: float | None = None
-    """Bytes a second of a copy to the host or back; None where nothing is copied, or a profile has measured it."""
-
-    def message_ms(self, num_bytes: float, bandwidth: float | None = None) -> float:
-        return 1e3 * (self.latency + num_bytes / (bandwidth or self.bandwidth))
-
-
-@dataclass(frozen=True)
 class EstimatedJob:
     """The training whose needs are estimated, and the cluster it would run on."""
 
     args: Arguments
     flags: JobFlags
-    cluster: Cluster
+    cluster: ClusterFlags
     states: States
     count: ModelCount
     flops_of_sequence: float
@@ -185,11 +160,13 @@ class EstimatedJob:
     def _exchange_ms(self) -> float:
         """Milliseconds in which the tokens of a microbatch reach a layer's experts on other ranks and come back."""
         args, cluster = self.args, self.cluster
-        if cluster.expert_bandwidth is None or args.expert_model_parallel_size == 1:
+        overlaps = self.flags.overlap_moe_expert_parallel_comm
+        bandwidth = cluster.expert_bandwidth or (cluster.interconnect_bandwidth if overlaps else None)
+        if bandwidth is None or args.expert_model_parallel_size == 1:
             return 0.0
         input_bytes = self.count.input_bytes * args.moe_router_topk
         leaving = input_bytes * (1 - 1 / args.expert_model_parallel_size)
-        return 2 * cluster.message_ms(leaving, cluster.expert_bandwidth)
+        return 2 * cluster.message_ms(leaving, bandwidth)
 
     def stage_costs(self, placement: Placement) -> StageCosts:
         """Return the costs of every stage in milliseconds and bytes, from the profile if there is one.
@@ -200,7 +177,7 @@ class EstimatedJob:
         costs = self._costs_on_device(placement)
         if self.cluster.host_bandwidth is None:
             return costs
-        return with_host_link(costs, self.cluster.host_bandwidth / 1e3, stays=self.count.input_bytes)
+        return with_host_link(costs, self.cluster.host_bandwidth * 1e6, stays=self.count.input_bytes)
 
     def _costs_on_device(self, placement: Placement) -> StageCosts:
         """Return the costs without copies to the host, unless the profile has measured some."""
@@ -278,25 +255,14 @@ def job_of(flags: EstimateFlags) -> EstimatedJob:
         count, of_sequence = count_model(args), flops_of_sequence(args)
     finally:
         substitution.restore()
-    overlaps = settings.flags.overlap_moe_expert_parallel_comm
-    if overlaps:
+    if settings.flags.overlap_moe_expert_parallel_comm:
         refuse_unpaired(args)
-    of_experts = flags.expert_bandwidth or (flags.interconnect_bandwidth if overlaps else None)
-    cluster = Cluster(
-        memory=flags.device_memory,
-        reserved=flags.reserved_memory,
-        flops=flags.device_tflops * 1e12 * flags.mfu,
-        bandwidth=flags.interconnect_bandwidth * 1e9,
-        latency=flags.interconnect_latency * 1e-6,
-        expert_bandwidth=None if of_experts is None else of_experts * 1e9,
-        host_bandwidth=None if flags.host_bandwidth is None else flags.host_bandwidth * 1e9,
-    )
     _check_host_link(flags, settings.flags, profile)
     states = States.of(args, flags.zero_stage)
     if profile is not None:
         with _of_file(flags.profile):
             profile.check_fits(profile.placement, settings.flags.model, settings.flags.recompute)
-    return EstimatedJob(args, settings.flags, cluster, states, count, of_sequence, profile, flags.num_chunks)
+    return EstimatedJob(args, settings.flags, flags, states, count, of_sequence, profile, flags.num_chunks)
 
 
 def _check_host_link(flags: EstimateFlags, training: JobFlags, profile: Profile | None) -> None:

@@ -25,11 +25,11 @@ from megatron.zero_bubble.schedule import (
 )
 from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
 from megatron.zero_bubble.schedule.ir import PlacementKind
+from megatron.zero_bubble.session.features import plans_offload
 from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
 from megatron.zero_bubble.session.layout_choice import LayoutChoice, choose_layout
 from megatron.zero_bubble.session.layout_words import flags_of_layout
-from megatron.zero_bubble.session.offload_flags import plans_offload
 from megatron.zero_bubble.session.reports import layout_lines
 
 
@@ -54,7 +54,7 @@ class Estimate:
 
     @property
     def total_bytes(self) -> tuple[float, ...]:
-        reserved = self.job.cluster.reserved
+        reserved = self.job.cluster.reserved_memory
         return tuple(
             state + activations + reserved
             for state, activations in zip(self.state_bytes, self.activation_bytes, strict=True)
@@ -62,7 +62,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return max(self.total_bytes) <= self.job.cluster.memory and not self.is_over_limit
+        return max(self.total_bytes) <= self.job.cluster.device_memory and not self.is_over_limit
 
     @property
     def is_over_limit(self) -> bool:
@@ -72,7 +72,7 @@ class Estimate:
     @property
     def memory_text(self) -> str:
         """Memory of the fullest rank and of the device, such as `355.27 of 80.00 GiB`."""
-        needed, available = max(self.total_bytes), self.job.cluster.memory
+        needed, available = max(self.total_bytes), self.job.cluster.device_memory
         if needed > available or self.limit is None or not self.is_over_limit:
             return f"{gib(needed)} of {gib(available)} GiB"
         return f"{gib(max(self.activation_bytes))} of {gib(self.limit)} GiB of activations"
@@ -226,7 +226,7 @@ def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement
         is_interleaved=placement.kind == "interleaved",
         pairs=job.flags.overlap_moe_expert_parallel_comm,
     )
-    free = MARGIN * (job.cluster.memory - job.cluster.reserved - states)
+    free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - states)
     return limit.in_bytes(placement, costs, job.num_microbatches, int(free), _inside(job), job.flags.recompute)
 
 
@@ -275,7 +275,7 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
     choice = choose_layout(
         job.flags,
         job.costs,
-        job.cluster.memory - job.cluster.reserved,
+        job.cluster.device_memory - job.cluster.reserved_memory,
         job.args.padded_vocab_size,
         is_quick=job.is_quick,
         frees_layout=frees_layout,

@@ -13,7 +13,7 @@ from tests.launch import ROOT
 LAUNCH = """
 import sys
 from pathlib import Path
-from megatron.zero_bubble.launcher.script import prepare_path, run_script
+from megatron.zero_bubble.launcher.main import prepare_path, run_script
 script = Path(sys.argv[1])
 prepare_path(script)
 run_script(script, sys.argv[2:])

@@ -18,9 +18,9 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.mistakes import LauncherError
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
+from megatron.zero_bubble.session.start_up import SessionError
 from tests.launch import environment
 from tests.launcher.launched import launch
 from tests.launcher.script_trainings import CHECKOUT
@@ -75,7 +75,7 @@ def only_error(errors: str) -> str:
 def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, object], words: list[str]) -> None:
     if schedule == "zb-v":
         changed = {"virtual_pipeline_model_parallel_size": 2, **changed}
-    with pytest.raises(LauncherError) as error:
+    with pytest.raises(SessionError) as error:
         Run(script_arguments(**changed), LaunchFlags(zero_bubble_schedule=schedule))
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
@@ -135,7 +135,7 @@ def test_settings_are_refused_before_megatron_lm_validates_them(
         validated.append(args)
 
     call = Call(validate, inspect.signature(validate).bind(script_arguments(add_bias_linear=False, **changed)))
-    with pytest.raises(LauncherError) if line else contextlib.nullcontext() as error:
+    with pytest.raises(SessionError) if line else contextlib.nullcontext() as error:
         validate_arguments(flags, call)
     assert (error is None) == bool(validated)
     if error is not None:
@@ -147,19 +147,17 @@ def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:
     run = Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
     config = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
     config.enable_autocast = True
-    with pytest.raises(LauncherError, match=r"^enable_autocast is not supported by zero-bubble schedules"):
+    with pytest.raises(SessionError, match=r"^enable_autocast is not supported by zero-bubble schedules"):
         run.build_chunk({"config": config})
 
 
 def test_a_script_whose_model_does_not_recompute_as_its_flags_say_is_refused() -> None:
     script = script_arguments(recompute_granularity="full")
-    with pytest.raises(
-        LauncherError, match=r"^--zero-bubble-recompute planned leaves .* --recompute-granularity full$"
-    ):
+    with pytest.raises(SessionError, match=r"^--zero-bubble-recompute planned leaves .* --recompute-granularity full$"):
         Run(script, LaunchFlags(zero_bubble=True, zero_bubble_recompute="planned"))
     run = Run(script, LaunchFlags(zero_bubble_schedule="zb-h1"))
     config = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4)
-    with pytest.raises(LauncherError, match=r"^a schedule that recomputes needs .* 'full'.*, got None$"):
+    with pytest.raises(SessionError, match=r"^a schedule that recomputes needs .* 'full'.*, got None$"):
         run.build_chunk({"config": config})
 
 
@@ -173,7 +171,7 @@ def test_a_script_that_fits_is_not_refused() -> None:
 
 def test_timers_that_wait_for_the_device_inside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(LauncherError, match="--timing-log-level 2"):
+    with pytest.raises(SessionError, match="--timing-log-level 2"):
         Run(script_arguments(timing_log_level=2), LaunchFlags(zero_bubble_schedule="zb-h1"))
 
 

@@ -16,7 +16,7 @@ from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.schedule import StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
-from megatron.zero_bubble.session.plan_metrics import cause_scalars, plan_picture, write_plan
+from megatron.zero_bubble.session.drawings import cause_scalars, plan_picture, write_plan
 
 COSTS = StageCosts.uniform(3, time_f=1.0, time_b=1.0, time_w=1.0)
 SCHEDULE = generate("zb-h1", 3, 4)

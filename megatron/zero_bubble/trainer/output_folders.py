@@ -1,16 +1,76 @@
-"""Locks the folder in which a job saves checkpoints, so that no second job saves there."""
+"""Checks that the places of output can be written, and locks the folder in which a job saves checkpoints."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import importlib.util
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from megatron.zero_bubble.session.environment import host_name
+from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.trainer.arguments import Arguments
+
+_FOLDERS = ("save", "tensorboard_dir", "zero_bubble_timeline")
+_FILES = ("log_numerics", "zero_bubble_profile_output", "zero_bubble_unit_costs_output")
+
+
+def check_output(args: Arguments) -> None:
+    """Check the flags for output, and try to write in the folders that they name.
+
+    Raises:
+        ValueError: flags contradict each other, or a place cannot be written; the message names the flag and why.
+    """
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other"
+        )
+    if args.save is None and args.save_interval is not None:
+        raise ValueError("--save-interval needs --save FOLDER")
+    if args.save is not None and importlib.util.find_spec("psutil") is None:
+        raise ValueError(
+            f"--save {args.save}: megatron-core writes checkpoints only where the package psutil is installed"
+        )
+    for name in _FOLDERS:
+        folder = getattr(args, name)
+        if folder is not None:
+            existing = _nearest_existing(Path(folder))
+            if not existing.is_dir():
+                raise ValueError(f"{flag_name(name)} {folder}: {existing} is not a folder")
+            _check_writable(f"{flag_name(name)} {folder}", existing)
+    for name in _FILES:
+        value = getattr(args, name)
+        if value is not None:
+            file = Path(value).absolute()
+            if not file.parent.is_dir():
+                raise ValueError(f"{flag_name(name)} {value}: its folder does not exist")
+            if file.is_dir():
+                raise ValueError(f"{flag_name(name)} {value} is a folder; name a file")
+            _check_writable(f"{flag_name(name)} {value}", _nearest_existing(file))
+
+
+def _nearest_existing(path: Path) -> Path:
+    """The file or folder itself if it exists, else the nearest folder above it that does."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
+
+
+def _check_writable(flag: str, place: Path) -> None:
+    """Raise `ValueError` unless a folder can be made in `place`: permissions do not show a full file system."""
+    permissions = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
+    if not os.access(place, permissions):
+        raise ValueError(f"{flag}: this user may not write to {place}: choose another place")
+    if not place.is_dir():
+        return
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=place))
+    except OSError as error:
+        raise ValueError(f"{flag}: nothing can be made in {place} ({error.strerror}): choose another place") from error
+
 
 LOCK = "zero_bubble.lock"
 

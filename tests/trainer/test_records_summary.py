@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zero_bubble.planner.prediction import Gain
 from megatron.zero_bubble.schedule import Idle
-from megatron.zero_bubble.trainer.summary import RunSummary
+from megatron.zero_bubble.trainer.records import RunSummary
 
 FIRST, SECOND = Idle(0.1, 0.06), Idle(0.1, 0.05)
 

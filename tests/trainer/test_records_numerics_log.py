@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.trainer.numerics import NumericsLog, parameter_digest
+from megatron.zero_bubble.trainer.records import NumericsLog, parameter_digest
 
 
 @pytest.fixture(autouse=True)

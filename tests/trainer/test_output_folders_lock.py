@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.trainer.save_lock import LOCK, lock_folder
+from megatron.zero_bubble.trainer.output_folders import LOCK, lock_folder
 
 HELD_BY_SLURM = {"SLURM_JOB_ID": "4711", "SLURMD_NODENAME": "node-7"}
 FORK = multiprocessing.get_context("fork")

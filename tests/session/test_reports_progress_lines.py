@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.session import progress_lines
-from megatron.zero_bubble.session.progress_lines import SILENT_SECONDS, ProgressLines
+from megatron.zero_bubble.session.reports import SILENT_SECONDS, ProgressLines
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(progress_lines.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
 
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from megatron.zero_bubble.session.features import check_shards, may_spread
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.settings import job_settings
-from megatron.zero_bubble.session.sharding import check_shards, may_spread
 
 
 def flags(**given: object) -> JobFlags:

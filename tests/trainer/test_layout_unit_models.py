@@ -20,11 +20,12 @@ from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.model_states import Parameters, States
-from megatron.zero_bubble.trainer import unit_models
+from megatron.zero_bubble.session.running import costs_of_units
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
+from megatron.zero_bubble.trainer.layout import unit_models
+from megatron.zero_bubble.trainer.model import layer_kinds
 from megatron.zero_bubble.trainer.pretrain import make_data_config
-from megatron.zero_bubble.trainer.unit_models import measured_costs, profiled_costs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
@@ -40,8 +41,9 @@ MODEL = Model(
 )
 
 
-def measure(args: Arguments, seconds: float = 0) -> ModelCosts:
-    return measured_costs(args, make_data_config(args), seconds)
+def measure(args: Arguments, seconds: float = 0, profile: Profile | None = None) -> ModelCosts:
+    models = unit_models(args, make_data_config(args))
+    return costs_of_units(JobFlags.of(args), models, layer_kinds(args), profile, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def test_states_are_those_of_the_built_stages(args):
 def test_costs_from_a_profile_have_the_states_of_the_units(args):
     costs, placement = measure(args), Placement("linear", 4)
     measured = Profile(placement, costs.of_stages((2, 2, 2, 2), placement), 0.1, {**JobFlags.of(args).model})
-    fitted = profiled_costs(args, make_data_config(args), measured)
+    fitted = measure(args, profile=measured)
     assert fitted.states((1, 3, 3, 1), placement) == costs.states((1, 3, 3, 1), placement)
     assert fitted.layers[0].time_f == pytest.approx(costs.layers[0].time_f)
 
@@ -103,7 +105,7 @@ def test_units_are_timed_in_turn_at_least_once_and_more_often_within_the_time(ar
 
         return counted
 
-    monkeypatch.setattr(unit_models, "make_forward_step", counted_forward_step)
+    monkeypatch.setattr("megatron.zero_bubble.trainer.layout.make_forward_step", counted_forward_step)
     measure(args, seconds=0)
     units = calls[:3]
     assert calls == units * 2, "the first round is not counted"

@@ -1,0 +1,239 @@
+"""The steps of a script that calls `optimizer.step()` itself: post-validation, hierarchical SGD, waits of replicas.
+
+Under post-validation the schedule has taken the step by then. The hooked `optimizer.step()` reports at once that the
+parameters were updated, which holds with fp32 and bf16. It returns the norm of the gradients only in iterations that
+the script logs, after validating their step. Other functions that use gradients or parameters between a step and its
+validation are put off, or validate first.
+
+Megatron-LM reduces each iteration's loss over all replicas, for which each would wait in every iteration. Under
+hierarchical SGD it gets this replica's own loss, which it does not reduce, and the sums behind a log line are reduced
+before that is printed.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
+from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
+from megatron.zero_bubble.session.features import HIERARCHICAL_SGD
+from megatron.zero_bubble.session.reports import print_rank_0, wait_fields
+from megatron.zero_bubble.session.session import Session
+
+_UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
+
+
+class ScriptPostValidation:
+    """Replaces the calls of a script to its optimizer under post-validation."""
+
+    def __init__(self, script: Namespace) -> None:
+        self._script = script
+        self._optimizer: Any = None
+        self._chunks: list[Any] = []
+        self._post_validation: PostValidation | None = None
+        self._outcome = StepOutcome(was_updated=True, grad_norm=None)
+        self._is_first = True
+        """Whether no step has run yet: scripts log the first iteration of a run, whatever the interval."""
+
+    def start(self, post_validation: PostValidation | None, optimizer: Any, chunks: list[Any]) -> None:
+        """Begin to report the steps of the post-validation of the script's optimizer and model chunks.
+
+        Args:
+            post_validation: None with a single pipeline rank, where no schedule takes the steps.
+        """
+        self._post_validation, self._optimizer, self._chunks = post_validation, optimizer, chunks
+        if post_validation is not None:
+            post_validation.settled = self._settle_outcome
+
+    def _settle_outcome(self, outcome: StepOutcome) -> None:
+        self._outcome = outcome
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def step(self, call: Call) -> Any:
+        """Report the step that the schedule has taken, in place of the optimizer's own."""
+        if self._post_validation is None:
+            return call.proceed()
+        is_first, self._is_first = self._is_first, False
+        if not is_first and not self._is_logged():
+            return True, None, None
+        self._post_validation.validate()
+        return self._outcome.was_updated, self._outcome.grad_norm, self._outcome.num_zeros
+
+    def _is_logged(self) -> bool:
+        """Whether the script prints or records the norm of this iteration, or ends after it."""
+        script = self._script
+        iteration = script.curr_iteration + 1
+        writes = bool(getattr(script, "tensorboard_dir", None) or getattr(script, "wandb_project", None))
+        return (
+            iteration % script.log_interval == 0
+            or (writes and iteration % script.tensorboard_log_interval == 0)
+            or iteration == script.train_iters
+        )
+
+    def unless_pending(self, call: Call) -> Any:
+        """Hook around zeroing gradients: skip the call while a step may be amended; settling zeroes them later."""
+        if self._post_validation is None or not self._post_validation.is_pending:
+            return call.proceed()
+        return None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the schedule takes the steps: not with a single pipeline rank."""
+        return self._post_validation is not None
+
+
+def _agreed(run: Callable[[], ScriptPostValidation], parameter: str, call: Call) -> Any:
+    """Hook in place of a reduction of a value that is equal on all ranks: return the value, so that no rank waits."""
+    value = call[parameter]
+    if not run().is_on:
+        return call.proceed()
+    # The reduction converts numbers to fp32, which changes the last digits of a logged learning rate.
+    return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
+
+
+def needed_for_post_validation() -> Iterator[Needed]:
+    """Functions of megatron-core that post-validation calls to step, to take the norm and to amend a step."""
+    gradients, group = "returns the gradients for the norm", "returns the ranks over which the norm is summed"
+    again = "gives the model its old parameters after a step was undone"
+    random = "saves and restores the random state, for forwards that run again"
+    prepare, clip = "puts the gradients where the optimizer expects them", "clips the gradients by their norm"
+    step = "takes a step without norm and clipping"
+    for path, parameters, reason, *versions in (
+        ("optimizer.optimizer:MegatronOptimizer.get_main_grads_for_grad_norm", (), gradients, *_UNTIL_0_18),
+        ("optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm", (), gradients, *_SINCE_0_19),
+        ("optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group", (), group),
+        ("optimizer.optimizer:ChainedOptimizer.grads_states_parallel_group_is_shared", (), group),
+        ("optimizer.optimizer:MegatronOptimizer.prepare_grads", (), prepare),
+        ("optimizer.optimizer:ChainedOptimizer.step_with_ready_grads", (), step),
+        ("optimizer.clip_grads:clip_grad_by_total_norm_fp32", ("parameters", "max_norm", "total_norm"), clip),
+        ("optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params", (), again),
+        ("optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params", (), again),
+        ("distributed.distributed_data_parallel:DistributedDataParallel.start_param_sync", ("force_sync",), again),
+        ("tensor_parallel.random:_get_all_rng_states", (), random),
+        ("tensor_parallel.random:_set_all_rng_states", (), random),
+    ):
+        yield Needed(f"megatron.core.{path}", parameters, reason, versions=tuple(versions))
+
+
+def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
+    """The hooks that only `--zero-bubble-post-validation` needs."""
+    deferred = "zeroes gradients only after the step that used them is validated"
+    for path in (
+        "optimizer.optimizer:ChainedOptimizer.zero_grad",
+        "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
+    ):
+        yield Hook(f"megatron.core.{path}", ("self",), deferred, lambda call: run().unless_pending(call))
+    for name, parameter in (
+        ("logical_and_across_model_parallel_group", "input"),
+        ("reduce_max_stat_across_model_parallel_group", "stat"),
+    ):
+        yield Hook(
+            f"megatron.training.utils:{name}",
+            (parameter,),
+            "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step",
+            partial(_agreed, run, parameter),
+        )
+
+
+class ScriptReplicas:
+    """The replicas of a script's model; it does nothing with a single one."""
+
+    def __init__(self, script: Namespace, session: Session) -> None:
+        self._script = script
+        self._session = session
+        self._averages = session.job.hierarchy is not None
+        if not self._averages:
+            return
+        if getattr(script, "rerun_mode", "disabled") != "disabled":
+            print_rank_0(
+                f" > {HIERARCHICAL_SGD}: with --rerun-mode {script.rerun_mode} all ranks wait for each other in every "
+                "iteration; --rerun-mode disabled avoids that"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the next step is taken on this replica's own gradients."""
+        return self._session.replicas.is_local
+
+    def own_losses(self, losses: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the mean of the losses of all microbatches, in a form that Megatron-LM does not reduce over replicas.
+
+        Args:
+            losses: for each microbatch sums of losses and numbers of tokens, by name; empty without the last stage.
+        """
+        if not losses:
+            return losses
+        return [{name: _own_mean([each[name] for each in losses]) for name in losses[0]}]
+
+    def after_step(self, iteration: int) -> None:
+        """Average what is due after the step of `iteration`."""
+        if self._session.replicas.changes_after(iteration):
+            self._session.settle()
+        self._session.replicas.after_step(iteration)
+
+    def average_first(self, call: Call) -> Any:
+        """Hook around an evaluation: give all replicas the same parameters first."""
+        if self._session.has_started:
+            self._session.average_all(call["iteration"])
+        return call.proceed()
+
+    def average_before_saving(self) -> None:
+        """Give all replicas the same parameters and state of the optimizer."""
+        if self._averages and self._session.has_started:
+            self._session.average_all(self._script.curr_iteration + 1, with_states=True)
+
+    def average_logged_losses(self, call: Call) -> Any:
+        """Hook around Megatron-LM's log line: reduce this replica's sums of losses first, if a line is printed."""
+        is_printed = call["iteration"] % self._script.log_interval == 0 or call.get("is_first_iteration")
+        if self.is_local and is_printed and call["loss_dict"]:
+            sums, names = call["total_loss_dict"], list(call["loss_dict"])
+            call["loss_dict"] = {name: _mean_over_replicas(call["loss_dict"][name]) for name in names}
+            for name in names:
+                if name in sums:
+                    sums[name] = _mean_over_replicas(sums[name])
+        return call.proceed()
+
+    def log_fields(self) -> str:
+        """The waits of the replicas for a log line; a collective call."""
+        return wait_fields(self._session.replicas.take_waits())
+
+
+def _own_mean(reports: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a replica's mean of a loss over microbatches, which are pairs of a sum and a number of tokens."""
+    if reports[0].numel() != 2:
+        return torch.stack([report.reshape(-1) for report in reports]).mean(dim=0)
+    total = torch.stack([report.reshape(-1) for report in reports]).sum(dim=0)
+    dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+    return (total[0] / total[1]).reshape(1)
+
+
+def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
+    group = parallel_state.get_data_parallel_group()
+    mean = value.clone() / group.size()
+    dist.all_reduce(mean, group=group)
+    return mean
+
+
+def replica_hooks(replicas: Callable[[], ScriptReplicas]) -> Iterator[Hook]:
+    """The hooks that only `--hierarchical-sgd` needs."""
+    yield Hook(
+        "megatron.training.training:training_log",
+        ("loss_dict", "total_loss_dict", "iteration"),
+        "takes the mean of the losses over replicas before a line is printed, no longer in every iteration",
+        lambda call: replicas().average_logged_losses(call),
+    )
+    yield Hook(
+        "megatron.training.training:evaluate_and_print_results",
+        ("iteration",),
+        "averages all replicas before they are evaluated",
+        lambda call: replicas().average_first(call),
+    )

@@ -1,0 +1,191 @@
+"""Says which flags the optional features need and do not work with. Imports no megatron.core."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features
+from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
+from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size, divides
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.schedule import Placement, iteration_time, with_post_validation
+from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.hierarchy import Hierarchy
+from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
+from megatron.zero_bubble.session.flags import flag_name
+from megatron.zero_bubble.session.job_flags import JobFlags
+
+HIERARCHICAL_SGD, WARMUP = flag_name("hierarchical_sgd"), flag_name("hierarchical_sgd_warmup")
+
+
+def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
+    """The hierarchy in which replicas average their parameters; None without `--hierarchical-sgd`.
+
+    Raises:
+        ValueError: the flag is malformed, or does not fit the job's replicas or another flag; one line.
+    """
+    text, warmup = flags.hierarchical_sgd, flags.hierarchical_sgd_warmup
+    if warmup < 0:
+        raise ValueError(f"{WARMUP} must be at least 0, got {warmup}")
+    if text is None:
+        if warmup:
+            raise ValueError(f"{WARMUP} {warmup} needs {HIERARCHICAL_SGD}")
+        return None
+    try:
+        hierarchy = Hierarchy.parse(text, warmup)
+    except ValueError as error:
+        raise ValueError(f"{HIERARCHICAL_SGD} {text}: {error}") from error
+    replicas = flags.data_parallel_size
+    if replicas == 1:
+        raise ValueError(
+            f"{HIERARCHICAL_SGD} {text} needs several data-parallel replicas, and {flags.world_size} ranks make one: "
+            "start more ranks, or leave the flag out"
+        )
+    if hierarchy.num_replicas != replicas:
+        raise ValueError(
+            f"{HIERARCHICAL_SGD} {text} ends with groups of {hierarchy.num_replicas}, and the job has {replicas} "
+            f"data-parallel replicas: the last group must be all of them, as in {_example(replicas)}"
+        )
+    refuse_with_features(flags, [Feature.HIERARCHICAL_SGD])
+    return hierarchy
+
+
+def _example(replicas: int) -> str:
+    """Levels that fit a number of replicas."""
+    sizes = [size for size in range(2, replicas + 1) if replicas % size == 0]
+    levels = [sizes[0]]
+    for size in sizes[1:]:
+        if size % levels[-1] == 0:
+            levels.append(size)
+    return ",".join(f"{size}:{size}" for size in levels)
+
+
+OFFLOAD_FLAG = "--zero-bubble-offload auto"
+
+
+def plans_offload(flags: JobFlags) -> bool:
+    """Whether the schedule may copy activations to the host."""
+    return flags.zero_bubble_offload == "auto"
+
+
+def check_offload(flags: JobFlags) -> None:
+    """Raise `ValueError` if a flag that offload needs is missing, or if a flag does not work with it."""
+    if not plans_offload(flags):
+        return
+    if flags.zero_bubble_memory_limit is None:
+        raise ValueError(
+            f"{OFFLOAD_FLAG} needs --zero-bubble-memory-limit: without a limit nothing has to leave the device"
+        )
+    if flags.zero_bubble_schedule is not None and flags.zero_bubble_schedule.startswith("file:"):
+        raise ValueError(
+            f"{OFFLOAD_FLAG} plans a schedule, but --zero-bubble-schedule {flags.zero_bubble_schedule} gives one: "
+            "leave one of them out"
+        )
+    if (flags.zero_bubble_profile_iters or DEFAULT_WINDOW)[1] == 0 and flags.zero_bubble_profile_input is None:
+        raise ValueError(
+            f"{OFFLOAD_FLAG} needs measured copies, and --zero-bubble-profile-iters 0 0 measures none: give another "
+            "START END, or --zero-bubble-profile-input FILE"
+        )
+    if flags.zero_bubble_microbatch_order == "planned":
+        raise ValueError(
+            f"{OFFLOAD_FLAG} and --zero-bubble-microbatch-order planned: leave one out, because orders are not planned "
+            "for copies"
+        )
+    if flags.use_torch_fsdp2:
+        raise ValueError(f"{OFFLOAD_FLAG}: it would copy the parameters that --use-torch-fsdp2 gathers: leave one out")
+    refuse_with_features(flags, [Feature.OFFLOAD])
+
+
+_PAIRS = "--overlap-moe-expert-parallel-comm"
+
+
+def check_pairs(flags: JobFlags) -> None:
+    """Raise `ValueError` for a flag that pairs of a forward and a backward do not support."""
+    if not flags.overlap_moe_expert_parallel_comm:
+        return
+    if flags.mtp_num_layers and not flags.untie_embeddings_and_output_weights:
+        raise ValueError(
+            f"{_PAIRS} adds the gradients of a weight that embedding and output layer share in another order, and so "
+            f"rounds them otherwise, with --mtp-num-layers {flags.mtp_num_layers}: give "
+            "--untie-embeddings-and-output-weights or leave one of them out"
+        )
+    if flags.use_torch_fsdp2:
+        raise ValueError(
+            f"{_PAIRS} runs the parts of a layer one by one, without the layer's own forward, which --use-torch-fsdp2 "
+            "needs: leave one of them out"
+        )
+
+
+POST_VALIDATION = "--zero-bubble-post-validation"
+INVERSE, USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
+
+
+def check_post_validation(flags: JobFlags) -> None:
+    """Raise `ValueError` for a flag that post-validation does not support; the message names both flags and why."""
+    if not flags.zero_bubble_post_validation:
+        return
+    refuse_with_features(flags, [Feature.POST_VALIDATION])
+    if flags.zero_bubble_rollback == "inverse" and flags.optimizer != "adam":
+        raise ValueError(f"{INVERSE}: only AdamW can be inverted, and --optimizer is {flags.optimizer}: {USE_SNAPSHOT}")
+
+
+def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
+    """A line that says what post-validation gains with the plan's schedule if F, B and W take equally long."""
+    schedule = plan.schedule(flags.most_microbatches)
+    costs = default_costs(schedule.placement)
+    without, with_it = (iteration_time(s, costs) for s in (schedule, with_post_validation(schedule, costs)))
+    gain = 1 - with_it / without
+    if gain < 0.001:
+        reason = "its ranks end an iteration at the same time"
+        return f" > {POST_VALIDATION} gains nothing with schedule {schedule.name}: {reason}"
+    text = f" > {POST_VALIDATION}: an iteration of schedule {schedule.name} is {gain:.1%} shorter with equal F, B and W"
+    awaited = awaited_by_the_first_stage(flags, schedule.placement)
+    return text if awaited is None else f"{text}; but the first stage waits for the last, because {awaited}"
+
+
+def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
+    """What the first stage's step needs from the end of the last stage, or None.
+
+    While the first stage waits for this, iterations cannot overlap.
+    """
+    if placement.kind == "v":
+        return None  # The first and the last stage are on one rank.
+    if not flags.untie_embeddings_and_output_weights or flags.mtp_num_layers is not None:
+        return "the gradients of tied embeddings are summed over both"
+    if flags.calculate_per_token_loss:
+        return "--calculate-per-token-loss needs the number of tokens from the last"
+    return None
+
+
+def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
+    """Check the flag before the size of the vocabulary is known.
+
+    Raises:
+        ValueError: it does not work with another flag.
+    """
+    value = flags.zero_bubble_vocabulary_parallel
+    given = f"{flag_name('zero_bubble_vocabulary_parallel')} {value}"
+    if value == "auto" and not is_layout_open:
+        raise ValueError(f"{given} chooses with the layout, which other flags fix: use on or off")
+    if value == "on":
+        refuse_with_features(flags, [Feature.VOCABULARY_SHARDS])
+
+
+def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
+    """Check that the vocabulary divides into as many shards as there are ranks, if it is spread over them.
+
+    Raises:
+        ValueError: it does not; names a divisor that works.
+    """
+    if flags.vocabulary_parallel:
+        ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
+        check_vocabulary_size(padded_vocab_size, *ranks, flags.make_vocab_size_divisible_by)
+
+
+def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
+    """Whether a layout that is searched spreads the vocabulary; None if the search may choose."""
+    if flags.zero_bubble_vocabulary_parallel in ("on", "off"):
+        return flags.vocabulary_parallel
+    if flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm:
+        return False
+    ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
+    has_shards = divides(padded_vocab_size, *ranks) and not flags.mtp_num_layers and not flags.variable_seq_lengths
+    return None if has_shards else False

@@ -1,0 +1,186 @@
+"""Records a training: exact values (`--log-numerics`), TensorBoard, Weights & Biases, and one line at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.mcore.fully_sharded import whole
+from megatron.zero_bubble.planner.prediction import Gain
+from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.schedule import Idle
+from megatron.zero_bubble.session.start_up import SessionError
+from megatron.zero_bubble.trainer.arguments import Arguments
+
+
+def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
+    """First 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of the model's names.
+
+    A collective call of the replicas if each holds a shard of the parameters.
+    """
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            digest.update(whole(parameter.detach()).reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class NumericsLog:
+    """Writes the file on the rank that holds the loss, with digests from all ranks.
+
+    Args:
+        path: the file. Lines of iterations after `iteration` and an incomplete line, which a killed run may have
+            left, are dropped, so that a resumed run ends with the same file as one that never stopped.
+        iteration: the iteration after which the run starts.
+        log_rank: the global rank that holds the loss.
+    """
+
+    def __init__(self, path: str, iteration: int, log_rank: int) -> None:
+        self._path = Path(path)
+        self._log_rank = log_rank
+        self._writes = dist.get_rank() == log_rank
+        self._on_log_rank(lambda: self._drop_lines_after(iteration))
+
+    def _on_log_rank(self, write: Callable[[], None]) -> None:
+        """Run `write` on the rank that writes the file; a collective call.
+
+        Raises:
+            SessionError: on all ranks, if the file cannot be written.
+        """
+        try:
+            on_rank(self._log_rank, write)
+        except OSError as error:
+            raise SessionError(f"--log-numerics {self._path} cannot be written: {error.strerror}") from error
+
+    def _drop_lines_after(self, iteration: int) -> None:
+        lines = self._path.read_text().splitlines() if iteration and self._path.exists() else []
+        kept = [line for line in lines if _iteration_of(line) <= iteration]
+        self._path.write_text("".join(f"{line}\n" for line in kept))
+
+    def write(self, iteration: int, lm_loss: float | None, grad_norm: float | None, digest: str) -> None:
+        """Write the line of an iteration; a collective call.
+
+        Args:
+            lm_loss: the loss on the rank that holds it, None on other ranks.
+            digest: the `parameter_digest` of this rank after the iteration's step.
+        """
+        digests: list[str] | None = [""] * dist.get_world_size() if self._writes else None
+        dist.gather_object(digest, digests, dst=self._log_rank)
+        entry = {
+            "iteration": iteration,
+            "lm_loss": None if lm_loss is None else lm_loss.hex(),
+            "grad_norm": None if grad_norm is None else float(grad_norm).hex(),
+            "parameters": digests,
+        }
+        self._on_log_rank(lambda: self._append(json.dumps(entry) + "\n"))
+
+    def _append(self, line: str) -> None:
+        with open(self._path, "a") as file:
+            file.write(line)
+
+
+def _iteration_of(line: str) -> float:
+    """The iteration of a line; infinity for an incomplete line, which a killed run leaves at the end."""
+    try:
+        return json.loads(line)["iteration"]
+    except json.JSONDecodeError:
+        return math.inf
+
+
+class RunSummary:
+    """Averages the log lines since the schedule was planned, of which the first is left out: planning is in its time.
+
+    Attributes:
+        line: the summary, None as long as there is nothing to tell.
+    """
+
+    def __init__(self) -> None:
+        self.line: str | None = None
+        self._predicted: Idle | None = None
+        self._first = self._iterations = 0
+        self._seconds = self._bubble = 0.0
+
+    def record(
+        self,
+        iteration: int,
+        num_iterations: int,
+        seconds: float,
+        measured: Idle | None,
+        predicted: Idle | None,
+        gain: Gain | None,
+    ) -> None:
+        """Take in a log line of `num_iterations` iterations up to `iteration`; `seconds` is the mean time of one."""
+        if measured is None or predicted is None or gain is None:
+            return
+        if predicted != self._predicted:
+            self._predicted, self._first = predicted, iteration + 1
+            self._iterations, self._seconds, self._bubble = 0, 0.0, 0.0
+            return
+        self._iterations += num_iterations
+        self._seconds += num_iterations * seconds
+        self._bubble += num_iterations * measured.bubble
+        milliseconds = self._seconds / self._iterations * 1000
+        self.line = (
+            f" > iterations {self._first} to {iteration}: {milliseconds:.1f} ms each; "
+            f"bubble rate {self._bubble / self._iterations:.2%} measured, {predicted.bubble:.2%} predicted; "
+            f"predicted to be {gain}"
+        )
+        # Operations that take longer than when they were measured would do so under 1F1B, too.
+        with_bubble = gain.times * (1 - self._bubble / self._iterations) / (1 - predicted.bubble)
+        if gain.is_over_other_layout and with_bubble < 1:
+            self.line += (
+                f"; but with the measured bubble it is {with_bubble:.3f} times as fast: "
+                "--zero-bubble-keep-layout keeps Megatron's split"
+            )
+
+
+class Writer(Protocol):
+    """Records scalars over iterations or samples; TensorBoard's `SummaryWriter` is one."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
+
+
+class WandbWriter:
+    """A `Writer` to Weights & Biases."""
+
+    def __init__(self, args: Arguments) -> None:
+        import wandb
+
+        self.run = wandb.init(project=args.wandb_project, name=args.wandb_exp_name, config=vars(args))
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.run.log({tag: value}, step=step)
+
+
+def open_writers(args: Arguments, log_rank: int) -> list[Writer]:
+    """The writers that the flags ask for; empty on all ranks but `log_rank`, which holds the loss.
+
+    Raises:
+        ValueError: the package behind a flag is not installed.
+    """
+    writers: list[Writer] = []
+    is_writing_rank = dist.get_rank() == log_rank
+    if args.tensorboard_dir is not None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "--tensorboard-dir needs tensorboard: pip install 'megatron-zero-bubble[tensorboard]'"
+            ) from None
+        if is_writing_rank:
+            writers.append(SummaryWriter(args.tensorboard_dir))
+    if args.wandb_project is not None:
+        try:
+            import wandb  # noqa: F401
+        except ImportError:
+            raise ValueError("--wandb-project needs wandb: pip install 'megatron-zero-bubble[wandb]'") from None
+        if is_writing_rank:
+            writers.append(WandbWriter(args))
+    return writers
