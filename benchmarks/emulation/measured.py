@@ -11,7 +11,7 @@ from megatron.zero_bubble.runtime.profiler import Profiler, combine_costs
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import Schedule, StageCosts, TimedOp
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.session.drawings import measured_timeline, write_timeline
+from megatron.zero_bubble.session.timeline_files import measured_timeline, write_timeline
 
 
 def profile_of(result: Result) -> Profile:

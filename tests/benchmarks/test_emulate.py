@@ -74,7 +74,7 @@ def test_all_schedules_and_all_peers_as_json(tmp_path):
             assert one["exposed_communication_ms"] is None
 
 
-@pytest.mark.exhaustive  # test_planned_run.py writes a profile, test_drawings_timeline_files.py timelines
+@pytest.mark.exhaustive  # test_planned_run.py writes a profile, test_timeline_files.py timelines
 def test_a_run_leaves_a_profile_and_timelines(tmp_path):
     """The prediction from the profile lies above that from the asked times: no sleep is too short."""
     profile, folder = tmp_path / "profile.json", tmp_path / "timeline"

@@ -38,7 +38,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.session.layout_words import flags_of_layout, gain_words, layers_words, named_plans
-from megatron.zero_bubble.session.reports import ProgressLines
+from megatron.zero_bubble.session.progress_lines import ProgressLines
 
 _PROG = "zero-bubble plan"
 

@@ -29,7 +29,8 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION, partition_of_flags, partition_sources
 from megatron.zero_bubble.session.layout_words import flags_of_layout
-from megatron.zero_bubble.session.reports import ProgressLines, layout_lines, print_line
+from megatron.zero_bubble.session.progress_lines import ProgressLines
+from megatron.zero_bubble.session.reports import layout_lines, print_line
 
 _PATTERN = "hybrid_layer_pattern"
 _CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")

@@ -20,7 +20,8 @@ from megatron.zero_bubble.session.aliases import pending_backwards
 from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
-from megatron.zero_bubble.session.reports import SILENT_SECONDS, print_line
+from megatron.zero_bubble.session.progress_lines import SILENT_SECONDS
+from megatron.zero_bubble.session.reports import print_line
 
 _FILE = "file:"
 _SECONDS_PER_OPERATION = 4e-5

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -250,21 +249,3 @@ def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, flo
     if predicted is not None:
         scalars |= {"predicted-idle": predicted.total, "predicted-bubble-rate": predicted.bubble}
     return scalars
-
-
-SILENT_SECONDS = 2.0
-"""Time without a line."""
-
-
-class ProgressLines:
-    """Passes a text on to `say` if the last one, or the beginning, is `SILENT_SECONDS` ago."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._last = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._last > SILENT_SECONDS:
-            self._last = now
-            self._say(text)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule, ScheduleError, TimedOp, Timeline
 from megatron.zero_bubble.schedule.analysis import Steps
 from megatron.zero_bubble.schedule.formats.pytorch import placement_of
-from megatron.zero_bubble.session.drawings import measured_timeline
+from megatron.zero_bubble.session.timeline_files import measured_timeline
 
 _MICROSECONDS = 1000
 """Microseconds in the unit of a recorded timeline, milliseconds."""

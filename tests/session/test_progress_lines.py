@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.session.reports import SILENT_SECONDS, ProgressLines
+from megatron.zero_bubble.session.progress_lines import SILENT_SECONDS, ProgressLines
 
 
 @pytest.fixture

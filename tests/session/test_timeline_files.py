@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import OpKind, StageCosts, TimedOp, Timeline, simulate, with_post_validation
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.drawings import idle_table, measured_timeline, write_timeline
+from megatron.zero_bubble.session.timeline_files import idle_table, measured_timeline, write_timeline
 
 PROFILED = StageCosts.uniform(3, 9, 9, 9, time_comm=0.5, memory_f=6, memory_b=-2, memory_w=-4)
 LATE = 1000.0

@@ -1,0 +1,113 @@
+"""Writes a measured timeline as drawings, beside the simulation of its schedule. Pure Python."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
+from megatron.zero_bubble.schedule.analysis import causes
+from megatron.zero_bubble.schedule.costs import OPTIONAL, by_result
+from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
+from megatron.zero_bubble.schedule.kinds import TIMES
+from megatron.zero_bubble.session.files import write_file
+
+_MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
+"""Width in pixels of a drawing's margins, of an operation on average (most labels fit), and of the widest drawing."""
+_UNKNOWN = 1e-6
+"""Cost in milliseconds of an F, B or W that did not run, because it must be above zero."""
+_STYLE = "svg { max-width: 100%; height: auto; }\n"
+
+
+def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str) -> None:
+    """Write `measured`, and the simulation of its schedule with its costs, to files `folder/name.*`.
+
+    Both drawings have the same time scale. `folder` is created if it is missing. `memory_unit` is the unit of memory
+    in the costs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    planned = simulate(measured.schedule, measured.costs, lengths=measured.lengths)
+    duration = float(max(measured.makespan, planned.makespan))
+    width = min(_MARGINS + _OP_WIDTH * max(len(lane) for lane in measured.lanes), _WIDEST)
+    schedule = measured.schedule.name
+    subject = schedule if name == schedule else f"{name}: {schedule}"
+    titles = {
+        "measured": f"{subject} as it ran",
+        "planned": f"{subject} as it would run with the times measured there",
+    }
+    svgs = []
+    for kind, timeline in (("measured", measured), ("planned", planned)):
+        svg = to_svg(timeline, title=titles[kind], memory_unit=memory_unit, width=width, duration=duration)
+        svgs.append(svg)
+        write_file(folder / f"{name}.{kind}.svg", svg)
+        write_file(folder / f"{name}.{kind}.html", to_html(timeline, title=titles[kind], memory_unit=memory_unit))
+    write_file(folder / f"{name}.trace.json", to_chrome_trace(measured))
+    body = f"{''.join(svgs)}<h2>Idle time by cause (ms)</h2><pre>{idle_table(measured)}</pre>\n"
+    write_file(folder / f"{name}.html", html_document(name, body, _STYLE))
+
+
+def measured_timeline(
+    schedule: Schedule,
+    lanes: Sequence[Sequence[TimedOp]],
+    profiled: StageCosts | None,
+    *,
+    shapes_vary: bool = False,
+) -> Timeline:
+    """The measured operations as a `Timeline`, from time 0, with this step's mean times as its costs.
+
+    Forwards that were run again, after a step was amended, appear only where they ran last.
+    The costs of messages and memory come from `profiled`; without it they are zero. If shapes vary, each microbatch has
+    its own share of the times.
+    """
+    lanes = [_last_runs(lane) for lane in lanes]
+    begin = min(lane[0].start for lane in lanes if lane)
+    moved = tuple(tuple(TimedOp(op, start - begin, end - begin) for op, start, end in lane) for lane in lanes)
+    ran = replace(schedule, ops=tuple(tuple(timed.op for timed in lane) for lane in moved))
+    costs = _costs_of(ran, moved, profiled)
+    return Timeline(ran, costs, True, moved, lengths=_lengths_of(ran, moved) if shapes_vary else ())
+
+
+def _lengths_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]]) -> tuple[float, ...]:
+    """The time of every microbatch over that of the mean one."""
+    times = [0.0] * schedule.num_microbatches
+    for op, start, end in chain.from_iterable(lanes):
+        times[op.microbatch] += end - start
+    mean = statistics.fmean(times)
+    return tuple(time / mean for time in times)
+
+
+def _last_runs(lane: Sequence[TimedOp]) -> list[TimedOp]:
+    last = {timed.op: timed for timed in lane}
+    return [timed for timed in lane if last[timed.op] is timed]
+
+
+def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: StageCosts | None) -> StageCosts:
+    placement = schedule.placement
+    samples: dict[tuple[OpKind, int], list[float]] = {}
+    for rank, lane in enumerate(lanes):
+        for op, start, end in lane:
+            samples.setdefault((op.kind, placement.stage_of(rank, op.chunk)), []).append(end - start)
+    means: list[dict[OpKind, float]] = [{} for _ in range(placement.num_stages)]
+    for (kind, stage), values in samples.items():
+        means[stage][kind] = statistics.fmean(values)
+    stages = [by_result(mean) for mean in means]
+    times = {
+        name: tuple(stage.get(kind, 0.0 if name in OPTIONAL else _UNKNOWN) for stage in stages)
+        for name, kind in TIMES.items()
+    }
+    free = StageCosts.uniform(placement.num_stages, memory_f=0, memory_b=0, memory_w=0)
+    return replace(profiled or free, **times)
+
+
+def idle_table(timeline: Timeline) -> str:
+    """The idle time of every rank by cause, in milliseconds."""
+    idle = causes(timeline)
+    del idle["communication"]  # in a measured timeline communication is part of the waiting
+    widths = [max(len(word), 10) for word in idle]
+    lines = ["rank " + " ".join(word.rjust(width) for word, width in zip(idle, widths, strict=True))]
+    for rank, times in enumerate(zip(*idle.values(), strict=True)):
+        lines.append(f"{rank:4d} " + " ".join(f"{time:{width}.2f}" for time, width in zip(times, widths, strict=True)))
+    return "\n".join(lines)
