@@ -129,7 +129,7 @@ def test_the_table_ends_with_the_flags(costs, capsys):
 
 
 def test_it_says_how_far_it_is(costs, capsys, monkeypatch):
-    monkeypatch.setattr("megatron.zero_bubble.session.reports.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("megatron.zero_bubble.session.progress_lines.SILENT_SECONDS", 0.0)
     planned_again = main(["--costs", costs, *SIZE])
     assert planned_again == 0
     first, *_ = capsys.readouterr().err.splitlines()
