@@ -320,7 +320,7 @@ def test_the_dial_shows_times_by_what_a_plan_may_do(ok, tmp_path):
     assert (
         f"50% less memory, times as long: {keep} (keep), {drop} (drop), {offload} (offload), {both} (both)" in lines[7]
     )
-    assert "time over the fastest plan" in path.read_text()
+    assert "time relative to the fastest plan" in path.read_text()
     points = json.loads(ok("memory-curve", *flags, "--json"))
     assert [point["way"] for point in points[::4]] == ["keep", "drop", "offload", "both"]
     halves = {point["way"]: point for point in points if point["memory_limit"] == 2}

@@ -18,7 +18,9 @@ from megatron.zero_bubble import Pipeline
 def main() -> None:
     dist.init_process_group("gloo")
     for schedule in SCHEDULES:
-        pipeline = Pipeline(layers(), mse_loss, schedule=schedule, num_microbatches=4, partition="uniform")
+        pipeline = Pipeline(
+            layers(), mse_loss, schedule=schedule, num_microbatches=4, partition="uniform", microbatch_order="data"
+        )
         model, random = nn.Sequential(*layers()), Random(schedule)
         for _ in range(5):
             pairs = random_microbatches(random)

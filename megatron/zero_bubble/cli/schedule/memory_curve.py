@@ -174,6 +174,6 @@ def _curves_as_plot(flags: CurveFlags, curves: Sequence[_Curve]) -> str:
         series,
         title=f"{flags.pipeline_size} ranks, {flags.num_microbatches} microbatches",
         x_label="memory limit (p M_B)",
-        y_label="time over the fastest plan's that keeps everything" if flags.dial else y_label,
+        y_label="time relative to the fastest plan that keeps everything" if flags.dial else y_label,
         y_from=1 if flags.dial else 0,
     )
