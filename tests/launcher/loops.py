@@ -113,7 +113,6 @@ def verl_loop(num_steps: int = 3) -> Numbers:
     """As verl: an actor is trained on microbatches of varied lengths and number, a reference model only evaluated."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     begin(1)
     config = configuration(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
@@ -129,19 +128,25 @@ def verl_loop(num_steps: int = 3) -> Numbers:
             optimizer.zero_grad()
             for chunk in actor:
                 chunk.zero_grad_buffer()
-            reports = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(batches),
-                model=model,
-                num_microbatches=len(batches),
-                seq_length=1,
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-            numbers += losses_of(reports)
+            numbers += losses_of(run_varied(batches, model, forward_only=forward_only))
         _, norm, _ = optimizer.step()
         numbers.append(float(norm).hex())
     return [*numbers, digest_of(actor)]
+
+
+def run_varied(batches, model, *, forward_only):
+    """Run microbatches of varied lengths as verl does, with a sequence length of 1; return megatron-core's reports."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=model,
+        num_microbatches=len(batches),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
 
 
 MEASURED = 2
@@ -205,7 +210,6 @@ def train_steps(steps: Iterator[tuple[list[torch.Tensor], tuple[int, ...]]]) -> 
     """Train on steps, each with its microbatches and their numbers, in whose order the losses are noted."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     begin(1)
     config = configuration(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
@@ -216,15 +220,7 @@ def train_steps(steps: Iterator[tuple[list[torch.Tensor], tuple[int, ...]]]) -> 
     for batches, order in steps:
         optimizer.zero_grad()
         model[0].zero_grad_buffer()
-        reports = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=model,
-            num_microbatches=len(batches),
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        reports = run_varied(batches, model, forward_only=False)
         if reports:
             reports = [reports[order.index(number)] for number in range(len(order))]
         numbers += losses_of(reports)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from test_data import VOCAB_SIZE, build, config, equal, microbatches, write_tokens
+from test_data import (  # noqa: F401 - one_rank is a fixture of all tests here
+    VOCAB_SIZE,
+    build,
+    config,
+    equal,
+    microbatches,
+    one_rank,
+    write_tokens,
+)
 
 from megatron.zero_bubble.runtime.microbatch_sizes import size_of
 from megatron.zero_bubble.trainer.data import DataConfig, get_batch
@@ -18,15 +25,6 @@ from tests.ranks import be_rank, run_on_ranks
 from tests.trainings import process_group
 
 LENGTHS = (1, 2, 3, 8, 17, 30, 5, 11)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ class StepDecision(NamedTuple):
     level: int = 0
     """Above 0 if a schedule for less memory takes the place of the run's (see `plan_step`)."""
     schedule: Schedule | None = None
-    """That schedule."""
+    """That schedule for less memory; None at level 0."""
     order: MicrobatchOrder | None = None
     """The order as it was planned, if it was."""
     milliseconds: float = 0.0

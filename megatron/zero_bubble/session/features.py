@@ -142,9 +142,9 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
-    """What the first stage's step needs from the end of the last stage, or None.
+    """The reason why the first stage's step waits for the end of the last stage, or None.
 
-    While the first stage waits for this, iterations cannot overlap.
+    While it waits, iterations cannot overlap.
     """
     if placement.kind == "v":
         return None  # The first and the last stage are on one rank.

@@ -36,7 +36,7 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parame
 
 
 def unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
-    """What builds and feeds the model's units, to measure them.
+    """The functions that build a model's units and feed them with data, to measure them.
 
     It is called inside of `initialized`, whose placement may be any of the job's pipeline ranks, with the size of the
     vocabulary known.

@@ -1,4 +1,4 @@
-"""Computes what a memory limit costs: the bubble rate of schedules, or their times by what makes a plan fit into it.
+"""Computes the bubble rate over the memory limit, or the time over it of plans that keep, drop or copy activations.
 
 In the bubble rate, time for R counts as bubble.
 """
@@ -85,7 +85,7 @@ def curve_limits(flags: CurveFlags) -> list[float]:
 
 
 def _has_costs(flags: CurveFlags, name: str) -> bool:
-    """Whether the costs are known of what the flags allow, R and copies; a profile has those that its run measured."""
+    """Whether the costs have times for R and for copies, as far as the flags allow them; a profile may lack them."""
     costs = stage_costs(flags, placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement))
     lacks_r = flags.recomputation is not Recompute.NONE and not any(costs.memory_r)
     return not lacks_r and not (flags.offloads and not any(costs.memory_d))
