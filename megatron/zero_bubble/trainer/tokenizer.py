@@ -59,6 +59,10 @@ class LocalTokenizer(MegatronTokenizerBase):
         self._vocab_size = max(vocab.values()) + 1
         self._digest = hashlib.sha256(content).hexdigest()
 
+    def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of every text, encoded by as many threads as the library takes."""
+        return [self.tokenize(text) for text in texts]
+
     def apply_chat_template(self, *args: object, **kwargs: object) -> str:
         raise NotImplementedError("pretraining needs no chat template")
 
@@ -93,8 +97,11 @@ class HuggingFaceTokenizer(LocalTokenizer):
         self._tokenizer = tokenizer
 
     def tokenize(self, text: str) -> list[int]:
-        # The batch call is a third faster, because only it can leave out the offsets.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self.tokenize_all([text])[0]
+
+    def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
+        # `encode_batch_fast` leaves out the offsets, which take a third of the time.
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -133,7 +140,7 @@ class NullTokenizer(LocalTokenizer):
         return " ".join(map(str, ids))
 
 
-def load_tokenizer(args: Arguments) -> MegatronTokenizerBase:
+def load_tokenizer(args: Arguments) -> LocalTokenizer:
     """The tokenizer that the flags name. Raises `ValueError` if it cannot be read."""
     assert args.tokenizer_type is not None
     return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
@@ -145,7 +152,7 @@ def build_tokenizer(
     vocab_size: int | None = None,
     vocab_file: str | None = None,
     merge_file: str | None = None,
-) -> MegatronTokenizerBase:
+) -> LocalTokenizer:
     """The tokenizer that Megatron's flags of the same names describe.
 
     - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or a folder that holds one (the end-of-document
