@@ -7,7 +7,7 @@ import random
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,28 +51,32 @@ from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, che
 _OF_ONE_RANK = ("rank", "local_rank")
 
 
+@dataclass
+class Progress:
+    """The iterations and sequences that a training has done, including those before it was resumed."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+
+
+class TrainingState(NamedTuple):
+    """A rank's part of what training changes, and what its checkpoints hold."""
+
+    progress: Progress
+    model: list[Any]
+    """The model chunks, wrapped for data parallelism or not."""
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
 class Checkpointer:
-    """Saves and loads one run's state.
+    """Saves a training's state, and loads it into `state`."""
 
-    Args:
-        args: the run's flags.
-        progress: the run's progress, which `save` reads and `load` sets.
-        model: this rank's model chunks, wrapped or not.
-    """
-
-    def __init__(
-        self,
-        args: Arguments,
-        progress: Progress,
-        model: list[torch.nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-    ) -> None:
+    def __init__(self, args: Arguments, state: TrainingState) -> None:
         self._args = args
-        self._progress = progress
+        self._progress, model, self._optimizer, self._scheduler = state
         self._chunks = [unwrap_model(chunk) for chunk in model]
-        self._optimizer = optimizer
-        self._scheduler = scheduler
         write_in_threads(keep_results=True)
 
     def save(self) -> None:
@@ -270,12 +274,3 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
-
-
-@dataclass
-class Progress:
-    """The iterations and sequences that a training has done, including those before it was resumed."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,7 @@ from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     update_num_microbatches,
 )
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
@@ -29,7 +28,7 @@ from megatron.zero_bubble.session.running import RollbackWatch
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer, TrainingState
 from megatron.zero_bubble.trainer.data import DataConfig
 from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
 from megatron.zero_bubble.trainer.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
@@ -48,6 +47,15 @@ class UnloggedIteration(NamedTuple):
     """Digest of this rank's parameters; None without `--log-numerics`."""
 
 
+class TrainingData(NamedTuple):
+    """The data of a training, with an iterator over microbatches, or None, for each model chunk of this rank."""
+
+    config: DataConfig
+    train: list[DataIterator]
+    valid: list[DataIterator] | None
+    """None if nothing is evaluated."""
+
+
 class Trainer:
     """Trains until the last iteration, an exit interval, a time limit or a signal.
 
@@ -55,33 +63,26 @@ class Trainer:
 
     Args:
         session: runs the steps; it is started.
-        train_data: iterators over microbatches, one for each model chunk; None for a chunk that needs no data.
-        valid_data: the same for evaluation; None for no evaluation.
     """
 
     def __init__(
         self,
         args: Arguments,
-        progress: Progress,
+        state: TrainingState,
         session: Session,
-        model: list[Any],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
         checkpointer: Checkpointer,
         log: TrainingLog,
-        data_config: DataConfig,
-        train_data: list[DataIterator],
-        valid_data: list[DataIterator] | None,
+        data: TrainingData,
     ) -> None:
         self._args = args
-        self._progress = progress
+        self._progress, self._model, self._optimizer, self._scheduler = progress, model, optimizer, _ = state
         self._session = session
-        self._model = model
-        self._optimizer = optimizer
-        self._scheduler = scheduler
+        self._checkpointer = checkpointer
+        self._log = log
+        self._data = data
         self._forward_backward = partial(
             session.forward_backward,
-            forward_step_func=make_forward_step(data_config, checks_finite=args.checks_finite),
+            forward_step_func=make_forward_step(data.config, checks_finite=args.checks_finite),
             model=model,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
@@ -100,10 +101,6 @@ class Trainer:
                 session.post_validation.check_norm = self._finite.check_norm
         elif self._finite is not None:
             self._finite.watch(optimizer)
-        self._train_data = train_data
-        self._valid_data = valid_data
-        self._checkpointer = checkpointer
-        self._log = log
         self._numerics: NumericsLog | None = None
         if args.log_numerics:
             self._numerics = NumericsLog(args.log_numerics, progress.iteration, session.job.log_rank)
@@ -133,7 +130,7 @@ class Trainer:
             if self._session.replicas.changes_after(self._progress.iteration):
                 self._settle()
             end_of_iteration()
-            if self._valid_data is not None and self._progress.iteration % args.eval_interval == 0:
+            if self._data.valid is not None and self._progress.iteration % args.eval_interval == 0:
                 self._pausing(self.evaluate)
             reason = self._exit_reasons.reason(self._progress.iteration)
             if args.save and (reason or (args.save_interval and self._progress.iteration % args.save_interval == 0)):
@@ -156,7 +153,7 @@ class Trainer:
         batch_size = get_current_global_batch_size()
         num_microbatches = get_num_microbatches()
         reports = self._forward_backward(
-            data_iterator=self._train_data, num_microbatches=num_microbatches, forward_only=False
+            data_iterator=self._data.train, num_microbatches=num_microbatches, forward_only=False
         )
         self._free_unused_memory(level=1)
         self._log_unlogged()
@@ -285,7 +282,7 @@ class Trainer:
         with torch.no_grad():
             for _ in range(args.eval_iters):
                 reports += self._forward_backward(
-                    data_iterator=self._valid_data, num_microbatches=num_microbatches, forward_only=True
+                    data_iterator=self._data.valid, num_microbatches=num_microbatches, forward_only=True
                 )
         self._progress.consumed_valid_samples += args.eval_iters * get_current_global_batch_size()
         for chunk in self._model:
