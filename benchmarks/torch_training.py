@@ -44,9 +44,7 @@ class TorchSession(Session):
         compute_linear_layers_in_aten(model)
         super().start(model, *further, **options)
         rank, data_config = parallel_state.get_pipeline_model_parallel_rank(), make_data_config(self._args)
-        self.run = TorchForwardBackward(
-            self._name, model, self.job.placement, rank, self._args, make_data_config(self._args)
-        )
+        self.run = TorchForwardBackward(self._name, model, self.job.placement, rank, self._args, data_config)
         print_rank_0(f" > in its place: torch.distributed.pipelining's {self._name}")
 
 

@@ -7,7 +7,7 @@ and what would work.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +62,8 @@ def complete_and_check(
     source = "torchrun --nproc-per-node" if for_this_machine else "--world-size"
     check_num_ranks(args, args.world_size, source)
     _check_parallel(args, has_cuda)
+    _check_experts(args, has_cuda)
+    _check_replicas(args)
     check_fully_sharded(args)
     _check_batches(args)
     args = with_iterations(args)
@@ -84,47 +86,51 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "must be at least 1",
+        lambda value: value >= 1,
+        "num_layers hidden_size num_attention_heads seq_length num_query_groups micro_batch_size "
+        "max_position_embeddings ffn_hidden_size kv_channels make_vocab_size_divisible_by tensor_model_parallel_size "
+        "pipeline_model_parallel_size train_iters global_batch_size seed log_interval eval_interval save_interval "
+        "exit_interval tensorboard_log_interval log_memory_interval distributed_timeout_minutes vocab_size "
+        "ddp_bucket_size lr_decay_iters lr_decay_samples train_samples fp8_amax_history_len num_experts "
+        "expert_model_parallel_size context_parallel_size mtp_num_layers num_layers_per_virtual_pipeline_stage "
+        "num_virtual_stages_per_pipeline_rank recompute_num_layers microbatch_group_size_per_virtual_pipeline_stage "
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_distributed_optimizer_instances "
+        "expert_tensor_parallel_size moe_ffn_hidden_size moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank "
+        "qk_head_dim qk_pos_emb_head_dim v_head_dim",
+    ),
+    (
+        "must be at least 0",
+        lambda value: 0 <= value < math.inf,
+        "lr min_lr weight_decay clip_grad eval_iters num_workers lr_warmup_iters init_method_std exit_duration_in_mins "
+        "mtp_loss_scaling_factor lr_warmup_samples decoupled_lr decoupled_min_lr profile_step_start",
+    ),
+    (
+        "must be above 0",
+        lambda value: 0 < value < math.inf,
+        "norm_epsilon adam_eps rotary_base loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    ),
+    (
+        "must be in [0, 1)",
+        lambda value: 0 <= value < 1,
+        "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum",
+    ),
+    ("must be in (0, 1]", lambda value: 0 < value <= 1, "rotary_percent"),
+    ("must be 0, 1 or 2", lambda value: value in (0, 1, 2), "timing_log_level empty_unused_memory_level"),
+    ("must be at most 1000000", lambda value: value <= 10**6, "distributed_timeout_minutes"),
+)
+"""What holds of the values of flags, in words and as a function, and the names of these flags."""
+
+
 def _check_ranges(args: Arguments) -> None:
-    at_least_one = (
-        *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups", "micro_batch_size"),
-        *("max_position_embeddings", "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by"),
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "train_iters", "global_batch_size", "seed"),
-        *("log_interval", "eval_interval", "save_interval", "exit_interval", "tensorboard_log_interval"),
-        "log_memory_interval",
-        *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters", "lr_decay_samples"),
-        *("train_samples", "fp8_amax_history_len"),
-        *("num_experts", "expert_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
-        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "recompute_num_layers"),
-        *("microbatch_group_size_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
-        *("decoder_last_pipeline_num_layers", "num_distributed_optimizer_instances", "expert_tensor_parallel_size"),
-        *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"),
-        *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    )
-    for name in at_least_one:
-        value = getattr(args, name)
-        _require(value is None or value >= 1, f"{flag_name(name)} must be at least 1, got {value}")
-    not_negative = (
-        *("lr", "min_lr", "weight_decay", "clip_grad", "eval_iters", "num_workers", "lr_warmup_iters"),
-        *("init_method_std", "exit_duration_in_mins", "mtp_loss_scaling_factor", "lr_warmup_samples"),
-        *("decoupled_lr", "decoupled_min_lr", "profile_step_start"),
-    )
-    for name in not_negative:
-        value = getattr(args, name)
-        _require(value is None or 0 <= value < math.inf, f"{flag_name(name)} must be at least 0, got {value}")
-    for name in ("norm_epsilon", "adam_eps", "rotary_base"):
-        value = getattr(args, name)
-        _require(0 < value < math.inf, f"{flag_name(name)} must be above 0, got {value}")
-    for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "sgd_momentum"):
-        value = getattr(args, name)
-        _require(0 <= value < 1, f"{flag_name(name)} must be in [0, 1), got {value}")
-    _require(0 < args.rotary_percent <= 1, f"--rotary-percent must be in (0, 1], got {args.rotary_percent}")
+    for expectation, holds, names in _RANGES:
+        for name in names.split():
+            value = getattr(args, name)
+            _require(value is None or holds(value), f"{flag_name(name)} {expectation}, got {value}")
     largest_seed = 2**32 - 1 - 100 * args.pipeline_model_parallel_size
     _require(args.seed <= largest_seed, f"--seed must be at most {largest_seed} on these ranks, got {args.seed}")
-    minutes = args.distributed_timeout_minutes
-    _require(minutes <= 10**6, f"--distributed-timeout-minutes must be at most 1000000, got {minutes}")
-    for name in ("timing_log_level", "empty_unused_memory_level"):
-        value = getattr(args, name)
-        _require(value in (0, 1, 2), f"{flag_name(name)} must be 0, 1 or 2, got {value}")
 
 
 def _check_model(args: Arguments) -> None:
@@ -195,6 +201,18 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     )
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         require_multiple(args, name, "tensor_model_parallel_size")
+    _require(
+        not args.sequence_parallel or args.seq_length % tensor == 0,
+        f"--sequence-parallel splits --seq-length {args.seq_length} over --tensor-model-parallel-size {tensor}: "
+        "the size must divide the length",
+    )
+    _require(
+        has_cuda or args.distributed_backend != "nccl",
+        "--distributed-backend nccl needs CUDA, and torch finds none on this machine: use gloo",
+    )
+
+
+def _check_experts(args: Arguments, has_cuda: bool) -> None:
     experts, expert_ranks = args.num_experts, args.expert_model_parallel_size
     _require(
         args.data_parallel_size % expert_ranks == 0 and (experts or 1) % expert_ranks == 0,
@@ -213,16 +231,15 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
         experts is None or 1 <= args.moe_router_topk <= experts,
         f"--moe-router-topk {args.moe_router_topk} is not between 1 and --num-experts {experts}",
     )
-    _require(
-        not args.sequence_parallel or args.seq_length % tensor == 0,
-        f"--sequence-parallel splits --seq-length {args.seq_length} over --tensor-model-parallel-size {tensor}: "
-        "the size must divide the length",
-    )
+
+
+def _check_replicas(args: Arguments) -> None:
     _require(
         not args.overlap_param_gather or (args.use_distributed_optimizer and args.overlap_grad_reduce),
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     )
-    instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * context
+    instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * args.context_parallel_size
+    expert_ranks = args.expert_model_parallel_size
     _require(
         instances == 1 or args.use_distributed_optimizer,
         f"--num-distributed-optimizer-instances {instances} needs --use-distributed-optimizer, whose state it copies",
@@ -235,10 +252,6 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     _require(
         not args.use_distributed_optimizer or args.optimizer == "adam",
         f"--use-distributed-optimizer needs --optimizer adam: megatron-core does not shard {args.optimizer}",
-    )
-    _require(
-        has_cuda or args.distributed_backend != "nccl",
-        "--distributed-backend nccl needs CUDA, and torch finds none on this machine: use gloo",
     )
 
 
@@ -272,9 +285,6 @@ def _check_training(args: Arguments) -> None:
         not args.recompute_activations or args.recompute_granularity == "selective",
         f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given",
     )
-    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-        value = getattr(args, name)
-        _require(value is None or 0 < value < math.inf, f"{flag_name(name)} must be above 0, got {value}")
     _require(
         not args.grad_reduce_in_bf16 or args.bf16,
         "--grad-reduce-in-bf16 needs --bf16: gradients of other models are reduced in the model's own precision",

@@ -36,6 +36,7 @@ class SequentialSampler:
             yield list(range(start + offset, start + offset + self.micro_batch_size))
 
 
+@dataclass(frozen=True)
 class CyclicSampler(SequentialSampler):
     """Sampler of `--dataloader-type cyclic`: endless epochs, each in an order that the epoch's number seeds.
 
