@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import itertools
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -26,11 +25,10 @@ from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
-from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags, keeping_everything
-from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.running import units_of
 from megatron.zero_bubble.session.start_up import SessionError
 
 _ONE_RANK = {
@@ -123,32 +121,15 @@ class ScriptUnits:
         arguments = self._arguments(setup)
         config, script = arguments["config"], self._script
         self.shapes_vary = config.variable_seq_lengths
-        groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        [shape] = get_tensor_shapes(
-            seq_length=script.seq_length,
-            micro_batch_size=script.micro_batch_size,
-            decoder_seq_length=getattr(script, "decoder_seq_length", None),
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )
-        device = torch.device(torch.cuda.current_device())
+        settings = Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)})
+        context_size = parallel_state.get_context_parallel_world_size()
         # With context parallelism attention is Transformer Engine's, which makes the mask itself.
-        has_mask = groups.cp.size() == 1 and bool(getattr(script, "create_attention_mask_in_dataloader", False))
+        has_mask = context_size == 1 and bool(getattr(script, "create_attention_mask_in_dataloader", False))
         microbatch = random_microbatch(
-            arguments["vocab_size"], script.micro_batch_size, script.seq_length // groups.cp.size(), has_mask=has_mask
+            arguments["vocab_size"], script.micro_batch_size, script.seq_length // context_size, has_mask=has_mask
         )
-        states = States.of(Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)}))
-        replicas = self._flags.data_parallel_size * groups.cp.size()
-        expert_ranks = parallel_state.get_expert_model_parallel_world_size()
-        models = UnitModels(
-            build=lambda unit, store: self._build(setup, unit, store),
-            forward_step=_forward_step,
-            data=itertools.repeat({name: tensor.to(device) for name, tensor in microbatch.items()}),
-            message=TensorSpec(shape, config.pipeline_dtype or torch.float32, device),
-            context_parallel_size=groups.cp.size(),
-            state_bytes=lambda dense, expert: states.of_rank(Parameters(dense, expert), replicas, expert_ranks),
-        )
+        microbatch = {name: tensor.to(torch.cuda.current_device()) for name, tensor in microbatch.items()}
+        models = units_of(settings, config, partial(self._build, setup), _forward_step, microbatch)
         layers = _layers(arguments)
         distinct = _distinct(layers)
         return models, [distinct.index(layer) for layer in layers] or [0] * script.num_layers

@@ -120,16 +120,11 @@ def _precision_aware(args: Any) -> int:
 
     Of a copy in fp32 of a parameter in bf16 only the 16 bits are kept that the parameter lacks.
     """
-    copied, *moments = (
-        _bytes_of(getattr(args, name)) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    )
+    dtypes = [getattr(args, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
+    # Megatron-LM's names, or torch's types.
+    copied, *moments = ({"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}.get(one) or one.itemsize for one in dtypes)
     has_remainders = args.bf16 and copied == 4 and not getattr(args, "no_store_param_remainders", False)
     return (2 if has_remainders else copied) + sum(moments)
-
-
-def _bytes_of(dtype: Any) -> int:
-    """Bytes of a number in a type, given by Megatron-LM's name or as torch's own."""
-    return {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}.get(dtype) or dtype.itemsize
 
 
 def _zero_stage(args: Any) -> int:

@@ -49,6 +49,7 @@ from megatron.zero_bubble.trainer.checkpoint_files import (
 from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
 
 _OF_ONE_RANK = ("rank", "local_rank")
+"""Flags that differ between ranks, and are not saved."""
 
 
 @dataclass
@@ -106,8 +107,9 @@ class Checkpointer:
         metadata = self._new_metadata()
         allocate_states(self._optimizer)
         state = self._sharded_state(metadata, is_loading=False)
+        flags = {**asdict(self._args), **asdict(self._progress)}  # under Megatron-LM's names
         state.update(
-            args=self._saved_args(),
+            args=argparse.Namespace(**{name: value for name, value in flags.items() if name not in _OF_ONE_RANK}),
             checkpoint_version=3.0,
             iteration=self._progress.iteration,
             opt_param_scheduler=self._scheduler.state_dict(),
@@ -230,11 +232,6 @@ class Checkpointer:
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-
-    def _saved_args(self) -> argparse.Namespace:
-        """The flags under Megatron-LM's names, without what differs between ranks."""
-        values = {**asdict(self._args), **asdict(self._progress)}
-        return argparse.Namespace(**{name: value for name, value in values.items() if name not in _OF_ONE_RANK})
 
     def _same_layout(self, saved: argparse.Namespace) -> bool:
         names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]

@@ -96,11 +96,8 @@ class DataConfig(DataFlags):
         """Samples that the run reads from train, valid and test, counted as Megatron does."""
         evaluations = self.train_iters // self.eval_interval + 1
         per_evaluation = self.eval_iters * self.global_batch_size
-        return self._train_samples, evaluations * per_evaluation, per_evaluation
-
-    @property
-    def _train_samples(self) -> int:
-        return self.train_samples or self.train_iters * self.global_batch_size
+        train = self.train_samples or self.train_iters * self.global_batch_size
+        return train, evaluations * per_evaluation, per_evaluation
 
     def check_rest(self, num_samples: tuple[int, int, int], iteration: int, used: tuple[int, int]) -> None:
         """Refuse to continue after `iteration` with data that would be used up before the last iteration.

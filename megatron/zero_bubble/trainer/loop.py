@@ -21,7 +21,6 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
-from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.runtime.recorder import StepTime
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.running import RollbackWatch
@@ -162,7 +161,9 @@ class Trainer:
         self._progress.iteration += 1
         self._progress.consumed_train_samples += batch_size
         sharing = parallel_state.get_context_parallel_group() if is_local else _all_replicas()
-        prediction = self._prediction(num_microbatches)
+        prediction = None
+        if self._zero_bubble is not None and self._prints_a_line():
+            prediction = self._zero_bubble.prediction(num_microbatches)
         result = StepResult(
             lm_loss=mean_loss(reports, sharing),
             further_losses=take_losses(num_microbatches, sharing),
@@ -235,7 +236,7 @@ class Trainer:
             assert self._zero_bubble is not None
             idle = self._zero_bubble.measured_idle(unlogged.mean_step)
             result = replace(result, idle=idle, orders=self._zero_bubble.take_order_times())
-        if self._progress.iteration % self._args.log_interval == 0:
+        if self._prints_a_line():
             result = replace(result, waits=self._session.replicas.take_waits())
         self._log.record(result)
         if warning := self._watch.warning(result.was_rolled_back):
@@ -263,13 +264,7 @@ class Trainer:
         self._log_unlogged()
 
     def _prints_a_line(self) -> bool:
-        return self._zero_bubble is not None and self._progress.iteration % self._args.log_interval == 0
-
-    def _prediction(self, num_microbatches: int) -> Prediction | None:
-        """The present schedule at measured costs in iterations that print a line, else None."""
-        if self._zero_bubble is None or not self._prints_a_line():
-            return None
-        return self._zero_bubble.prediction(num_microbatches)
+        return self._progress.iteration % self._args.log_interval == 0
 
     def evaluate(self) -> None:
         """Print the mean loss over `--eval-iters` iterations of validation data."""

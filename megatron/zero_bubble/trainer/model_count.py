@@ -132,7 +132,9 @@ def count_model(args: Arguments) -> ModelCount:
     units = [Unit(embeds=True), *(Unit(layer=kind) for kind in range(max(kinds) + 1)), Unit(is_last=True)]
     with _place(args):
         embedding, *layers, output = (_count(args, unit) for unit in units)
-    return ModelCount(embedding, tuple(layers[kind] for kind in kinds), output, _input_bytes(args))
+    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    input_bytes = element_bytes(args) * rank_tokens(args) * args.hidden_size / split
+    return ModelCount(embedding, tuple(layers[kind] for kind in kinds), output, input_bytes)
 
 
 def flops_of_sequence(args: Arguments) -> float:
@@ -266,8 +268,3 @@ def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
         elif not is_copy:
             whole += count
     return whole, further
-
-
-def _input_bytes(args: Arguments) -> float:
-    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    return element_bytes(args) * rank_tokens(args) * args.hidden_size / split
