@@ -70,7 +70,7 @@ class Run:
         """Prepare the hooks for the layout, before anything is built.
 
         Args:
-            is_chosen: whether it is not that of the script's own arguments.
+            is_chosen: whether the layout was chosen, and differs from that of the script's arguments.
         """
         job, placement = self.session.job, self.session.job.placement
         self.v_placement = VPlacement(placement) if placement.kind == "v" else None

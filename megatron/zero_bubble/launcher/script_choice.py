@@ -205,7 +205,7 @@ def _other_source(script: Namespace) -> str | None:
 
 
 def _builds_chunks(setup: Call) -> bool:
-    """Whether the script can build several model chunks a rank: what builds a chunk must be told which one."""
+    """Whether the script can build several model chunks a rank, for which its model provider takes `vp_stage`."""
     provider = setup["model_provider_func"]
     if provider is None or getattr(setup.get("cfg_container"), "model", None) is not None:
         return True

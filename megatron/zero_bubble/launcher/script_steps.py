@@ -175,7 +175,7 @@ class ScriptReplicas:
         return [{name: _own_mean([each[name] for each in losses]) for name in losses[0]}]
 
     def after_step(self, iteration: int) -> None:
-        """Average what is due after the step of `iteration`."""
+        """Average the parameters if the hierarchy has an average after `iteration`, which must be valid then."""
         if self._session.replicas.changes_after(iteration):
             self._session.settle()
         self._session.replicas.after_step(iteration)

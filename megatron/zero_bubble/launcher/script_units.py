@@ -1,7 +1,8 @@
 """Measures the costs of a script's model, whose units the script's own code builds, before it builds the model.
 
-The script is let begin to build its model, as a pipeline of one rank. The hooks around `GPTModel` and DDP cut a unit
-out of it, and leave the script's code as soon as the unit is in DDP. That is repeated for every unit.
+The script begins to build its model, as a pipeline of one rank. A hook around the model's constructor builds one unit
+in its place, and a hook around DDP raises an exception, which leaves the script's code. This is repeated for every
+unit.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32"
 
 
 class _BuildsModel(BaseException):
-    """Leaves the script's code where it begins to build a `GPTModel`, with the arguments of the constructor.
+    """Raised in the constructor of the model, to leave the script's code with the constructor's arguments.
 
-    Like `_HasBuilt` it is no `Exception`, so that the script does not handle it.
+    This class and `_HasBuilt` do not derive from `Exception`, so that the script does not handle them.
     """
 
     def __init__(self, arguments: Call) -> None:
@@ -59,7 +60,7 @@ class _BuildsModel(BaseException):
 
 
 class _HasBuilt(BaseException):
-    """Leaves the script's code where it has wrapped a model in DDP."""
+    """Raised in the constructor of DDP, to leave the script's code with the wrapped unit."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ def _layers(call: Call) -> list[Any]:
 
 
 def _distinct(layers: list[Any]) -> list[Any]:
-    """Return one layer of each kind, in the order in which the kinds first come."""
+    """Return the first layer of each kind, in model order."""
     distinct: list[Any] = []
     for layer in layers:
         if layer not in distinct:

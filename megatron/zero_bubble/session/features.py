@@ -156,7 +156,7 @@ def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | N
 
 
 def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
-    """Check the flag before the size of the vocabulary is known.
+    """Check `--zero-bubble-vocabulary-parallel` before the size of the vocabulary is known.
 
     Raises:
         ValueError: it does not work with another flag.

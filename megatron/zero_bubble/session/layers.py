@@ -53,7 +53,7 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags that say how many layers a stage has; of those that belong together, the first."""
+    """The flags that set the layers of stages. Of flags that belong together only the first is listed."""
     layout = flags.pipeline_model_parallel_layout
     sources = list(_layers_of_ends(flags))[:1]
     if layout is not None:

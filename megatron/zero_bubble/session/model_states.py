@@ -118,7 +118,7 @@ class States:
 def _precision_aware(args: Any) -> int:
     """Bytes of the copy of a parameter and of Adam's moments in the types of the flags.
 
-    Of a copy in fp32 of a parameter in bf16 only the 16 bits are kept that the parameter lacks.
+    An fp32 copy of a bf16 parameter takes 16 bits, because the parameter holds the other 16.
     """
     dtypes = [getattr(args, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
     # Megatron-LM's names, or torch's types.

@@ -283,7 +283,7 @@ class Replicas:
     def changes_after(self, iteration: int) -> bool:
         """Whether `after_step(iteration)` averages parameters, or ends the synchronous steps.
 
-        Such a step must be valid, and the next iteration not have begun.
+        Before that call the step must be validated, and the next iteration must not have begun.
         """
         if self._averaging is None:
             return False
@@ -291,7 +291,7 @@ class Replicas:
         return hierarchy.group_size_after(iteration) is not None or iteration == hierarchy.warmup
 
     def after_step(self, iteration: int) -> None:
-        """Average what is due after the step of `iteration`; a collective call of the group that averages."""
+        """Average the parameters if the hierarchy has an average after `iteration`; a collective call of that group."""
         size = self._num_replicas
         if self._averaging is not None and self._averaging.hierarchy.is_local(iteration):
             size = self._averaging.hierarchy.group_size_after(iteration) or 1

@@ -35,7 +35,7 @@ class DataConfig(DataFlags):
     """Iterations of one evaluation; 0 builds no validation and test data beyond what --split demands."""
     seed: int = 1234
     length_multiple: int = 1
-    """With `variable_seq_lengths`, microbatches have a multiple of so many tokens a sequence."""
+    """With `variable_seq_lengths`, the number of tokens of a sequence is a multiple of this."""
     create_attention_mask: bool = False
     """Send attention masks [b, 1, s, s] with the data: `reset_attention_mask` needs them, causal attention does not."""
 

@@ -48,7 +48,7 @@ _PLAIN: dict[str, Any] = {
     "fp4_format": None,
     "deterministic_mode": False,
 }
-"""Flags of kernels that are not here and neither add to nor take from what is counted."""
+"""Values of flags that choose kernels of a GPU, which do not change the counts."""
 
 
 _ALONE: dict[str, Any] = {
@@ -85,7 +85,7 @@ class Activations(NamedTuple):
     """Bytes of one microbatch."""
 
     after_f: float
-    """Bytes held from F to B where nothing is recomputed in full."""
+    """Bytes held from F to B without full recomputation."""
     after_b: float
     """Bytes held from B to W: the inputs of the linear layers and the gradients of their outputs."""
 
@@ -110,7 +110,7 @@ class ModelCount:
     embedding: UnitCount
     layers: tuple[UnitCount, ...]
     output: UnitCount
-    """All that follows the layers: multi-token prediction, final norm, output layer and loss."""
+    """Multi-token prediction, final norm, output layer and loss."""
     input_bytes: float
     """Bytes of a layer's input, which is also the message between stages."""
 
@@ -140,8 +140,8 @@ def count_model(args: Arguments) -> ModelCount:
 def flops_of_sequence(args: Arguments) -> float:
     """Count the floating-point operations of a training with one sequence, as Megatron-LM does.
 
-    Each product counts three times: for F, B and W. Half of attention's products are counted, as a causal mask leaves
-    them. Recomputation is not counted.
+    Each product counts three times: for F, B and W. Attention counts half of its products, because its mask is causal.
+    Recomputation is not counted.
     """
     fused = args.changed(
         {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True, **_ALONE}

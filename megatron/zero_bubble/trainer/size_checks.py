@@ -42,7 +42,7 @@ def _memory() -> tuple[int, str]:
 
 
 def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
-    """Iterate over the least memory needs of a rank: bytes, what they hold, and the flags that set them."""
+    """Iterate over lower bounds of a rank's memory: bytes, their content, and the flags that determine them."""
     size, tensor = element_bytes(args), args.tensor_model_parallel_size
     states = 2 * size  # a parameter and its gradient
     layer = _least_parameters(args) / tensor * states
@@ -75,9 +75,9 @@ def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
 
 
 def _least_parameters(args: Arguments) -> float:
-    """The least that a layer's matrices have on the ranks that share a tensor: of the layer's MLP, where all are alike.
+    """A lower bound of a layer's parameters, all tensor-parallel ranks together.
 
-    `model_count.py` counts what they have.
+    Parts that only some layers have are left out. `model_count.py` counts all parameters exactly.
     """
     assert args.kv_channels is not None
     assert args.ffn_hidden_size is not None
