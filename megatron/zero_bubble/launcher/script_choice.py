@@ -51,7 +51,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     """Hook around `validate_args`: refuse settings before Megatron-LM prints any, and allow uneven stages.
 
-    Stages may be uneven while the layout is open, or by `--allow-padding-num-layers`.
+    Stages may be uneven while the layout is open, and with `--allow-padding-num-layers`.
 
     Megatron-LM refuses layers that the stages do not divide unless a layout spreads them. Hence it is given one, in
     place of the number of chunks; if the layout is open, only while it validates the arguments.

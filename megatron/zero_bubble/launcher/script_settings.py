@@ -77,7 +77,7 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
     """Refuse the script's arguments that the schedule or a feature in use does not support.
 
     Args:
-        placement: kind of the placement; by default that of the flags, as far as they name one.
+        placement: kind of the placement; by default the one that the flags name, if they name any.
 
     Raises:
         ValueError: the table of settings refuses one.

@@ -45,7 +45,7 @@ _ONE_RANK = {
 }
 """Values of the script's arguments, and of megatron-core's configuration, for a pipeline of one rank."""
 _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32": False, "sgd_momentum": 0.9}
-"""Arguments on which the bytes of states depend, with what scripts without them have."""
+"""Arguments on which the bytes of states depend, with their values for scripts that lack them."""
 
 
 class _BuildsModel(BaseException):
@@ -79,7 +79,7 @@ class ScriptUnits:
         self._unit: Unit | None = None
         self._store = WeightGradStore()
         self.is_building = False
-        """Whether a `GPTModel` under construction is not the script's model, but a unit."""
+        """Whether the model under construction is a unit, and not the script's model."""
         self.shapes_vary = False
         """Whether the model's configuration says `variable_seq_lengths`; known once costs were asked for."""
 

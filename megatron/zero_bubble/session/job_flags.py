@@ -114,7 +114,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def recompute(self) -> Recompute:
-        """What the schedule recomputes."""
+        """The kind of recomputation that the schedule has."""
         if self.zero_bubble_recompute == Recompute.PLANNED:
             return Recompute.PLANNED
         return Recompute.FULL if recomputes_blocks(self) else Recompute.NONE

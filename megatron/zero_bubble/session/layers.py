@@ -42,7 +42,7 @@ def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -> str | None:
-    """The layout that makes megatron-core build `partition`; None if it does so without one.
+    """The layout with which megatron-core builds `partition`; None if it needs no layout for that.
 
     megatron-core looks for the layers of multi-token prediction on the last rank, which in a V holds other stages.
     """
@@ -113,7 +113,7 @@ def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def _spread(flags: JobFlags, placement: Placement) -> Partition:
-    """The partition into stages as even as the flags allow."""
+    """The partition with the most even stages that the flags allow."""
     stages, layers = placement.num_stages, flags.num_layers
     embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
     if (layers + embedding + loss) % stages and not flags.allow_padding_num_layers:

@@ -40,7 +40,7 @@ class States:
     """Bytes of the optimizer's states, with the snapshot if there is one."""
     zero_stage: int
     instances: int = 1
-    """Groups of replicas that each hold the whole of what is divided."""
+    """Number of groups of replicas that each hold a whole copy of the divided states."""
     sums_whole_gradients: bool = False
     """Whether gradients are divided only after they are summed over the microbatches of a step."""
     keeps_shards: bool = False

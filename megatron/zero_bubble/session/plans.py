@@ -87,7 +87,7 @@ def _group_size(flags: JobFlags, placement: Placement) -> int | None:
 
 
 def _check_recomputation(flags: JobFlags, name: str) -> None:
-    """Raise `ValueError` if something but the schedule is to decide what is recomputed."""
+    """Raise `ValueError` if a flag contradicts that the schedule decides what is recomputed."""
     if flags.recompute is not Recompute.PLANNED:
         return
     given = f"{flag_name('zero_bubble_recompute')} {flags.zero_bubble_recompute}"

@@ -1,4 +1,4 @@
-"""Derives the costs of a model's units from the profile of a run, whatever the partition that it had."""
+"""Derives the costs of a model's units from the profile of a run with any partition."""
 
 from __future__ import annotations
 

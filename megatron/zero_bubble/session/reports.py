@@ -113,7 +113,7 @@ def _times(unit: UnitCosts) -> str:
 
 
 def _cells(plan: Plan, pattern: HybridPattern | None) -> tuple[str, ...]:
-    """The columns after the name."""
+    """The cells of a layout's row, without the first."""
     timeline = plan.timeline
     return (
         layers_words(plan.layout, pattern),
@@ -218,7 +218,7 @@ def wait_fields(waits: Waits | None) -> str:
 def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
     """Return the idle share of a pipeline as text for the end of a log line; None is left out.
 
-    Of the prediction only the bubble rate is there.
+    The prediction is its bubble rate alone.
     """
     line = ""
     if measured is not None:

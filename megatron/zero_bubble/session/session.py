@@ -118,7 +118,7 @@ class Session:
         units: Callable[[], AbstractContextManager[tuple[UnitModels, Sequence[int]]]],
         padded_vocab_size: int,
     ) -> Mapping[str, Any]:
-        """Choose what the settings leave open of the layout, before anything is built; a collective call.
+        """Choose partition, placement and chunks if the settings leave them open; a collective call before the build.
 
         Args:
             saved: the layout of the checkpoint from which the run goes on, whose numbers depend on it; None if the

@@ -62,7 +62,7 @@ class Progress:
 
 
 class TrainingState(NamedTuple):
-    """A rank's part of what training changes, and what its checkpoints hold."""
+    """The part of a training on this rank that changes, and that checkpoints save."""
 
     progress: Progress
     model: list[Any]

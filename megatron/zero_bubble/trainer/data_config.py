@@ -29,7 +29,7 @@ class DataConfig(DataFlags):
     global_batch_size: int
     train_iters: int
     train_samples: int | None = None
-    """Samples of the whole training, where the flags count them instead of iterations."""
+    """Samples of the whole training if the flags count them instead of iterations."""
     eval_interval: int = 1000
     eval_iters: int = 0
     """Iterations of one evaluation; 0 builds no validation and test data beyond what --split demands."""
@@ -86,7 +86,7 @@ class DataConfig(DataFlags):
         return 0 if one_epoch and not self.mock_data else 12 * num_samples
 
     def _blends(self) -> dict[str, Blend]:
-        """The blend that each given data flag names, by flag."""
+        """The blend of each data flag that is given, by flag."""
         paths = {"--data-path": self.data_path}
         paths |= {f"--{name}-data-path": getattr(self, f"{name}_data_path") for name in SPLITS}
         return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}

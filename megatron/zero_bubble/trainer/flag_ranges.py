@@ -1,4 +1,4 @@
-"""The ranges of the trainer's flags."""
+"""Checks that the value of each of the trainer's flags is in its range."""
 
 from __future__ import annotations
 

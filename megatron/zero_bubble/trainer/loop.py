@@ -294,5 +294,5 @@ class Trainer:
 
 
 def _all_replicas() -> dist.ProcessGroup:
-    """The ranks that hold the same part of the model, with the parts of their sequences."""
+    """The data- and context-parallel ranks, which hold the same part of the model."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -71,10 +71,10 @@ class Flops(NamedTuple):
 
     f: float
     b: float
-    """With what selective recomputation computes again."""
+    """Includes what selective recomputation computes again."""
     w: float
     r: float = 0.0
-    """What full recomputation computes again."""
+    """Operations of full recomputation."""
 
     @property
     def total(self) -> float:
@@ -92,7 +92,7 @@ class Activations(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitCount:
-    """What one tensor-parallel rank holds and computes of a unit of the model."""
+    """Parameters, operations and activations of a unit of the model on one tensor-parallel rank."""
 
     parameters: Parameters
     flops: Flops
@@ -105,7 +105,7 @@ class UnitCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """What one rank holds and computes of every unit of a model, were the unit on that rank."""
+    """The counts of every unit of a model, each for a rank that has the unit."""
 
     embedding: UnitCount
     layers: tuple[UnitCount, ...]

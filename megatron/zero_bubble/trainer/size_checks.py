@@ -1,4 +1,4 @@
-"""Refuses models that are too large, before planning and building them, which would take long and print nothing."""
+"""Refuses models that are too large before they are planned and built, which takes long and prints nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.trainer.model_count import attention_kernel, rank_toke
 
 
 def check_memory(args: Arguments) -> None:
-    """Refuse a model of which the least part that a rank must hold does not fit in its memory.
+    """Refuse a model that cannot fit in the memory of a rank, by lower bounds of what a rank holds.
 
     The vocabulary counts once the tokenizer is known.
 

@@ -87,7 +87,7 @@ class LocalTokenizer(MegatronTokenizerBase):
 
 
 class HuggingFaceTokenizer(LocalTokenizer):
-    """A `tokenizers.Tokenizer`; no template adds a beginning of the sequence, as in megatron-core."""
+    """A `tokenizers.Tokenizer` whose template is not applied: no token begins a text, as in megatron-core."""
 
     def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
         tokenizer.no_truncation()
