@@ -77,7 +77,8 @@ class Checkpointer:
     def __init__(self, args: Arguments, state: TrainingState) -> None:
         self._args = args
         self._progress, model, self._optimizer, self._scheduler = state
-        self._chunks = [unwrap_model(chunk) for chunk in model]
+        keys = ["model"] if len(model) == 1 else [f"model{index}" for index in range(len(model))]
+        self._chunks = dict(zip(keys, map(unwrap_model, model), strict=True))
         write_in_threads(keep_results=True)
 
     def save(self) -> None:
@@ -192,10 +193,7 @@ class Checkpointer:
         self, metadata: dict[str, Any], *, is_loading: bool, with_optimizer: bool = True, with_rng: bool = True
     ) -> dict[str, Any]:
         """The sharded state dictionary of this rank in the form that megatron-core saves and loads."""
-        state: dict[str, Any] = {}
-        for index, chunk in enumerate(self._chunks):
-            key = "model" if len(self._chunks) == 1 else f"model{index}"
-            state[key] = sharded_state(chunk, metadata)
+        state: dict[str, Any] = {key: sharded_state(chunk, metadata) for key, chunk in self._chunks.items()}
         if with_optimizer:
             with shards_matched():
                 state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
@@ -204,8 +202,7 @@ class Checkpointer:
         return state
 
     def _restore(self, state: dict[str, Any], *, with_optimizer: bool, with_rng: bool) -> None:
-        for index, chunk in enumerate(self._chunks):
-            key = "model" if len(self._chunks) == 1 else f"model{index}"
+        for key, chunk in self._chunks.items():
             chunk.load_state_dict(shards_of(chunk, state[key]))
         if with_optimizer:
             self._optimizer.load_state_dict(state["optimizer"])
