@@ -30,18 +30,6 @@ from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset
 from megatron.zero_bubble.trainer.data_files import fingerprint
-from megatron.zero_bubble.trainer.data_loader import MicrobatchIterator, build_data_iterator
-
-__all__ = [
-    "Batch",
-    "DataConfig",
-    "Datasets",
-    "MicrobatchIterator",
-    "build_data_iterator",
-    "build_datasets",
-    "get_batch",
-]
-
 
 # A line says already that indices of mock data stay in memory, of which megatron-core warns once a split.
 logging.getLogger(gpt_dataset.__name__).addFilter(

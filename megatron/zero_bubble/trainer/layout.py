@@ -23,7 +23,7 @@ from megatron.zero_bubble.session.running import units_of
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint_files import checkpoint_folder, latest_iteration
-from megatron.zero_bubble.trainer.data import DataConfig
+from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.initialize import seed_everything
 from megatron.zero_bubble.trainer.model import build_unit, layer_kinds, unit_config

@@ -28,7 +28,7 @@ from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Checkpointer, TrainingState
-from megatron.zero_bubble.trainer.data import DataConfig
+from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
 from megatron.zero_bubble.trainer.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
 from megatron.zero_bubble.trainer.iteration_profile import profiled

@@ -20,7 +20,9 @@ from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState
 from megatron.zero_bubble.trainer.checkpoint_files import latest_iteration, tracked
-from megatron.zero_bubble.trainer.data import DataConfig, build_data_iterator, build_datasets, reads_data
+from megatron.zero_bubble.trainer.data import build_datasets, reads_data
+from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.data_loader import build_data_iterator
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
 from megatron.zero_bubble.trainer.forward_step import DataIterator
 from megatron.zero_bubble.trainer.initialize import initialized
