@@ -54,8 +54,13 @@ def quiet_start_up() -> None:
     Rank 0 on a GPU is enough to show those of the import.
     """
     told: set[str] = set()
-    once = logging.getLogger("megatron.core.datasets.gpt_dataset")
-    once.addFilter(lambda record: not ((text := record.getMessage()) in told or told.add(text)))
+
+    def is_new(record: logging.LogRecord) -> bool:
+        size = len(told)
+        told.add(record.getMessage())
+        return len(told) > size
+
+    logging.getLogger("megatron.core.datasets.gpt_dataset").addFilter(is_new)
     if os.environ.get("RANK", "0") == "0" and torch.cuda.is_available():
         return
     for message in (".*Apex (is|are) not installed", ".*full scope is deprecated", ".*lack of `?grouped_gemm"):
