@@ -152,8 +152,33 @@ def encode(lines: Sequence[Line], key: str, tokenizer: LocalTokenizer, *, append
     return documents
 
 
+def load_tokenizer(arguments: argparse.Namespace) -> LocalTokenizer:
+    """The tokenizer of the flags, which encodes in as many threads as `--workers` says.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    # The library reads both when it first encodes.
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if arguments.workers > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
+    # Imported here so that --help does not wait for it; megatron-core warns about missing GPU extensions then.
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
+
+    return build_tokenizer(
+        arguments.tokenizer_type,
+        arguments.tokenizer_model,
+        arguments.vocab_size,
+        arguments.vocab_file,
+        arguments.merge_file,
+    )
+
+
 def preprocess(
-    arguments: argparse.Namespace, files: Sequence[str], report: Callable[[EncodingProgress], None]
+    arguments: argparse.Namespace,
+    files: Sequence[str],
+    tokenizer: LocalTokenizer,
+    report: Callable[[EncodingProgress], None],
 ) -> list[str]:
     """Tokenise files of JSON lines and write OUTPUT_PREFIX_KEY_document.bin and .idx.
 
@@ -164,23 +189,11 @@ def preprocess(
         The prefixes of the pairs, one for each key.
 
     Raises:
-        ValueError: a line, the tokenizer or a place of output cannot be used; what was there before stays.
+        ValueError: a line or a place of output cannot be used; what was there before stays.
         OSError: a file cannot be read or written.
     """
     from megatron.core.datasets.indexed_dataset import DType
 
-    from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
-
-    # The library reads both when it first encodes.
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if arguments.workers > 1 else "false"
-    os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
-    tokenizer = build_tokenizer(
-        arguments.tokenizer_type,
-        arguments.tokenizer_model,
-        arguments.vocab_size,
-        arguments.vocab_file,
-        arguments.merge_file,
-    )
     dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
     prefixes = [f"{arguments.output_prefix}_{key}_document" for key in arguments.json_keys]
     os.makedirs(os.path.dirname(arguments.output_prefix) or ".", exist_ok=True)
@@ -269,14 +282,12 @@ class PairWriter:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool and return its exit status: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     arguments = parse_arguments(argv)
-    # megatron-core, which `preprocess` imports, warns about missing GPU extensions.
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     try:
-        files = expand_inputs(arguments.input)
+        files, tokenizer = expand_inputs(arguments.input), load_tokenizer(arguments)
         compressed = any(file.endswith(".gz") for file in files)  # the uncompressed size of a .gz file is not known
         display = ProgressDisplay(None if compressed else sum(map(os.path.getsize, files)), arguments.log_interval)
         try:
-            print(display.summary(preprocess(arguments, files, display)))
+            print(display.summary(preprocess(arguments, files, tokenizer, display)))
         finally:
             display.close()
     except (ValueError, OSError) as error:
