@@ -118,7 +118,7 @@ def with_copies_everywhere(schedule: Schedule) -> Schedule:
     if not BACKWARDS & schedule.kinds:
         return schedule
     ranks = []
-    for rank, ops in enumerate(schedule.ops):
+    for ops in schedule.ops:
         placed: list[Op] = []
         for op in ops:
             is_measured = op.microbatch == 0
