@@ -17,11 +17,11 @@ from megatron.zero_bubble.runtime.copy_lane import ThreadLink
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
 from megatron.zero_bubble.runtime.exchanges import Exchanges
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
-from megatron.zero_bubble.runtime.progress import Progress
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore, untimed
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.stage_messages import StageMessages
+from megatron.zero_bubble.runtime.step_progress import StepProgress
 from megatron.zero_bubble.runtime.steps import Range, Step, new_range, no_range, steps_of
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
@@ -79,7 +79,7 @@ class Executor:
         ops = schedule.ops[rank]
         self._steps = steps_of(run_together(ops) if tail_by_parameter else computations(ops))
         self._redone = steps_of(computations(before_validation(schedule, rank)))
-        self._progress = Progress(self._steps, len(ops))
+        self._progress = StepProgress(self._steps, len(ops))
         self._stale = stale_receives(schedule, rank)
         self._runs_backward = any(op.kind in BACKWARDS for op in ops)
         groups = schedule.groups if self._runs_backward else ()
@@ -150,7 +150,7 @@ class Executor:
         return len(self._activations) - len(self._recomputation.dropped())
 
     def position(self) -> tuple[int, bool]:
-        """Return the index of the operation this rank is at, and whether its inputs are there (see `Progress`)."""
+        """Return the index of the operation this rank is at, and whether its inputs are there (see `StepProgress`)."""
         return self._progress.reached()
 
     def _forward(self, stage: Stage, op: Op) -> None:

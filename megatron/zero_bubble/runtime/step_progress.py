@@ -8,7 +8,7 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.steps import Step
 
 
-class Progress:
+class StepProgress:
     """Follows an executor through the operations of a step.
 
     Args:
