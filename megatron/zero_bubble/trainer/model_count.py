@@ -20,7 +20,7 @@ from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.meta_device import on_meta_device
 from megatron.zero_bubble.mcore.model_units import Unit
 from megatron.zero_bubble.mcore.unit_costs import forget_losses
-from megatron.zero_bubble.runtime.profiler import SavedTensorMeter
+from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 from megatron.zero_bubble.session.model_states import Parameters, element_bytes
