@@ -38,7 +38,8 @@ def test_an_emulated_link_takes_the_time_of_its_rate_and_nobody_else_waits():
 
 
 def test_the_rate_of_a_link_is_measured():
-    assert link_rate(ThreadLink(bytes_per_second=1e9), torch.device("cpu")) == pytest.approx(1e6, rel=0.5)
+    rate = link_rate(ThreadLink(bytes_per_second=1e9), torch.device("cpu"))
+    assert 1e4 < rate <= 1e6, "in bytes a millisecond; a busy machine makes it slower"
 
 
 def test_host_memory_is_used_again():
