@@ -7,7 +7,14 @@ import time
 import pytest
 import torch
 
-from megatron.zero_bubble.runtime.copy_lane import CopyPair, HostBuffers, HostMemoryError, ThreadLink, copy_lane
+from megatron.zero_bubble.runtime.copy_lane import (
+    CopyPair,
+    HostBuffers,
+    HostMemoryError,
+    ThreadLink,
+    copy_lane,
+    link_rate,
+)
 
 
 def test_copies_run_in_the_order_in_which_they_are_put_in_line():
@@ -28,6 +35,11 @@ def test_an_emulated_link_takes_the_time_of_its_rate_and_nobody_else_waits():
     copy.wait()
     assert time.perf_counter() - begin >= 0.2
     assert copy.seconds() >= 0.2
+
+
+def test_the_rate_of_a_link_is_measured():
+    rate = link_rate(ThreadLink(bytes_per_second=1e9), torch.device("cpu"))
+    assert 1e4 < rate <= 1e6, "in bytes a millisecond; a busy machine makes it slower"
 
 
 def test_host_memory_is_used_again():

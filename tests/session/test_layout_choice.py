@@ -78,6 +78,18 @@ def test_by_default_no_rank_needs_more_than_the_fullest_of_1f1b_with_megatrons_s
     assert all(plan.memory <= one_f_one_b.memory * (1 + 1e-9) for plan in all_of(found))
 
 
+def test_layouts_are_chosen_for_what_copies_to_the_host_allow() -> None:
+    """Within half of 1F1B's memory, copies that take half of F pay off; those that take long change nothing."""
+    short = replace(WHOLE, zero_bubble_memory_limit="0.5", global_batch_size=8)
+    rates = (None, 1e-3 * LAYER.memory_f, 2 * LAYER.memory_f)
+    kept, slow, fast = (choose_layout(short, MODEL, None, 1024, is_quick=True, host_rate=rate).plan for rate in rates)
+    assert slow.time <= kept.time
+    assert not slow.timeline.schedule.offloads
+    assert fast.time < 0.97 * kept.time
+    assert fast.timeline.schedule.offloads
+    assert fast.layout.recompute is Recompute.NONE
+
+
 def test_what_flags_fix_is_not_searched() -> None:
     kinds = {
         plan.layout.placement

@@ -10,6 +10,7 @@ from operator import add
 from megatron.zero_bubble.planner.expected_time import slowdown
 from megatron.zero_bubble.planner.generate import schedule_of
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.schedule.default_costs import with_host_link
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.simulate import simulate
@@ -56,10 +57,11 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
     """
     model = model_of(request, layout)
     states = model.states(layout.partition, layout.placement)
+    costs = model.of_stages(layout.partition, layout.placement)
     fixed = replace(
         request,
         placements=(layout.placement,),
-        costs=model.of_stages(layout.partition, layout.placement),
+        costs=costs if request.host_rate is None else with_host_link(costs, request.host_rate),
         partition=layout.partition,
         recomputes=(layout.recompute,),
         vocabulary_parallel=layout.vocabulary_parallel,

@@ -274,7 +274,9 @@ class _Search:
             costs = model.computing.of_stages(layout.partition, layout.placement)
         # With recomputation, which is tried later, a rank may hold less.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
-        bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
+        # With copies to the host it may hold nothing of a microbatch.
+        held = None if request.offloads else limits
+        bounds = lower_bounds(layout.placement, request.num_microbatches, costs, held, weakest)
         if request.post_validation:
             return bounds.span
         return max(bounds.span, _balance(request, layout).estimate(layout.partition))

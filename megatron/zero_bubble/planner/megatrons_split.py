@@ -64,7 +64,7 @@ def _own(request: PlanRequest, layout: Layout) -> Plan:
         name = "interleaved-pairs"
     if layout.recompute is Recompute.PLANNED:
         layout = replace(layout, recompute=Recompute.NONE)
-    return plan_layout(replace(request, schedule=name), layout)
+    return plan_layout(replace(request, schedule=name, offloads=False), layout)
 
 
 def capacity_of_multiple(

@@ -82,6 +82,7 @@ class PlanRequest:
         pairs: whether a forward and a backward may run as one, so that each computes while the other exchanges tokens
             between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
+        host_rate: memory that a host link copies in a time unit, where costs of a model's units say nothing of copies.
         spread: half the interquartile range of a duration over its median. If it is above zero, the plan with the
             shortest expected time is chosen, and not the one with the shortest time at the costs.
         time_between: time between two operations of a rank, which only an expected time has.
@@ -105,6 +106,7 @@ class PlanRequest:
     takes_makespan: bool = False
     pairs: bool = False
     offloads: bool = False
+    host_rate: float | None = None
     spread: float = 0.0
     time_between: float = 0.0
     effort: int = EFFORT

@@ -6,9 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import median
 from typing import NamedTuple, Protocol
 
 import torch
+
+_PROBE, _PROBES = 2**24, 5
+"""Bytes of a copy that measures a host link, and how often each direction is measured."""
 
 
 class CopyPair(NamedTuple):
@@ -115,6 +119,15 @@ class _StreamCopy:
 def copy_lane(device: torch.device) -> CopyLane:
     """Return the host link of `device`."""
     return StreamLink(device) if device.type == "cuda" else ThreadLink()
+
+
+def link_rate(lane: CopyLane, device: torch.device) -> float:
+    """Measure how many bytes a millisecond a host link copies in the slower direction."""
+    on_device = torch.zeros(_PROBE, dtype=torch.uint8, device=device)
+    on_host = lane.host_tensor(_PROBE)
+    copies = [CopyPair(on_device, on_host), CopyPair(on_host, on_device)]
+    seconds = median(max(lane.start([copy]).seconds() for copy in copies) for _ in range(_PROBES))
+    return _PROBE / seconds / 1000.0
 
 
 class HostBuffers:

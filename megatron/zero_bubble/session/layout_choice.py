@@ -15,6 +15,7 @@ from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, m
 from megatron.zero_bubble.planner.prediction import MegatronsTime, total_work
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
+from megatron.zero_bubble.runtime.copy_lane import copy_lane, link_rate
 from megatron.zero_bubble.runtime.free_memory import MARGIN, least_free_bytes
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError
@@ -22,7 +23,7 @@ from megatron.zero_bubble.schedule.formats import units_to_json
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.features import may_spread
+from megatron.zero_bubble.session.features import may_spread, plans_offload
 from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
@@ -127,6 +128,7 @@ def choose_layout(
     *,
     is_quick: bool = False,
     frees_layout: bool = False,
+    host_rate: float | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> LayoutChoice:
     """Search the layouts that the flags leave open, for the job's largest number of microbatches.
@@ -135,6 +137,7 @@ def choose_layout(
         free_bytes: free memory of a device before the model is built; None for no limit.
         is_quick: plan with little effort.
         frees_layout: search all layouts, also where Megatron's flags fix one, which is then the usual one.
+        host_rate: bytes that a host link copies in a millisecond; None if no activations may be copied.
         report: called often with the progress of the search in words.
 
     Raises:
@@ -147,6 +150,8 @@ def choose_layout(
         _request(flags, model, _megatrons_layout(flags), free_bytes, frees_layout=frees_layout),
         vocabulary_parallel=may_spread(flags, padded_vocab_size),
         effort=QUICK_EFFORT if is_quick else EFFORT,
+        offloads=host_rate is not None,
+        host_rate=host_rate,
     )
     try:
         plan = search_layouts(request, report)
@@ -263,7 +268,8 @@ def new_choice(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> Ch
 
     def choose() -> ChosenLayout:
         progress = ProgressLines(lambda text: print_line(f" > choosing a layout: {text}"))
-        choice = choose_layout(flags, costs, free_bytes, padded_vocab_size, report=progress)
+        rate = link_rate(copy_lane(device), device) if plans_offload(flags) else None
+        choice = choose_layout(flags, costs, free_bytes, padded_vocab_size, host_rate=rate, report=progress)
         plan = choice.plan
         if flags.zero_bubble_unit_costs_output is not None:
             _write(flags.zero_bubble_unit_costs_output, choice.model)

@@ -279,6 +279,7 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
         job.args.padded_vocab_size,
         is_quick=job.is_quick,
         frees_layout=frees_layout,
+        host_rate=None if job.cluster.host_bandwidth is None else job.cluster.host_bandwidth * 1e6,
     )
     plan = choice.plan
     pattern = job.flags.pattern
