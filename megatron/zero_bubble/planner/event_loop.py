@@ -34,10 +34,6 @@ class Keeping:
     """Whether memory that waiting W's hold is left to them, so that F drops, or runs before them, if it has to."""
     drops: AbstractSet[tuple[int, int]] = frozenset()
     """(stage, microbatch) to drop in any case."""
-    first: int | None = None
-    """How many microbatches may be dropped at the beginning, if not all."""
-    last: int = 0
-    """How many may be dropped at the end, if not all."""
 
     @classmethod
     def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
@@ -306,18 +302,11 @@ class EventLoop(ABC):
             return code
         if keeps and not self.keeping.defers_weights and without_weights + keep + to_restore <= limit:
             return -1
-        if keeps and not self.may_drop(code):
-            return -1
         return dropping if held + drop <= limit and at_once + drop + max(restored, to_restore) <= limit else -1
 
     def will_keep(self, rank: int, code: int) -> bool:
         """Whether the F `code` keeps its activations, if they fit."""
         return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
-
-    def may_drop(self, code: int) -> bool:
-        """Whether the F `code` may drop its activations, if they do not fit."""
-        first, microbatch = self.keeping.first, self.done[code]
-        return first is None or microbatch < first or microbatch >= self.num_microbatches - self.keeping.last
 
     def to_restore(self, rank: int) -> float:
         """The most that any R of `rank` will allocate for the microbatches that it has dropped."""
