@@ -37,8 +37,17 @@ class Keeping:
 
     @classmethod
     def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
-        """The rules that drop no more than memory requires: one for a problem without recomputation, else two."""
-        return (cls(), cls(defers_weights=True))[: 1 + problem.recomputes]
+        """The rules to try: one for a problem without recomputation, else several.
+
+        Where the planner chooses, the first microbatch may be dropped in any case: its R runs before any B is there,
+        and room for the R of later microbatches is kept from the beginning.
+        """
+        if not problem.recomputes:
+            return (cls(),)
+        if problem.recompute is Recompute.FULL:
+            return cls(), cls(True)
+        first = frozenset((stage, 0) for stage in range(problem.num_stages - 1))
+        return cls(True, first), cls(), cls(True), cls(False, first)
 
 
 KEEPS_WHAT_FITS = Keeping()

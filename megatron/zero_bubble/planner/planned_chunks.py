@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import inf
+from statistics import median
 
 from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
 from megatron.zero_bubble.planner.grouped import GroupPolicy, alternating_orders, even_groups
@@ -23,8 +24,8 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 
 SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
 """The schedules of one chunk a rank that need no costs."""
-SLOPES = (2, 1, 1.5, 0.75, 1.25)
-"""How many F more than the next rank a rank begins with; 2 is Megatron's."""
+ALL_RULES = (GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER)
+"""Rules for gaps that are too short for a W, the most promising first."""
 RULES = (
     (GapRule.BALANCED, GapRule.ALWAYS),
     (GapRule.BALANCED, GapRule.BALANCED),
@@ -82,7 +83,7 @@ def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
             yield interleaved(p, m, num_chunks=chunks, group_size=group_size)
 
 
-def plan_chunks(problem: Problem, group_size: int | None) -> Portfolio:
+def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
     """The best plans found, within feasible limits; `group_size` as in `best_in_groups`."""
     portfolio = Portfolio(problem, budget_of(problem))
     if group_size is None:
@@ -124,14 +125,14 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
     """Try plans with these groups, the most promising first."""
     if problem.recomputes:
         for groups in choices[:3]:
-            _try_alternating(portfolio, problem, groups, SLOPES)
+            _try_alternating(portfolio, problem, groups, ALL_RULES)
         if problem.recompute is Recompute.PLANNED:
-            portfolio.fit(problem, lambda larger: plan_chunks(larger, None).plans)
+            portfolio.fit(problem, lambda larger: plan_chunks(larger).plans)
             portfolio.drop_into_idle_time(problem)
         return
     tried = [(portfolio.grouped(problem, GroupPolicy(choices[0])), choices[0])]
     usual = even_groups(problem.num_microbatches, problem.num_ranks)
-    _try_alternating(portfolio, problem, usual if usual in choices else choices[0], SLOPES[:2])
+    _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
     enough = portfolio.budget // 2
     for groups in choices[1:]:
         if portfolio.finished or portfolio.budget < enough:
@@ -141,10 +142,24 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
         for weights, forwards in RULES:
             if not portfolio.finished:
                 portfolio.grouped(problem, GroupPolicy(groups, weights, forwards))
-        _try_alternating(portfolio, problem, groups, SLOPES)
+        _try_alternating(portfolio, problem, groups, ALL_RULES)
 
 
-def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, slopes: Sequence[float]) -> None:
-    for slope, rule, keeping in product(slopes, GapRule, Keeping.choices(problem)):
+def _slopes(problem: Problem) -> tuple[float, ...]:
+    """How many F more than the next rank a rank begins with, from the most promising on.
+
+    With 2, which is Megatron's, a rank has F until its first B if F = B. Another one is that for the costs and their
+    messages, and another one fills the memory of rank 0.
+    """
+    p, size = problem.num_ranks, problem.num_stages
+    f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])
+    until_b = (f + b + 2 * median(problem.message or (0,))) / f
+    each = sum(problem.footprints[stage].whole for stage in problem.stages_of[0]) / problem.placement.num_chunks
+    filling = (problem.limits[0] / each - 1) / max(1, p - 1) if each > 0 else 2
+    return tuple(dict.fromkeys((2, 1, until_b, min(filling, 2 * until_b), 1.5, 0.75, 1.25)))
+
+
+def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, rules: Sequence[GapRule]) -> None:
+    for rule, slope, keeping in product(rules, _slopes(problem), Keeping.choices(problem)):
         if not portfolio.finished:
             portfolio.fill(problem, alternating_orders(problem, groups, slope), rule, keeping=keeping)
