@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleZBVZeroBubble
 from torch.nn.functional import mse_loss
 
-from megatron.zero_bubble import Pipeline
+from megatron.zero_bubble import Pipeline, PipelineOptions
 
 _LEARNING_RATE = 0.01
 
@@ -92,8 +92,8 @@ class OwnPipeline(PlainPipeline):
     def __init__(self, training: PlainTraining, schedule: str, *, post_validation: bool = False) -> None:
         self._batch = training.inputs, training.targets
         layers, count = copy.deepcopy(training.layers), training.num_microbatches
-        options: dict[str, Any] = {"partition": "uniform", "post_validation": post_validation}
-        self._pipeline = Pipeline(layers, mse_loss, schedule, count, **options)
+        options = PipelineOptions(partition="uniform", post_validation=post_validation)
+        self._pipeline = Pipeline(layers, mse_loss, schedule, count, options)
         self._optimizer = _optimizer(self._pipeline.parameters())
         self._is_late = post_validation
 

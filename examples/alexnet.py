@@ -24,7 +24,7 @@ from skimage import data
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from megatron.zero_bubble import LayerSpec, Pipeline
+from megatron.zero_bubble import LayerSpec, Pipeline, PipelineOptions
 
 NUM_STEPS, NUM_MICROBATCHES, BATCH_SIZE, IMAGE_SIZE, MAX_NORM = 4, 4, 16, 224, 1.0
 
@@ -112,7 +112,8 @@ def main() -> int:
     expected, is_equal = [], True
     rows = [f"{'partition':<17} {'layers':<20} {'balances':<31} {'F+B+W of a microbatch':<23} step"]
     for partition in ("uniform", "parameters", "type:conv|linear", "profile"):
-        pipeline = Pipeline(LAYERS, cross_entropy, "zb-h1", NUM_MICROBATCHES, partition, example=example)
+        options = PipelineOptions(partition=partition, example=example)
+        pipeline = Pipeline(LAYERS, cross_entropy, "zb-h1", NUM_MICROBATCHES, options)
         if not expected:
             model.load_state_dict(pipeline.full_state_dict())  # the names are those of torch.nn.Sequential
             expected = train_in_one_process(model, batches)

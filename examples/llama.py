@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from megatron.zero_bubble import Pipeline
+from megatron.zero_bubble import Pipeline, PipelineOptions
 
 NUM_STEPS, NUM_MICROBATCHES, BATCH_SIZE, SEQUENCE_LENGTH, MAX_NORM = 10, 8, 16, 64, 1.0
 
@@ -106,7 +106,8 @@ def main() -> int:
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     reference = copy.deepcopy(model)
-    pipeline = Pipeline(layers_of(model), next_token_loss, "zb-v", NUM_MICROBATCHES, partition="type:block")
+    options = PipelineOptions(partition="type:block")
+    pipeline = Pipeline(layers_of(model), next_token_loss, "zb-v", NUM_MICROBATCHES, options)
 
     losses, expected = train_pipeline(pipeline), train_in_one_process(reference)
     trained, of_reference = pipeline.full_state_dict(), nn.Sequential(*layers_of(reference)).state_dict()

@@ -1,7 +1,8 @@
 """Zero-bubble pipeline parallelism for Megatron, as a layer on the unmodified megatron-core.
 
 - `enable` and `disable` put it into a training script of Megatron-LM's, as `python -m megatron.zero_bubble` does.
-- `Pipeline`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without Megatron.
+- `Pipeline`, `PipelineOptions`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without
+  Megatron.
 - `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` build it into a training loop of your own,
   with `shard_vocabulary` for a vocabulary on all ranks.
 - `megatron.zero_bubble.planner` plans, and `megatron.zero_bubble.schedule` simulates, validates and draws schedules;
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.launch import disable, enable
     from megatron.zero_bubble.mcore.linear import split_weight_gradients
     from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
+    from megatron.zero_bubble.pipeline.options import PipelineOptions
     from megatron.zero_bubble.pipeline.pipeline import Pipeline
     from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec
     from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LayerSpec",
     "Pipeline",
+    "PipelineOptions",
     "TiedLayerSpec",
     "WeightGradStore",
     "disable",
@@ -35,6 +38,7 @@ __all__ = [
 _MODULES = {
     "LayerSpec": "pipeline.specs",
     "Pipeline": "pipeline.pipeline",
+    "PipelineOptions": "pipeline.options",
     "TiedLayerSpec": "pipeline.specs",
     "WeightGradStore": "runtime.weight_grad_store",
     "disable": "launcher.launch",

@@ -12,15 +12,14 @@ from test_pipeline_shapes import layers, random_microbatches
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from megatron.zero_bubble import Pipeline
+from megatron.zero_bubble import Pipeline, PipelineOptions
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     for schedule in SCHEDULES:
-        pipeline = Pipeline(
-            layers(), mse_loss, schedule=schedule, num_microbatches=4, partition="uniform", microbatch_order="data"
-        )
+        options = PipelineOptions(partition="uniform", microbatch_order="data")
+        pipeline = Pipeline(layers(), mse_loss, schedule, 4, options)
         model, random = nn.Sequential(*layers()), Random(schedule)
         for _ in range(5):
             pairs = random_microbatches(random)

@@ -6,13 +6,13 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from threading import Lock
 from typing import Any
 
 import torch
 
-from megatron.zero_bubble import Pipeline
+from megatron.zero_bubble import Pipeline, PipelineOptions
 from megatron.zero_bubble.runtime.collectives import InMemoryCollectives
 from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 
@@ -33,6 +33,8 @@ class Threads:
 
 class ThreadInterconnect:
     """One thread's connections."""
+
+    device = torch.device("cpu")
 
     def __init__(self, threads: Threads, rank: int) -> None:
         self._threads, self._rank = threads, rank
@@ -80,11 +82,14 @@ def pipelines(
     size: int, layers: Sequence[Any], loss_fn: Any, use: Callable[[Pipeline], Any], **arguments: Any
 ) -> list[Any]:
     """Make a pipeline of copies of `layers` and return what `use` returns on each rank."""
+    return on_ranks(size, lambda interconnect: use(pipeline_of(layers, loss_fn, interconnect, **arguments)))
 
-    def run(interconnect: ThreadInterconnect) -> Any:
-        return use(Pipeline(copy.deepcopy(list(layers)), loss_fn, interconnect=interconnect, **arguments))
 
-    return on_ranks(size, run)
+def pipeline_of(layers: Sequence[Any], loss_fn: Any, interconnect: Any, **arguments: Any) -> Pipeline:
+    """Make one rank's pipeline of a copy of `layers`; options are given by their names, beside other arguments."""
+    options = {field.name: arguments.pop(field.name) for field in fields(PipelineOptions) if field.name in arguments}
+    own = copy.deepcopy(list(layers))
+    return Pipeline(own, loss_fn, options=PipelineOptions(**options), interconnect=interconnect, **arguments)
 
 
 def gradients_of(pipeline: Pipeline) -> dict[str, torch.Tensor]:

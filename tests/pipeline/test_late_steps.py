@@ -6,11 +6,10 @@ import copy
 
 import pytest
 import torch
-from rank_threads import accumulate, errors_on_ranks, pipelines
+from rank_threads import accumulate, errors_on_ranks, pipeline_of, pipelines
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from megatron.zero_bubble import Pipeline
 from megatron.zero_bubble.pipeline.late_steps import SteppingLayerStage
 from megatron.zero_bubble.schedule import Placement
 
@@ -138,8 +137,8 @@ def test_a_batch_that_cannot_be_used_ends_all_ranks_with_the_next_call(second, m
     layers = stack(4)
 
     def train(interconnect):
-        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": True, "interconnect": interconnect}
-        pipeline = Pipeline(copy.deepcopy(layers), mse_loss, **arguments)
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": True}
+        pipeline = pipeline_of(layers, mse_loss, interconnect, **arguments)
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.05)
         pipeline.train_step(batch(0), optimizer)
         pipeline.train_step(tuple(values[:second] for values in batch(1)), optimizer)

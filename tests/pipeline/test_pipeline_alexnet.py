@@ -11,9 +11,9 @@ from rank_threads import accumulate, gradients_of, merged, pipelines, run_in_one
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from megatron.zero_bubble import LayerSpec
+from megatron.zero_bubble import LayerSpec, PipelineOptions
 from megatron.zero_bubble.pipeline import stage_layout
-from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, StageLayout, plan_for
+from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, StageLayout
 from megatron.zero_bubble.planner import names
 from tests.launch import ROOT
 
@@ -39,9 +39,8 @@ def narrow(layers: list[LayerSpec]) -> list[LayerSpec]:
 
 
 def layout(layers: list[LayerSpec], partition: str, num_stages: int, example: object = None) -> StageLayout:
-    plan = plan_for("zb-h1", num_stages, None, None, recomputes=False)
-    request = LayoutRequest(layers, cross_entropy, plan, 4, partition, example, torch.device("cpu"), ())
-    return request.layout()
+    options = PipelineOptions(partition=partition, example=example)
+    return LayoutRequest(layers, cross_entropy, "zb-h1", 4, options, num_stages, torch.device("cpu")).layout()
 
 
 def smallest_load(weights: list[float], num_stages: int) -> float:

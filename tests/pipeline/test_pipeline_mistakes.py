@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_threads import errors_on_ranks
+from rank_threads import errors_on_ranks, pipeline_of
 from torch import nn
 
-from megatron.zero_bubble import LayerSpec, Pipeline
+from megatron.zero_bubble import LayerSpec
 from megatron.zero_bubble.planner import generate
 
 X, Y = torch.ones(8, 4), torch.ones(8, 4)
@@ -30,7 +30,7 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
     arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform", **arguments}
 
     def run(interconnect):
-        Pipeline(list(layers), loss_fn, interconnect=interconnect, **arguments).train_batch(
+        pipeline_of(layers, loss_fn, interconnect, **arguments).train_batch(
             iter(batch) if isinstance(batch, list) else batch
         )
 
@@ -168,7 +168,7 @@ def test_the_number_of_microbatches_is_a_whole_number(count):
 def test_ranks_that_were_given_different_arguments_are_refused(layers, arguments, message):
     def run(interconnect):
         given = {"schedule": "zb-h1", "num_microbatches": 4, **arguments(interconnect.rank)}
-        Pipeline(layers(interconnect.rank), nn.functional.mse_loss, interconnect=interconnect, **given)
+        pipeline_of(layers(interconnect.rank), nn.functional.mse_loss, interconnect, **given)
 
     assert {str(error) for error in errors_on_ranks(2, run)} == {f"all ranks of a pipeline need the same {message}"}
 

@@ -8,12 +8,10 @@ from random import Random
 
 import pytest
 import torch
-from rank_threads import accumulate_pairs, errors_on_ranks, gradients_of, merged, pipelines
+from rank_threads import accumulate_pairs, errors_on_ranks, gradients_of, merged, pipeline_of, pipelines
 from test_pipeline_numerics import SCHEDULES, assert_equal
 from torch import nn
 from torch.nn.functional import mse_loss
-
-from megatron.zero_bubble import Pipeline
 
 WIDTH = 6
 NUM_MICROBATCHES = 4
@@ -148,7 +146,7 @@ def lines_of(own, steps, num_ranks=4, **arguments) -> list[str]:
     arguments = {"num_microbatches": 4, "partition": "uniform", **arguments}
 
     def run(interconnect) -> None:
-        pipeline = Pipeline(copy.deepcopy(own), of_rows, interconnect=interconnect, **arguments)
+        pipeline = pipeline_of(own, of_rows, interconnect, **arguments)
         found = []
         for pairs in steps:
             try:

@@ -14,7 +14,7 @@ from test_pipeline_shapes import WIDTH, layers
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from megatron.zero_bubble import Pipeline
+from megatron.zero_bubble import PipelineOptions
 from megatron.zero_bubble.pipeline.batches import sizes_of
 from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, StepDecision, StepPlanner
 
@@ -96,4 +96,4 @@ def test_sizes():
 
 def test_another_order_is_one_line():
     with pytest.raises(ValueError, match=r"^microbatch_order='sorted' is neither 'planned' nor 'data'$"):
-        Pipeline([nn.Linear(2, 2)], mse_loss, microbatch_order="sorted")
+        PipelineOptions(microbatch_order="sorted")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches, common_form
 from megatron.zero_bubble.pipeline.interconnect import HOST, Agreement, Interconnect
@@ -30,11 +28,10 @@ class StepMessages:
         placement: Placement,
         interconnect: Interconnect,
         agreement: Agreement,
-        device: torch.device,
         *,
         shapes_vary: bool,
     ) -> None:
-        self._stage, self._placement, self._device = stage, placement, device
+        self._stage, self._placement = stage, placement
         self._interconnect, self._agreement = interconnect, agreement
         self._first, self._last = (placement.rank_of(stage) for stage in (0, placement.num_stages - 1))
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
@@ -46,7 +43,7 @@ class StepMessages:
             self._open_headers()
 
     def _open_headers(self) -> None:
-        self._agreement.together(lambda: refuse_one_queue(self._device))
+        self._agreement.together(lambda: refuse_one_queue(self._interconnect.device))
         self.communicator.take_headers(self._interconnect.communicator(self._placement, HOST))
         self.shapes_vary = True
 
@@ -121,7 +118,7 @@ class StepMessages:
             if sender == self._placement.num_stages - 1:
                 break
             there = self._placement.rank_of(sender + 1)
-            specs[sender] = spec.on(self._device)
+            specs[sender] = spec.on(self._interconnect.device)
             incoming = None
             if rank == here == there:
                 incoming = outputs[0].detach()

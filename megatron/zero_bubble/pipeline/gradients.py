@@ -31,7 +31,6 @@ class TiedLayer:
         own: Mapping[int, torch.nn.Module],
         placement: Placement,
         interconnect: Interconnect,
-        device: torch.device,
     ) -> None:
         self._stages = stages
         self._own = {stage: list(module.parameters()) for stage, module in own.items()}
@@ -39,7 +38,7 @@ class TiedLayer:
         self._roots = {stage: members.index(placement.rank_of(stage)) for stage in stages}
         self._collectives: Collectives | None = None
         if len(members) > 1:
-            self._collectives = interconnect.collectives(members, device)
+            self._collectives = interconnect.collectives(members, interconnect.device)
         self._before: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._copy_first()
 
@@ -98,11 +97,11 @@ class TiedLayer:
 
 
 def connect_ties(
-    layers: Sequence[Any], layout: StageLayout, held: HeldLayers, interconnect: Interconnect, device: torch.device
+    layers: Sequence[Any], layout: StageLayout, held: HeldLayers, interconnect: Interconnect
 ) -> list[TiedLayer]:
     """Connect this rank's copies of layers that are tied across stages, in one order on all ranks."""
     return [
-        TiedLayer(stages, held.tied[key], layout.schedule.placement, interconnect, device)
+        TiedLayer(stages, held.tied[key], layout.schedule.placement, interconnect)
         for key, stages in stages_of_ties(layers, layout).items()
         if key in held.tied and len(stages) > 1
     ]

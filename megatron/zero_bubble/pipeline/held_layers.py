@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
 from megatron.zero_bubble.pipeline.layer_stage import HeldLayer
+from megatron.zero_bubble.pipeline.options import PipelineOptions
 from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec, built, call_of, class_name_of, tie_of
 from megatron.zero_bubble.pipeline.stage_layout import StageLayout
 from megatron.zero_bubble.pipeline.weight_split import split_modules
@@ -46,8 +47,7 @@ class LayerBuilder:
     device: torch.device
     store: WeightGradStore
     recomputation_store: RecomputationStore
-    split_layers: Sequence[type[nn.Module]]
-    checkpoint: bool
+    options: PipelineOptions
 
     def hold(self, layout: StageLayout, rank: int) -> HeldLayers:
         """Build the layers of the stages of `rank`.
@@ -77,7 +77,7 @@ class LayerBuilder:
             if key is not None:
                 copies[key] = module
             call = call_of(layer, module)
-            if self.checkpoint or (isinstance(layer, LayerSpec) and layer.checkpoint):
+            if self.options.checkpoint or (isinstance(layer, LayerSpec) and layer.checkpoint):
                 call = DroppingLayer(call, self.recomputation_store, self.device)
             chunk.append(HeldLayer(index, class_name_of(layer), module, call))
         return chunk, copies
@@ -87,7 +87,7 @@ class LayerBuilder:
         # A tied layer need not call its module's forward.
         called = {id(layer.module) for layer in chunk if _calls_something_else(self.layers[layer.index])}
         modules = [layer.module for layer in chunk if id(layer.module) not in called]
-        split = {id(parameter) for parameter in split_modules(modules, self.store, self.split_layers)}
+        split = {id(parameter) for parameter in split_modules(modules, self.store, self.options.split_layers)}
         return unsplit_of([layer.module for layer in chunk], split)
 
 

@@ -18,6 +18,7 @@ from megatron.zero_bubble.schedule import Placement
 T = TypeVar("T")
 
 HOST = torch.device("cpu")
+DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 class Interconnect(Protocol):
@@ -28,6 +29,11 @@ class Interconnect(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where layers and messages are."""
+        ...
 
     def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
         """Open channels between neighbours, by default for tensors on the pipeline's device; a collective call."""
@@ -47,14 +53,14 @@ class TorchInterconnect:
 
     Args:
         group: the ranks of the pipeline, in its order.
-        device: where messages live.
+        device: where layers and messages are.
         timeout: for a message or a collective.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self._global_ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank(group)
-        self._device, self._timeout = device, timeout
+        self.device, self._timeout = device, timeout
         self._open: list[TorchCommunicator | TorchCollectives] = []
 
     @property
@@ -66,7 +72,7 @@ class TorchInterconnect:
         return len(self._global_ranks)
 
     def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
-        device = device or self._device
+        device = device or self.device
         communicator = TorchCommunicator(self._global_ranks, self._rank, placement, device, self._timeout)
         self._open.append(communicator)
         return communicator
@@ -83,18 +89,27 @@ class TorchInterconnect:
         self._open = []
 
 
-def default_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return this process's GPU if the group uses NCCL, else the CPU."""
-    if dist.is_initialized() and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return HOST
+def connect_ranks(
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Interconnect:
+    """Connect the ranks of a pipeline over torch.distributed.
 
+    Args:
+        group: the ranks of the pipeline, by default all of the job.
+        device: where layers and messages are, by default this process's GPU with NCCL and else the CPU.
+        timeout: after which a missing message, or a rank that is missing in a collective, fails the job.
 
-def connect_ranks(group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta) -> Interconnect:
-    """Connect the ranks of `group`, by default all of the job. Raises `ValueError` without torch.distributed."""
+    Raises:
+        ValueError: torch.distributed is not initialized.
+    """
     if not dist.is_initialized():
         raise ValueError("a Pipeline needs torch.distributed: call init_process_group first, under torchrun")
-    return TorchInterconnect(group or dist.distributed_c10d._get_default_group(), device, timeout)
+    if device is None:
+        uses_gpu = dist.get_backend(group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else HOST
+    return TorchInterconnect(group or dist.distributed_c10d._get_default_group(), torch.device(device), timeout)
 
 
 class Agreement:
@@ -106,6 +121,11 @@ class Agreement:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
+
+    @classmethod
+    def among_all(cls, interconnect: Interconnect) -> Agreement:
+        """An agreement of all ranks over collectives of its own; a collective call."""
+        return cls(interconnect.collectives(range(interconnect.size), HOST))
 
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank; a collective call."""

@@ -13,48 +13,29 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import microbatches_of
-from megatron.zero_bubble.pipeline.discovery import StepMessages
-from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, connect_ties, own_norms
-from megatron.zero_bubble.pipeline.held_layers import LayerBuilder, Unsplit
-from megatron.zero_bubble.pipeline.interconnect import (
-    HOST,
-    Agreement,
-    Interconnect,
-    connect_ranks,
-    default_device,
-)
-from megatron.zero_bubble.pipeline.late_steps import LateSteps, SteppingLayerStage, TrainingOutcome
+from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, own_norms
+from megatron.zero_bubble.pipeline.held_layers import Unsplit
+from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
+from megatron.zero_bubble.pipeline.late_steps import TrainingOutcome
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes
-from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.pipeline.layer_summary import Summary
+from megatron.zero_bubble.pipeline.options import PipelineOptions
 from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
+from megatron.zero_bubble.pipeline.rank_steps import Load, RankSteps
 from megatron.zero_bubble.pipeline.same_arguments import check_same_arguments
-from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest, Partition, StageLayout, plan_for
+from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest
 from megatron.zero_bubble.pipeline.stage_times import stage_times
-from megatron.zero_bubble.pipeline.step_orders import StepOrders
-from megatron.zero_bubble.planner.run_schedules import prepare
-from megatron.zero_bubble.runtime.communicator import Communicator
-from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
-from megatron.zero_bubble.runtime.stage import Stage
-from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule
-
-DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""Time after which a missing message or a rank missing in a collective fails the job."""
 
 logger = logging.getLogger("megatron.zero_bubble")
 
@@ -70,25 +51,11 @@ class Pipeline(PartialModel):
         loss_fn: called with the last layer's output and the targets of a microbatch; returns one number.
         schedule: name of a schedule (see `megatron.zero_bubble.schedule.names()`), or a schedule.
         num_microbatches: microbatches of a step.
-        partition: which layers a stage gets. "uniform" balances layers, "parameters" parameters, "type:REGEX" the
-            layers whose class matches, "profile" their measured times; a list has the first layer of every stage but
-            the first.
-        memory_limit: most activations of a rank, in microbatches of a whole rank; for all ranks or one a rank. By
-            default as much as the schedule of that name needs.
-        num_chunks: stages of a rank, by default those of the schedule.
-        checkpoint: whether all layers drop their activations in F and run again in R. A spec says so of one layer.
-        split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
-        example: inputs and targets of one microbatch, for the partition "profile".
-        variable_shapes: whether layers return other shapes for a microbatch than for another one with the same shapes
-            of inputs, as one that drops padding does. Microbatches whose inputs differ are noticed without it.
-        microbatch_order: "planned" for the order in which microbatches that differ in shape take the least time, from
-            the times of the first steps that have such; "data" for the order in which they come.
-        post_validation: whether `train_step` steps before the norm of all gradients is known.
+        options: partition, memory, shapes and post-validation.
         group: the ranks of the pipeline, by default all of the job.
         replicas: the ranks that hold the same stages of other pipelines; gradients are averaged over them.
-        device: where the layers and messages are, by default this process's GPU with NCCL and else the CPU.
-        timeout: for a message, or a rank that does not take part in a collective.
-        interconnect: connects the ranks, by default over torch.distributed.
+        interconnect: the connections between the ranks, by default `connect_ranks(group)`. Call `connect_ranks`
+            yourself for another device or timeout.
 
     Raises:
         ValueError: on all ranks, if the layers cannot be partitioned or built, or the schedule cannot be made.
@@ -100,83 +67,30 @@ class Pipeline(PartialModel):
         loss_fn: Callable[[Any, Any], torch.Tensor],
         schedule: str | Schedule = "zb-v",
         num_microbatches: int = 8,
-        partition: Partition = "parameters",
-        memory_limit: float | Sequence[float] | None = None,
+        options: PipelineOptions = PipelineOptions(),  # noqa: B008 (frozen)
         *,
-        num_chunks: int | None = None,
-        checkpoint: bool = False,
-        split_layers: Sequence[type[nn.Module]] = (),
-        example: tuple[Any, Any] | None = None,
-        variable_shapes: bool = False,
-        microbatch_order: str = "planned",
-        post_validation: bool = False,
         group: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
         interconnect: Interconnect | None = None,
     ) -> None:
         super().__init__()
-        if variable_shapes and post_validation:
-            raise ValueError("variable_shapes=True and post_validation=True do not go together")
-        if microbatch_order not in ("planned", "data"):
-            raise ValueError(f"microbatch_order={microbatch_order!r} is neither 'planned' nor 'data'")
-        self.device = default_device(group) if device is None else torch.device(device)
-        self.num_microbatches = num_microbatches
-        self._interconnect = interconnect or connect_ranks(group, self.device, timeout)
+        layers, interconnect = list(layers), interconnect or connect_ranks(group)
         # A gloo group that is open while the interpreter ends may abort the process.
-        self._close = weakref.finalize(self, self._interconnect.close)
-        self._rank, self._replicas = self._interconnect.rank, replicas
-        self._agreement = Agreement(self._interconnect.collectives(range(self._interconnect.size), HOST))
-        layers = list(layers)
-        check_same_arguments(
-            self._agreement,
-            layers,
-            {
-                "num_microbatches": num_microbatches,
-                "schedule": schedule,
-                "partition": partition,
-                "memory_limit": memory_limit,
-                "num_chunks": num_chunks,
-                "checkpoint": checkpoint,
-                "variable_shapes": variable_shapes,
-                "microbatch_order": microbatch_order,
-                "post_validation": post_validation,
-            },
-        )
-        recomputes = checkpoint or any(getattr(layer, "checkpoint", False) for layer in layers)
-        size = self._interconnect.size
-
-        def lay_out() -> StageLayout:
-            plan = plan_for(schedule, size, num_chunks, memory_limit, recomputes=recomputes)
-            request = LayoutRequest(
-                layers, loss_fn, plan, num_microbatches, partition, example, self.device, split_layers
-            )
-            return request.layout()
-
+        self._close = weakref.finalize(self, interconnect.close)
+        self._rank, self._replicas = interconnect.rank, replicas
+        self.device, self.num_microbatches = interconnect.device, num_microbatches
+        self._agreement = Agreement.among_all(interconnect)
+        arguments = {"num_microbatches": num_microbatches, "schedule": schedule, **options.compared()}
+        check_same_arguments(self._agreement, layers, arguments)
+        size, device = interconnect.size, interconnect.device
+        request = LayoutRequest(layers, loss_fn, schedule, num_microbatches, options, size, device)
         # One rank plans: all get the same schedule, and its mistakes are raised on all.
-        self.layout = self._agreement.on(0, lay_out)
-        self._stores = WeightGradStore(self._placement.num_chunks), RecomputationStore()
-        builder = LayerBuilder(layers, self.device, *self._stores, split_layers, checkpoint)
-        held = self._agreement.together(lambda: builder.hold(self.layout, self._rank))
-        self._hold(held, len(layers))
-        stage_class = SteppingLayerStage if post_validation else LayerStage
-        self._stage = stage_class(held.chunks, self._placement, self._rank, loss_fn, self.device)
-        self._tied = connect_ties(layers, self.layout, held, self._interconnect, self.device)
-        self._messages = StepMessages(
-            self._stage,
-            self._placement,
-            self._interconnect,
-            self._agreement,
-            self.device,
-            shapes_vary=variable_shapes,
-        )
-        self._orders = StepOrders(self.schedule, self._rank, self._agreement, self.device)
-        self._plans_order = microbatch_order == "planned"
-        self._executors: dict[bool, Executor] = {}
-        self._late = self._make_late_steps() if post_validation else None
+        self.layout = self._agreement.on(0, request.layout)
+        self._steps = RankSteps(layers, loss_fn, self.layout, options, interconnect, self._agreement)
+        self._hold(self._steps.held, len(layers))
+        self._late = self._steps.late_steps(self.own_parameters()) if options.post_validation else None
         own = sum(parameter.numel() for parameter in self.own_parameters())
-        counts = self._agreement.gather((held.unsplit, own))
+        counts = self._agreement.gather((self._steps.held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
         self._summary = Summary(self.layout, num_microbatches, unsplit, sum(count for _, count in counts))
         if replicas is not None:
@@ -186,18 +100,6 @@ class Pipeline(PartialModel):
             logger.info(self.summary())
             if notice := self._summary.notice():
                 logger.warning(notice)
-
-    def _make_late_steps(self) -> LateSteps:
-        schedule = prepare(self.schedule.without_communication(), post_validation=True)
-        communicator = cast(Communicator, self._messages.communicator)
-        return LateSteps(
-            Agreement(self._interconnect.collectives(range(self._interconnect.size), HOST)),
-            cast(SteppingLayerStage, self._stage),
-            self._messages,
-            Executor(schedule, self._rank, communicator, *self._stores),
-            self._tied,
-            self.own_parameters(),
-        )
 
     @property
     def schedule(self) -> Schedule:
@@ -238,7 +140,7 @@ class Pipeline(PartialModel):
             optimizer.zero_grad()
             return outcome
         with torch.enable_grad():
-            self._late.run(partial(microbatches_of, batch, self.num_microbatches, self.device))
+            self._late.run(self._load(batch))
         self._sum_gradients()
         self._late.step(optimizer, max_norm, own_norms(self._counted()))
         return self._late.take_outcome()
@@ -264,13 +166,16 @@ class Pipeline(PartialModel):
         return [of_all[stage] for stage in range(self._placement.num_stages)]
 
     def _train(self, batch: Any, recorder: OpRecorder | None = None) -> torch.Tensor:
-        with torch.enable_grad():
-            loss = self._run(batch, trains=True, recorder=recorder)
+        self._validate()
+        loss = self._steps.train(self._load(batch), recorder)
         self._sum_gradients()
         return loss
 
+    def _load(self, batch: Any) -> Load:
+        return partial(microbatches_of, batch, self.num_microbatches, self.device)
+
     def _sum_gradients(self) -> None:
-        for tied in self._tied:
+        for tied in self._steps.tied:
             tied.end_step()
         if self._replicas is not None:
             average_over(self._replicas, self.own_parameters())
@@ -280,47 +185,14 @@ class Pipeline(PartialModel):
 
         The batch has the form that `train_batch` takes.
         """
+        self._validate()
         training = [module for module in self.modules() if module.training]
         self.eval()
         try:
-            with torch.no_grad():
-                return self._run(batch, trains=False)
+            return self._steps.evaluate(self._load(batch))
         finally:
             for module in training:
                 module.training = True
-
-    def _run(self, batch: Any, *, trains: bool, recorder: OpRecorder | None = None) -> torch.Tensor:
-        self._validate()
-        autocast = Autocast.current(self.device.type)
-        with autocast.only_in_forwards():
-            load = partial(microbatches_of, batch, self.num_microbatches, self.device)
-            self._messages.begin(load, autocast, trains=trains)
-            if trains:
-                for tied in self._tied:
-                    tied.begin_step()
-            orders = trains and self._plans_order and self._messages.shapes_vary
-            with self._orders.step(self._stage, recorder) if orders else nullcontext(recorder) as recorder:
-                # The executor only hands messages on, so they need not be tensors.
-                self._executor(trains=trains).run(cast(Stage, self._stage), recorder)
-        return self._finish()
-
-    def _finish(self) -> torch.Tensor:
-        """Return the loss of the step on every rank, or raise the error of the first forward that has failed."""
-        failures, cause, loss = self._stage.failures, self._stage.cause, self._stage.end()
-        outcomes = self._agreement.gather((loss.cpu() if loss is not None else None, min(failures, default=None)))
-        failed = [failure for _, failure in outcomes if failure is not None]
-        if failed:
-            raise ValueError(min(failed).problem) from cause
-        of_last, _ = outcomes[self._placement.rank_of(self._placement.num_stages - 1)]
-        assert of_last is not None
-        return of_last.to(self.device)
-
-    def _executor(self, *, trains: bool) -> Executor:
-        if trains not in self._executors:
-            schedule = self.schedule if trains else prepare(self.schedule.without_communication(), forward_only=True)
-            communicator = cast(Communicator, self._messages.communicator)
-            self._executors[trains] = Executor(schedule, self._rank, communicator, *self._stores)
-        return self._executors[trains]
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Return the state of this rank's layers, as any module does, once the last step is validated."""
@@ -336,7 +208,7 @@ class Pipeline(PartialModel):
 
     def _counted(self) -> list[tuple[int, nn.Parameter]]:
         """Return this rank's parameters that no earlier stage has a copy of, each with its layer's index."""
-        copies = {parameter for tied in self._tied for parameter in tied.parameters_beyond_first}
+        copies = {parameter for tied in self._steps.tied for parameter in tied.parameters_beyond_first}
         return [(layer_of(name), own) for name, own in self.own_named_parameters().items() if own not in copies]
 
     def summary(self) -> str:

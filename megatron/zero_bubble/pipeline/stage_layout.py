@@ -12,14 +12,13 @@ from torch import nn
 
 from megatron.zero_bubble.pipeline import boundaries
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, measure_layers
+from megatron.zero_bubble.pipeline.options import PipelineOptions
 from megatron.zero_bubble.pipeline.specs import LayerSpec, class_name_of
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Schedule, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.recomputation import Recompute
-
-Partition = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,15 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """The settings of a layout; arguments as of `Pipeline`."""
+    """Everything that a layout depends on; arguments as of `Pipeline`."""
 
     layers: Sequence[Any]
     loss_fn: Callable[[Any, Any], torch.Tensor]
-    plan: RunSchedules
+    schedule: str | Schedule
     num_microbatches: int
-    partition: Partition
-    example: tuple[Any, Any] | None
+    options: PipelineOptions
+    num_ranks: int
     device: torch.device
-    split_layers: Sequence[type[nn.Module]]
 
     def layout(self) -> StageLayout:
         """Choose the layers of every stage and plan the schedule.
@@ -61,72 +59,63 @@ class LayoutRequest:
         Raises:
             ValueError: there are fewer layers than stages, or the partition or the schedule cannot be made.
         """
-        num_layers, placement = len(self.layers), self.plan.placement
+        plan, partition, num_layers = self._schedules(), self.options.partition, len(self.layers)
+        placement = plan.placement
         if num_layers < placement.num_stages:
             raise ValueError(
-                f"{num_layers} layers are too few for {placement.num_stages} stages, which schedule {self.plan.name} "
+                f"{num_layers} layers are too few for {placement.num_stages} stages, which schedule {plan.name} "
                 f"has on {placement.num_ranks} ranks"
             )
-        times = self._times() if self.partition == "profile" else None
+        times = self._times() if partition == "profile" else None
         weights, unit = self._weights(times)
-        if isinstance(self.partition, str):
+        if isinstance(partition, str):
             stages = boundaries.balanced(weights, placement.num_stages)
         else:
-            stages = boundaries.given(self.partition, num_layers, placement.num_stages)
+            stages = boundaries.given(partition, num_layers, placement.num_stages)
         _refuse_shared(self.layers, stages)
-        plan = self.plan
         if times is not None:
             plan = plan.requesting(costs=_stage_costs(times, stages, default_costs(placement, plan.recompute)))
         loads = tuple(sum(weights[first:end]) for first, end in pairwise(stages))
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
+    def _schedules(self) -> RunSchedules:
+        """The schedules of that name, or the one that is given."""
+        schedule = self.schedule
+        if isinstance(schedule, str):
+            plan = RunSchedules.named(schedule, self.num_ranks, self.options.num_chunks)
+        elif schedule.num_ranks != self.num_ranks:
+            raise ValueError(
+                f"schedule {schedule.name} is for {schedule.num_ranks} ranks, but the pipeline has {self.num_ranks}"
+            )
+        else:
+            plan = RunSchedules.of(schedule)
+        recomputes = self.options.checkpoint or any(getattr(layer, "checkpoint", False) for layer in self.layers)
+        recompute = Recompute.FULL if recomputes else Recompute.NONE
+        return plan.requesting(memory_limit=self.options.memory_limit, recomputes=(recompute,))
+
     def _times(self) -> list[LayerTimes]:
-        if self.example is None:
+        if self.options.example is None:
             raise ValueError(
                 "partition='profile' needs example=(inputs, targets), one microbatch to measure layers with"
             )
-        return measure_layers(self.layers, self.loss_fn, self.example, self.device, self.split_layers)
+        return measure_layers(self.layers, self.loss_fn, self.options.example, self.device, self.options.split_layers)
 
     def _weights(self, times: list[LayerTimes] | None) -> tuple[Sequence[float], str]:
         """Return the weight of every layer, and the unit of these weights."""
         if times is not None:
             return [sum(of_layer) for of_layer in times], "s a microbatch"
-        if self.partition == "parameters":
+        partition = self.options.partition
+        if partition == "parameters":
             return [num_parameters(layer) for layer in self.layers], "parameters"
-        if self.partition == "uniform" or not isinstance(self.partition, str):
+        if partition == "uniform" or not isinstance(partition, str):
             return [1] * len(self.layers), "layers"
-        kind, _, pattern = self.partition.partition(":")
+        kind, _, pattern = partition.partition(":")
         if kind != "type" or not pattern:
             raise ValueError(
-                f"partition={self.partition!r} is unknown: use 'uniform', 'parameters', 'type:REGEX', 'profile' or a "
+                f"partition={partition!r} is unknown: use 'uniform', 'parameters', 'type:REGEX', 'profile' or a "
                 "list of boundaries"
             )
         return boundaries.matching(pattern, [class_name_of(layer) for layer in self.layers]), "matching layers"
-
-
-def plan_for(
-    schedule: str | Schedule,
-    num_ranks: int,
-    num_chunks: int | None,
-    memory_limit: float | Sequence[float] | None,
-    *,
-    recomputes: bool,
-) -> RunSchedules:
-    """Return the plan of a schedule for `num_ranks`.
-
-    Raises:
-        ValueError: the schedule is for other ranks or chunks.
-    """
-    if isinstance(schedule, str):
-        plan = RunSchedules.named(schedule, num_ranks, num_chunks)
-    elif schedule.num_ranks != num_ranks:
-        raise ValueError(
-            f"schedule {schedule.name} is for {schedule.num_ranks} ranks, but the pipeline has {num_ranks}"
-        )
-    else:
-        plan = RunSchedules.of(schedule)
-    recompute = Recompute.FULL if recomputes else Recompute.NONE
-    return plan.requesting(memory_limit=memory_limit, recomputes=(recompute,))
 
 
 def _refuse_shared(layers: Sequence[Any], stages: boundaries.Boundaries) -> None:

@@ -1,0 +1,56 @@
+"""The options of a `Pipeline`: partition, memory, shapes and post-validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+Partition = str | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """Options of a `Pipeline`, the same on all ranks.
+
+    Args:
+        partition: which layers a stage gets. "uniform" balances layers, "parameters" parameters, "type:REGEX" the
+            layers whose class matches, "profile" their measured times; a list has the first layer of every stage but
+            the first.
+        example: inputs and targets of one microbatch, for the partition "profile".
+        num_chunks: stages of a rank, by default those of the schedule.
+        memory_limit: most activations of a rank, in microbatches of a whole rank; for all ranks or one a rank. By
+            default as much as the schedule of that name needs.
+        checkpoint: whether all layers drop their activations in F and run again in R. A spec says so of one layer.
+        split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
+        variable_shapes: whether layers return other shapes for a microbatch than for another one with the same shapes
+            of inputs, as one that drops padding does. Microbatches whose inputs differ are noticed without it.
+        microbatch_order: "planned" for the order in which microbatches that differ in shape take the least time, from
+            the times of the first steps that have such; "data" for the order in which they come.
+        post_validation: whether `train_step` steps before the norm of all gradients is known.
+
+    Raises:
+        ValueError: `microbatch_order` is unknown, or shapes vary together with post-validation.
+    """
+
+    partition: Partition = "parameters"
+    example: tuple[Any, Any] | None = None
+    num_chunks: int | None = None
+    memory_limit: float | Sequence[float] | None = None
+    checkpoint: bool = False
+    split_layers: Sequence[type[nn.Module]] = ()
+    variable_shapes: bool = False
+    microbatch_order: str = "planned"
+    post_validation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.variable_shapes and self.post_validation:
+            raise ValueError("variable_shapes=True and post_validation=True do not go together")
+        if self.microbatch_order not in ("planned", "data"):
+            raise ValueError(f"microbatch_order={self.microbatch_order!r} is neither 'planned' nor 'data'")
+
+    def compared(self) -> dict[str, Any]:
+        """The options by name that ranks compare: all but the example, which only one rank uses."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "example"}
