@@ -132,7 +132,8 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
         return
     tried = [(portfolio.grouped(problem, GroupPolicy(choices[0])), choices[0])]
     usual = even_groups(problem.num_microbatches, problem.num_ranks)
-    _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
+    if _filling_slope(problem) >= 1:  # with less memory ranks do not take turns in strict order
+        _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
     enough = portfolio.budget // 2
     for groups in choices[1:]:
         if portfolio.finished or portfolio.budget < enough:
@@ -151,12 +152,18 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
     With 2, which is Megatron's, a rank has F until its first B if F = B. Another one is that for the costs and their
     messages, and another one fills the memory of rank 0.
     """
-    p, size = problem.num_ranks, problem.num_stages
+    size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])
     until_b = (f + b + 2 * median(problem.message or (0,))) / f
-    each = sum(problem.footprints[stage].whole for stage in problem.stages_of[0]) / problem.placement.num_chunks
-    filling = (problem.limits[0] / each - 1) / max(1, p - 1) if each > 0 else 2
-    return tuple(dict.fromkeys((2, 1, until_b, min(filling, 2 * until_b), 1.5, 0.75, 1.25)))
+    filling = min(_filling_slope(problem), 2 * until_b)
+    return tuple(dict.fromkeys((2, 1, until_b, filling, 1.5, 0.75, 1.25)))
+
+
+def _filling_slope(problem: Problem) -> float:
+    """How many F more than the next rank each rank can begin with, so that rank 0 fills its memory."""
+    chunks = problem.placement.num_chunks
+    each = sum(problem.footprints[stage].whole for stage in problem.stages_of[0]) / chunks
+    return (problem.limits[0] / each - 1) / max(1, problem.num_ranks - 1) if each > 0 else inf
 
 
 def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, rules: Sequence[GapRule]) -> None:

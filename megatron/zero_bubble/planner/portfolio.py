@@ -23,13 +23,13 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, num_recompute
 from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
 from megatron.zero_bubble.schedule.simulate import simulate
 
-GROUPED_WEIGHT = 3
+GROUPED_WEIGHT = 2
 """How much longer `plan_in_groups` takes for an operation than `fill_weights`."""
 PREFERENCE_WEIGHT = 2
 """How much longer `plan_by_preference` takes for an operation."""
 NUM_PLANS = 3
 """How many of the best plans are kept to be improved."""
-PARTS = 3
+PARTS = 2
 """Number of parts of the budget where recomputation is planned."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
