@@ -7,6 +7,7 @@ optimizers whose messages overlap and tensor parallelism, and a prediction layer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.formats import schedule_to_json
-from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.pairs import PAIRED
 from tests.launch import TINY_GPT
 from tests.trainings import Trainings
 
@@ -36,10 +37,11 @@ SHARED = ("--moe-shared-expert-intermediate-size", "16", "--moe-layer-freq", "[0
 
 
 def pairs_in_a_file(folder: Path) -> str:
-    """A plan for one chunk a rank whose pairs leave W to later, as the value of `--zero-bubble-schedule`."""
-    costs = StageCosts.uniform(2, all_to_all_f=0.3, all_to_all_b=0.3)
+    """A plan for one chunk a rank, as the value of `--zero-bubble-schedule`: the pairs of the first rank leave W to
+    later, and those of the second have it."""
+    costs = replace(StageCosts.uniform(2), all_to_all_f=(0.3, 0.9), all_to_all_b=(0.3, 0.9))
     plan = generate("auto", 2, 8, costs=costs, memory_limit=4.0, pairs=True)
-    assert OpKind.PB in plan.kinds
+    assert plan.kinds >= PAIRED
     path = folder / "pairs.json"
     path.write_text(schedule_to_json(plan))
     return f"file:{path}"
@@ -56,7 +58,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
 
     flags: dict[str, Sequence[str]] = {
         "megatron-core": EXPERTS,
-        "pairs, W deferred": with_schedule(given, OVERLAP),
+        "pairs": with_schedule(given, OVERLAP),
         "no pairs": with_schedule("zb-h1", OVERLAP),
         "planned": with_schedule("auto", "--zero-bubble-profile-iters", "2", "3", OVERLAP),
         "post-validated": with_schedule(given, OVERLAP, "--zero-bubble-post-validation"),
@@ -81,7 +83,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
 @pytest.mark.parametrize(
     ("training", "base"),
     [
-        ("pairs, W deferred", "megatron-core"),
+        ("pairs", "megatron-core"),
         ("planned", "megatron-core"),
         ("interleaved-pairs", "megatron-core, two chunks"),
         ("dualpipe-v", "zb-v"),

@@ -83,6 +83,7 @@ LEAVES_WORKERS = """
 import json, multiprocessing, os, signal, sys, tempfile, time
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader
+from megatron.zero_bubble.runtime.copy_lane import HostMemoryError
 from megatron.zero_bubble.session import start_up
 from megatron.zero_bubble.session.start_up import run_program
 
@@ -116,6 +117,7 @@ ENDS = {
     "mistake": lambda: fail(ValueError("a mistake")),
     "lost loader": lambda: list(DataLoader(Deadly(), num_workers=1)),
     "lost rank": lose_rank,
+    "no host memory": lambda: fail(HostMemoryError("no room")),
     "exit": lambda: sys.exit(3),
     "SIGINT": lambda: signal.raise_signal(signal.SIGINT),
     "SIGKILL": lambda: signal.raise_signal(signal.SIGKILL),
@@ -184,6 +186,7 @@ def told_and_ends() -> tuple[str, dict[str, list]]:
         ("mistake", 2),
         ("lost loader", 2),
         ("lost rank", 2),
+        ("no host memory", 2),
         ("exit", 3),
         ("SIGINT", -signal.SIGINT),
         ("SIGKILL", -signal.SIGKILL),

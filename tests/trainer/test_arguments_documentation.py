@@ -1,4 +1,4 @@
-"""docs/megatron_flags.md says which flags the trainer takes in another way than Megatron-LM; docs/training.md has ours."""
+"""docs/megatron_flags.md says which flags the trainer takes otherwise than Megatron-LM; docs/training.md has ours."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Portfolio:
         while self.plans and not self.finished:
             before = self.cost
             found = drops | _restored_for_nothing(problem, self.best)
-            orders = problem.f_and_b(self.best.orders)
+            orders = problem.codes.f_and_b(self.best.orders)
             for rule, defers in product((GapRule.BALANCED, GapRule.ALWAYS), (False, True)):
                 self.fill(problem, orders, rule, keeping=Keeping(defers, found))
             if found == drops or self.cost >= before * (1 - 1e-9):

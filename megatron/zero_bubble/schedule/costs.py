@@ -120,29 +120,20 @@ class StageCosts:
         memory_f: float = 1,
         memory_b: float = -0.5,
         memory_w: float = -0.5,
-        time_r: float = 0,
-        memory_r: float = 0,
-        all_to_all_f: float = 0,
-        all_to_all_b: float = 0,
+        **others: float,
     ) -> StageCosts:
-        """The same costs on every stage."""
-
-        def repeat(value: float) -> tuple[float, ...]:
-            return (value,) * num_stages
-
-        return cls(
-            time_f=repeat(time_f),
-            time_b=repeat(time_b),
-            time_w=repeat(time_w),
-            time_comm=(time_comm,) * (num_stages - 1),
-            memory_f=repeat(memory_f),
-            memory_b=repeat(memory_b),
-            memory_w=repeat(memory_w),
-            time_r=repeat(time_r),
-            memory_r=repeat(memory_r),
-            all_to_all_f=repeat(all_to_all_f),
-            all_to_all_b=repeat(all_to_all_b),
-        )
+        """The same costs on every stage. `others` are fields of `OPTIONAL`."""
+        costs = {
+            "time_f": time_f,
+            "time_b": time_b,
+            "time_w": time_w,
+            "memory_f": memory_f,
+            "memory_b": memory_b,
+            "memory_w": memory_w,
+            **others,
+        }
+        every = {name: (cost,) * num_stages for name, cost in costs.items()}
+        return cls(time_comm=(time_comm,) * (num_stages - 1), **every)
 
     @property
     def num_stages(self) -> int:
@@ -207,14 +198,14 @@ class StageCosts:
 
         In a stage with several groups, F keeps the last group, or R restores it. B restores each of the others right
         before it runs through it, and runs the weight gradients of all groups but the first, which is its last, so that
-        at no time more than one group is there.
+        at no time more than one group is there. D does not copy what F has dropped.
 
         Args:
             groups: stage -> groups; empty for one group everywhere.
         """
         if max(groups, default=1) == 1:
             return self
-        names = ("time_b", "time_w", "time_r", "memory_f", "memory_b", "memory_w", "memory_r")
+        names = ("time_b", "time_w", "time_r", "memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
         columns = {name: list(getattr(self, name)) for name in names}
         for stage, given in enumerate(groups):
             last, first = self._parts(stage, given)
@@ -226,6 +217,8 @@ class StageCosts:
             columns["time_w"][stage] *= first
             columns["time_r"][stage] *= last
             columns["memory_r"][stage] *= last
+            dropped = self.memory_r[stage] - columns["memory_r"][stage]
+            self._copy(columns, stage, max(0, self.memory_d[stage] - dropped))
             columns["memory_f"][stage] = kept + columns["memory_r"][stage]
             columns["memory_b"][stage] = pending - columns["memory_f"][stage]
             columns["memory_w"][stage] = after_b + self.memory_w[stage] - pending
@@ -266,11 +259,11 @@ class StageCosts:
     def with_memory_of_all_groups(self, groups: Sequence[int]) -> StageCosts:
         """The costs of stages that restore everything at once, where the memory is that of `groups`.
 
-        It is the inverse of `in_groups` for memory; the times stay as they are.
+        It is the inverse of `in_groups` for memory and copies; the other times stay as they are.
         """
         if max(groups, default=1) == 1:
             return self
-        names = ("memory_f", "memory_b", "memory_w", "memory_r")
+        names = ("memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
         columns = {name: list(getattr(self, name)) for name in names}
         for stage, given in enumerate(groups):
             last, first = self._parts(stage, given)
@@ -278,10 +271,17 @@ class StageCosts:
             pending = self.memory_f[stage] + self.memory_b[stage]
             after_b = pending + max(0, pending - self.memory_outside[stage]) * (1 / first - 1)
             columns["memory_r"][stage] /= last
+            dropped = columns["memory_r"][stage] - self.memory_r[stage]
+            self._copy(columns, stage, self.memory_d[stage] and self.memory_d[stage] + dropped)
             columns["memory_f"][stage] = kept + columns["memory_r"][stage]
             columns["memory_b"][stage] = after_b - columns["memory_f"][stage]
             columns["memory_w"][stage] += pending - after_b
         return replace(self, **{name: tuple(values) for name, values in columns.items()})
+
+    def _copy(self, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
+        """Let D and H of a stage copy so much, at the same rate."""
+        for name in COPY_COSTS if self.memory_d[stage] else ():
+            columns[name][stage] *= size / self.memory_d[stage]
 
     def _parts(self, stage: int, groups: int) -> tuple[float, float]:
         """The parts of a stage's blocks that are in the last and in the first of so many groups."""

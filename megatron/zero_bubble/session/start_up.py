@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import torch
 
+from megatron.zero_bubble.runtime.copy_lane import HostMemoryError
 from megatron.zero_bubble.runtime.processes import end_children, end_with_parent, tie_children
 from megatron.zero_bubble.session.reports import print_error
 
@@ -54,8 +55,13 @@ def quiet_start_up() -> None:
     Rank 0 on a GPU is enough to show those of the import.
     """
     told: set[str] = set()
-    once = logging.getLogger("megatron.core.datasets.gpt_dataset")
-    once.addFilter(lambda record: not ((text := record.getMessage()) in told or told.add(text)))
+
+    def is_new(record: logging.LogRecord) -> bool:
+        size = len(told)
+        told.add(record.getMessage())
+        return len(told) > size
+
+    logging.getLogger("megatron.core.datasets.gpt_dataset").addFilter(is_new)
     if os.environ.get("RANK", "0") == "0" and torch.cuda.is_available():
         return
     for message in (".*Apex (is|are) not installed", ".*full scope is deprecated", ".*lack of `?grouped_gemm"):
@@ -65,8 +71,8 @@ def quiet_start_up() -> None:
 def run_program(program: str, body: Callable[[], None], mistakes: type[ValueError] = ValueError) -> int:
     """Run `body` as the whole program of one rank, and leave no child process behind however it ends.
 
-    A user's mistake is printed as one line, and so is the end of another process: of one that loads data, or of a rank
-    that this one talks to. Any other error also reaches torchrun, which repeats it in its summary.
+    A user's mistake is printed as one line, and so are a host without memory for activations and the end of another
+    process: of one that loads data, or of a rank that this one talks to. Any other error also reaches torchrun, which repeats it in its summary.
     Ctrl-C ends the process at once and silently, like SIGTERM, unless `body` handles these signals.
 
     Args:
@@ -82,7 +88,7 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
         end_with_parent(signal.SIGTERM)
     try:
         body()
-    except mistakes as error:
+    except (mistakes, HostMemoryError) as error:
         return report(program, error)
     except Exception as error:
         if (loss := _lost_process(error)) is not None:
@@ -97,7 +103,7 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
     return 0
 
 
-def report(program: str, error: ValueError) -> int:
+def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, although every rank finds it, and return its exit status.
 
     Rank 0 prints a mistake at once. The other ranks print only if they still run some seconds later: a mistake that all

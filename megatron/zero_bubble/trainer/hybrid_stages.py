@@ -86,12 +86,12 @@ def _check_symbols(given: str, pattern: HybridPattern) -> None:
 def build_hybrid_stage(
     args: Arguments, vp_stage: int | None, symbols: str, first_layer: int, described: dict[str, Any]
 ) -> Any:
-    """One stage of the model, wherever it is.
+    """Build one stage of the model, in any place of the pipeline.
 
     Args:
-        symbols: those of the stage's layers.
+        symbols: the symbols of the stage's layers.
         first_layer: number of layers before them.
-        described: arguments of the constructor that all models have.
+        described: arguments that the constructors of all models take.
     """
     config: TransformerConfig = described["config"]
     if config.transformer_impl == "local":
@@ -116,9 +116,9 @@ def build_hybrid_stage(
 
 @contextmanager
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """Let the one model that is built inside the `with` block have these layers, whichever stage megatron-core sees.
+    """Give the model that is built inside the `with` block these layers in the place of those of its stage.
 
-    Multi-token prediction is where the pattern of the stage has it.
+    It gets layers of multi-token prediction if its pattern has them.
     """
     if not HYBRID_TAKES_STAGES:
         yield
