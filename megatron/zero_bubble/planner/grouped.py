@@ -9,8 +9,9 @@ from itertools import accumulate
 from math import inf
 
 from megatron.zero_bubble.planner.codes import Order
-from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import EventLoop, PlannedOrders
 from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.rules import GapRule
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:

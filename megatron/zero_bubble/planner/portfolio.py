@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.critical_paths import run_in_order
-from megatron.zero_bubble.planner.event_loop import KEEPS_WHAT_FITS, GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import PlannedOrders
 from megatron.zero_bubble.planner.expected_time import slowdown
 from megatron.zero_bubble.planner.fill import fill_weights
 from megatron.zero_bubble.planner.fitting import dropped_to_fit
@@ -16,6 +16,7 @@ from megatron.zero_bubble.planner.grouped import GroupPolicy, plan_in_groups
 from megatron.zero_bubble.planner.local_search import improve
 from megatron.zero_bubble.planner.preference import Preference, plan_by_preference
 from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
@@ -166,28 +167,28 @@ class Portfolio:
         drops: frozenset[tuple[int, int]] = frozenset()
         while self.plans and not self.finished:
             before = self.cost
-            found = drops | _restored_for_nothing(problem, self.best)
+            more_drops = drops | _restored_for_nothing(problem, self.best)
             orders = problem.codes.f_and_b(self.best.orders)
             for rule, defers in product((GapRule.BALANCED, GapRule.ALWAYS), (False, True)):
-                self.fill(problem, orders, rule, keeping=Keeping(defers, found))
-            if found == drops or self.cost >= before * (1 - 1e-9):
+                self.fill(problem, orders, rule, keeping=Keeping(defers, more_drops))
+            if more_drops == drops or self.cost >= before * (1 - 1e-9):
                 return
-            drops = found
+            drops = more_drops
 
 
 def _restored_for_nothing(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
     """(stage, microbatch) of everything that is kept though its rank idles long enough before its B for an R."""
     schedule = problem.schedule("planned", plan.orders)
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
-    found = set()
+    idle = set()
     for rank, lane in enumerate(timeline.lanes):
         for before, timed in pairwise(lane):
             stage = problem.placement.stage_of(rank, timed.op.chunk)
             is_kept = timed.op._replace(kind=OpKind.R) not in schedule.op_sets[rank]
-            idle = timed.start - before.end
-            if timed.op.kind is OpKind.B and is_kept and idle > 0 and idle >= problem.costs.time_r[stage]:
-                found.add((stage, timed.op.microbatch))
-    return frozenset(found)
+            gap = timed.start - before.end
+            if timed.op.kind is OpKind.B and is_kept and gap > 0 and gap >= problem.costs.time_r[stage]:
+                idle.add((stage, timed.op.microbatch))
+    return frozenset(idle)
 
 
 def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:

@@ -266,8 +266,8 @@ class Problem:
         if self.recompute is Recompute.FULL:
             return known
         if self.takes_makespan:
-            ways = accumulate(map(add, self.latency, self.message), initial=0.0)
-            return max(known, *map(add, self.work, ways))
+            earliest = accumulate(map(add, self.latency, self.message), initial=0.0)
+            return max(known, *map(add, self.work, earliest))
         firsts = (self.receiving[stages[0]] for stages in self.stages_of)
         return max(known, *(work - first for work, first in zip(self.work, firsts, strict=True)))
 

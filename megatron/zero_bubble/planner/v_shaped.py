@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.zero_bubble.planner.blocks import Block, eager_orders, published_blocks, random_block, repeated
-from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
 from megatron.zero_bubble.planner.portfolio import (
     IMPROVING,
     Portfolio,
@@ -28,6 +27,7 @@ from megatron.zero_bubble.planner.portfolio import (
 from megatron.zero_bubble.planner.preference import Preference
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import EFFORT, PlanRequest, with_room_for_shards
+from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
@@ -197,15 +197,15 @@ def _added(placement: Placement, costs: StageCosts, rank: int) -> list[float]:
 
 def _num_held(problem: Problem) -> float:
     """How many microbatches every rank can hold on both of its chunks, if all are dropped that can be."""
-    found: list[float] = []
+    fitting: list[float] = []
     for rank, limit in enumerate(problem.limits):
         each, once = _whole(problem.placement, problem.costs, rank), 0.0
         if problem.recomputes:
             footprints = [problem.footprints[stage] for stage in problem.stages_of[rank]]
             each, once = sum(one.dropped for one in footprints), max(one.restored for one in footprints)
         if each > 0:
-            found.append((limit - once) / each)
-    return min(found, default=problem.num_ranks)
+            fitting.append((limit - once) / each)
+    return min(fitting, default=problem.num_ranks)
 
 
 def _blocks(problem: Problem) -> Iterator[Block | None]:
