@@ -127,7 +127,8 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
         for groups in choices[:3]:
             _try_alternating(portfolio, problem, groups, ALL_RULES)
         if problem.recompute is Recompute.PLANNED:
-            portfolio.fit(problem, lambda larger: plan_chunks(larger).plans)
+            if problem.budget > 0:
+                portfolio.fit(problem, lambda larger: plan_chunks(larger).plans)
             portfolio.drop_into_idle_time(problem)
         return
     tried = [(portfolio.grouped(problem, GroupPolicy(choices[0])), choices[0])]

@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, num_recompute
 from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
 from megatron.zero_bubble.schedule.simulate import simulate
 
-GROUPED_WEIGHT = 2
+GROUPED_WEIGHT = 3
 """How much longer `plan_in_groups` takes for an operation than `fill_weights`."""
 PREFERENCE_WEIGHT = 2
 """How much longer `plan_by_preference` takes for an operation."""
