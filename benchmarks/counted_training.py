@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from benchmarks.held_states import held_state_bytes
 from megatron.zero_bubble.cli.output import table
-from megatron.zero_bubble.mcore.held_states import held_state_bytes
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight

@@ -7,19 +7,14 @@ optimizers whose messages overlap and tensor parallelism, and a prediction layer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.schedule import StageCosts
-from megatron.zero_bubble.schedule.formats import schedule_to_json
-from megatron.zero_bubble.schedule.pairs import PAIRED
+from tests.experts import OVERLAP, pairs_in_a_file
 from tests.launch import TINY_GPT
 from tests.trainings import Trainings
 
-OVERLAP = "--overlap-moe-expert-parallel-comm"
 EXPERTS = (
     *TINY_GPT[2:],
     *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2", "--num-layers", "4"),
@@ -34,17 +29,6 @@ DENSE_LAST = ("--moe-layer-freq", "[1,1,1,0]")
 OVERLAPPED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
 SHARED = ("--moe-shared-expert-intermediate-size", "16", "--moe-layer-freq", "[0,1,1,1]", "--bf16")
-
-
-def pairs_in_a_file(folder: Path) -> str:
-    """A plan for one chunk a rank, as the value of `--zero-bubble-schedule`: the pairs of the first rank leave W to
-    later, and those of the second have it."""
-    costs = replace(StageCosts.uniform(2), all_to_all_f=(0.3, 0.9), all_to_all_b=(0.3, 0.9))
-    plan = generate("auto", 2, 8, costs=costs, memory_limit=4.0, pairs=True)
-    assert plan.kinds >= PAIRED
-    path = folder / "pairs.json"
-    path.write_text(schedule_to_json(plan))
-    return f"file:{path}"
 
 
 @pytest.fixture(scope="module")

@@ -43,8 +43,8 @@ MODELS = {
     "untied, RMSNorm": ("--untie-embeddings-and-output-weights", "--swiglu", "--normalization", "RMSNorm"),
 }
 IN_GROUPS = (
-    *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
-    *("--zero-bubble-schedule", "auto", *OFFLOAD, "--zero-bubble-memory-limit", "0.8"),
+    *("--zero-bubble-schedule", "auto", "--zero-bubble-recompute", "planned"),
+    *(*OFFLOAD, "--zero-bubble-memory-limit", "0.4"),
 )
 RUNS = {
     "zb-v": IN_A_V,
@@ -113,21 +113,23 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
 
 
 def with_times(path: Path) -> None:
-    """Give the stages of a profile equal times, slow messages, and copies that take a quarter of F."""
+    """Give the stages of a profile equal times, slow messages and R, and copies that take a quarter of F."""
     profile = profile_from_json(path.read_text())
     stages = profile.placement.num_stages
     assert min(profile.costs.memory_d) > 0
     assert min(profile.costs.time_d) > 0
     assert min(profile.costs.time_h) > 0
     equal = dict.fromkeys(("time_f", "time_b", "time_w"), (10.0,) * stages)
+    restoring = tuple(20.0 * (time > 0) for time in profile.costs.time_r)
     copies = dict.fromkeys(("time_d", "time_h"), (2.5,) * stages)
-    costs = replace(profile.costs, **equal, **copies, time_comm=(15.0,) * (stages - 1))
+    costs = replace(profile.costs, **equal, **copies, time_r=restoring, time_comm=(15.0,) * (stages - 1))
     path.write_text(profile_to_json(replace(profile, costs=costs, noise=0.0)))
 
 
 def check_runs(trainings: Trainings, model: str, *runs: str) -> None:
     """Run a model with and without copies, and compare numbers and memory."""
-    bases = {run: f"base {model}" if run == "auto" else keeping(model, run) for run in runs}
+    linear = ("auto", "in groups")
+    bases = {run: f"base {model}" if run in linear else keeping(model, run) for run in runs}
     trainings.run(*bases.values(), *(measuring(model, run) for run in runs))
     for run in runs:
         with_times(trainings.folder / f"{planned(model, run)}.json")
@@ -140,6 +142,7 @@ def check_runs(trainings: Trainings, model: str, *runs: str) -> None:
         found = re.search(r"copied to the host and back: (\d+) of", printed)
         assert found is not None, printed
         assert int(found[1]) > 0
+        assert ("groups of layers in which each stage restores activations: 2, 2" in printed) == (run == "in groups")
         predicted = re.search(r"peak activations of each rank \(MiB\): (.*)", printed)
         assert predicted is not None
         for rank, peak in enumerate(predicted[1].split(", ")):
@@ -156,7 +159,12 @@ def test_a_v_with_copies_equals_one_without(trainings: Trainings) -> None:
 @pytest.mark.exhaustive  # the same code in other orders, precisions and layers
 @pytest.mark.parametrize(
     ("model", "runs"),
-    [("plain", ("v-half", "auto")), ("bf16", ("zb-v", "auto")), ("untied, RMSNorm", ("post-validation", "auto"))],
+    [
+        ("plain", ("v-half", "auto")),
+        ("plain", ("in groups", "post-validation")),
+        ("bf16", ("zb-v", "auto")),
+        ("untied, RMSNorm", ("post-validation", "auto")),
+    ],
 )
 def test_other_schedules_and_models_with_copies_equal_those_without(
     trainings: Trainings, model: str, runs: tuple[str, ...]

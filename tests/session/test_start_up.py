@@ -124,7 +124,7 @@ ENDS = {
 }
 
 # Otherwise the kernel ends a program that takes longer for its exit, as it may on a busy machine.
-start_up._SECONDS_TO_END = 40
+start_up._SECONDS_TO_END = 150
 start_up._SECONDS_FOR_RANK_0 = 0.1
 
 def body(end, pipe):

@@ -73,6 +73,10 @@ class Run:
         """
         job, placement = self.session.job, self.session.job.placement
         self.v_placement = VPlacement(placement) if placement.kind == "v" else None
+        has_copy = not job.flags.untie_embeddings_and_output_weights or job.flags.mtp_num_layers
+        if has_copy and placement.rank_of(0) == placement.rank_of(placement.num_stages - 1):
+            # It divides a rank's weights among replicas by their names, and then saves both copies of the embedding.
+            self._script.ckpt_fully_parallel_save = False
         pattern = job.flags.pattern
         if pattern is not None:
             self._pattern = ScriptPattern(placement, pattern) if pattern.is_divided else None

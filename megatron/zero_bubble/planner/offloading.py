@@ -159,7 +159,7 @@ class _RankCopies:
         }
         fixed = {(one.op.microbatch, one.op.chunk) for one in lane if one.op.kind is OpKind.R}
         self._movable = {key for key in self._backward if key not in fixed and self._size[key[1]] > 0}
-        held = [after for _, _, after in memory_held(schedule, costs, rank)]
+        held = [after for _, _, after in memory_held(schedule, problem.costs, rank)]
         self._changes = [after - before for before, after in zip([0, *held[:-1]], held, strict=True)]
         self._weights = [k for k, one in enumerate(lane) if one.op.kind is OpKind.W]
         """Positions of the W that have not run."""

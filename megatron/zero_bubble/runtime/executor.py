@@ -167,7 +167,9 @@ class Executor:
         """The context of a forward whose activations are copied to the host, if the schedule does that."""
         if (op.chunk, op.microbatch) not in self._offloaded:
             return nullcontext()
-        return self._offload.forward(op.chunk, op.microbatch, [input_tensor])
+        # A message of plain layers has several tensors.
+        kept = getattr(input_tensor, "tensors", (input_tensor,))
+        return self._offload.forward(op.chunk, op.microbatch, kept)
 
     def _input_of_forward(self, stage: Stage, op: Op) -> torch.Tensor | None:
         """Wait for the input of a forward; the first stage has none."""

@@ -252,7 +252,7 @@ class StageCosts:
         return replace(self, **{name: tuple(values) for name, values in stages.items()}, **_NO_SHARDS)
 
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
-        """The costs of a schedule without operations on vocabulary shards, whose every W takes their time as well."""
+        """The costs of a schedule without operations on vocabulary shards, in which every W also takes their time."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 

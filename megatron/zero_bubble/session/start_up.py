@@ -71,9 +71,10 @@ def quiet_start_up() -> None:
 def run_program(program: str, body: Callable[[], None], mistakes: type[ValueError] = ValueError) -> int:
     """Run `body` as the whole program of one rank, and leave no child process behind however it ends.
 
-    A user's mistake is printed as one line, and so are a host without memory for activations and the end of another
-    process: of one that loads data, or of a rank that this one talks to. Any other error also reaches torchrun, which repeats it in its summary.
-    Ctrl-C ends the process at once and silently, like SIGTERM, unless `body` handles these signals.
+    A user's mistake is printed as one line. So are a host without memory for activations, and the end of another
+    process: of one that loads data, or of a rank that this one talks to. Any other error also reaches torchrun, which
+    repeats it in its summary. Ctrl-C ends the process at once and silently, like SIGTERM, unless
+    `body` handles these signals.
 
     Args:
         program: name of the program as the user calls it, with which the line begins.

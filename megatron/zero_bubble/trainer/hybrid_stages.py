@@ -27,6 +27,7 @@ from megatron.zero_bubble.mcore.hybrid_spec import (
     transformer_engine_spec,
 )
 from megatron.zero_bubble.mcore.placement import StagePosition
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 
@@ -123,19 +124,12 @@ def _placed(symbols: str, first_layer: int) -> Iterator[None]:
     if not HYBRID_TAKES_STAGES:
         yield
         return
-    replacements = {
-        (ALLOCATION_MODULE, "select_pipeline_segment"): lambda *args, **kwargs: (list(symbols), first_layer),
-        (HYBRID.__module__, "mtp_on_this_rank"): lambda *args, **kwargs: True,
-    }
-    owners = {key: importlib.import_module(key[0]) for key in replacements}
-    originals = {key: getattr(owner, key[1]) for key, owner in owners.items()}
-    for key, replacement in replacements.items():
-        setattr(owners[key], key[1], replacement)
-    try:
+    allocation, models = map(importlib.import_module, (ALLOCATION_MODULE, HYBRID.__module__))
+    with (
+        replaced(allocation, "select_pipeline_segment", lambda *args, **kwargs: (list(symbols), first_layer)),
+        replaced(models, "mtp_on_this_rank", lambda *args, **kwargs: True),
+    ):
         yield
-    finally:
-        for key, original in originals.items():
-            setattr(owners[key], key[1], original)
 
 
 def _chunk_class(vp_stage: int | None) -> Any:
