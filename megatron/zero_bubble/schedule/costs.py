@@ -120,6 +120,8 @@ class StageCosts:
         memory_f: float = 1,
         memory_b: float = -0.5,
         memory_w: float = -0.5,
+        time_r: float = 0,
+        memory_r: float = 0,
         **others: float,
     ) -> StageCosts:
         """The same costs on every stage. `others` are fields of `OPTIONAL`."""
@@ -130,6 +132,8 @@ class StageCosts:
             "memory_f": memory_f,
             "memory_b": memory_b,
             "memory_w": memory_w,
+            "time_r": time_r,
+            "memory_r": memory_r,
             **others,
         }
         every = {name: (cost,) * num_stages for name, cost in costs.items()}
