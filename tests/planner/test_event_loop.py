@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble.planner import v_shaped
-from megatron.zero_bubble.planner.auto import plan_linear
 from megatron.zero_bubble.planner.planned_chunks import plan_chunks
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule import Placement, StageCosts, lower, simulate, validate
@@ -17,9 +16,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import with_best_delay
 
 PLANNERS = {
-    "linear": plan_linear,
+    "linear": plan_chunks,
     "v": v_shaped._search,
-    "interleaved": lambda problem: plan_chunks(problem, None),
+    "interleaved": plan_chunks,
 }
 
 
@@ -70,9 +69,9 @@ def test_shards_planned_with_the_rest_are_shorter_than_shards_inserted_afterward
     for number in range(8):
         problem = sharded_problem("linear", number)
         costs = problem.costs.with_vocabulary_in_weight_gradients()
-        without = problem.schedule("without", plan_linear(replace(problem, costs=costs)).best.orders)
+        without = problem.schedule("without", plan_chunks(replace(problem, costs=costs)).best.orders)
         inserted = with_best_delay(without, problem.costs, None)
         limits = tuple(map(max, peak_memory(inserted, problem.costs), problem.smallest_limits))
-        plan = plan_linear(replace(problem, limits=limits)).best
+        plan = plan_chunks(replace(problem, limits=limits)).best
         ratios.append(plan.cost / simulate(inserted, problem.costs).cost)
     assert sum(ratios) / len(ratios) < 0.97

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate, request_for, v_shaped
-from megatron.zero_bubble.planner.auto import multiple_of_p, plan_linear
+from megatron.zero_bubble.planner.auto import multiple_of_p
 from megatron.zero_bubble.planner.memory_limit import one_f_one_b_peaks
 from megatron.zero_bubble.planner.optimal import solve
+from megatron.zero_bubble.planner.planned_chunks import plan_chunks
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, simulate
 from tests.planner.planning import checked, wild_costs
@@ -73,7 +74,7 @@ def test_planners_know_what_their_plans_cost(data, kind, p, m, overlap):
     placement = Placement(kind, p, 1 + (kind == "v"))
     costs = data.draw(wild_costs(placement.num_stages))
     problem = Problem(placement, m, costs, (1000,) * p, overlap)
-    plan = (v_shaped._search(problem) if kind == "v" else plan_linear(problem)).best
+    plan = (v_shaped._search(problem) if kind == "v" else plan_chunks(problem)).best
     timeline = simulate(problem.schedule("planned", plan.orders), costs, overlap_communication=overlap)
     assert plan.cost == timeline.cost
     assert plan.cost >= problem.bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.kinds import OpKind
@@ -47,3 +48,23 @@ class Codes(NamedTuple):
     def is_weight_gradient(self, code: int) -> bool:
         """Whether the operation is a weight gradient, which nobody waits for."""
         return self.w <= code < self.r or self.ew <= code < self.s or code >= self.t
+
+    def microbatches(self, order: Order) -> Iterator[tuple[int, int]]:
+        """(code, microbatch) of every operation of an order."""
+        counts = [0] * self.end
+        dropped: list[list[int]] = [[] for _ in range(self.b)]
+        """Stage -> the microbatches that are dropped and have had no R yet."""
+        for code in order:
+            if self.r <= code < self.drop:
+                yield code, dropped[code - self.r].pop(0)
+                continue
+            kept = code - self.drop if self.drop <= code < self.e else code
+            if kept != code:
+                dropped[kept].append(counts[kept])
+            yield code, counts[kept]
+            counts[kept] += 1
+
+    def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
+        """The F, all of which keep their activations, and the B of complete orders."""
+        kept = [[code - self.drop if self.drop <= code < self.e else code for code in order] for order in orders]
+        return [[code for code in order if code < self.w] for order in kept]

@@ -94,7 +94,7 @@ class OrderGraph:
     def _numbers(self, order: Order) -> list[int]:
         codes = self.codes
         lane = []
-        for code, microbatch in self.problem.microbatches(order):
+        for code, microbatch in self.codes.microbatches(order):
             drops = codes.drop <= code < codes.e
             number = (code - codes.drop * drops) * self.num_microbatches + microbatch
             if drops:

@@ -4,48 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from enum import Enum
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import LEAD
-
-
-class GapRule(Enum):
-    """Whether an operation fills a gap that is shorter than it, and so delays the operation that ends the gap."""
-
-    ALWAYS = "always"
-    NEVER = "never"
-    BALANCED = "balanced"
-    """If leaving the gap would raise the longest span over all ranks (arXiv 2401.10241, section 3.1)."""
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """Which microbatches keep their activations, where a problem recomputes."""
-
-    defers_weights: bool = False
-    """Whether memory that waiting W's hold is left to them, so that F drops, or runs before them, if it has to."""
-    drops: AbstractSet[tuple[int, int]] = frozenset()
-    """(stage, microbatch) to drop in any case."""
-    first: int | None = None
-    """How many microbatches may be dropped at the beginning, if not all."""
-    last: int = 0
-    """How many may be dropped at the end, if not all."""
-
-    @classmethod
-    def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
-        """The rules that drop no more than memory requires: one for a problem without recomputation, else two."""
-        return (cls(), cls(defers_weights=True))[: 1 + problem.recomputes]
-
-
-KEEPS_WHAT_FITS = Keeping()
 
 
 class PlannedOrders(NamedTuple):
@@ -306,18 +273,11 @@ class EventLoop(ABC):
             return code
         if keeps and not self.keeping.defers_weights and without_weights + keep + to_restore <= limit:
             return -1
-        if keeps and not self.may_drop(code):
-            return -1
         return dropping if held + drop <= limit and at_once + drop + max(restored, to_restore) <= limit else -1
 
     def will_keep(self, rank: int, code: int) -> bool:
         """Whether the F `code` keeps its activations, if they fit."""
         return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
-
-    def may_drop(self, code: int) -> bool:
-        """Whether the F `code` may drop its activations, if they do not fit."""
-        first, microbatch = self.keeping.first, self.done[code]
-        return first is None or microbatch < first or microbatch >= self.num_microbatches - self.keeping.last
 
     def to_restore(self, rank: int) -> float:
         """The most that any R of `rank` will allocate for the microbatches that it has dropped."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from math import inf
 
 from megatron.zero_bubble.planner.codes import Order
-from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import EventLoop, PlannedOrders
 from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.rules import GapRule, Keeping
 
 
 def fill_weights(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 
 from megatron.zero_bubble.planner.codes import Order
-from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule, PlannedOrders
-from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.event_loop import EventLoop, PlannedOrders
+from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.rules import GapRule
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
@@ -30,18 +32,30 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
     """Every rank runs its first F, then F and B in turn, then the B that are left.
 
     The last rank begins with the F before the first one of its last chunk, as late as it can; each rank before it with
-    `slope` F more, which is 2 in Megatron.
+    `slope` F more, which is 2 in Megatron, as far as its memory has room for them.
     """
     orders = []
+    most = problem.num_microbatches * problem.placement.num_chunks
     for rank in range(problem.num_ranks):
         forwards, backwards = grouped_order(problem, rank, groups)
+        # A rank never waits for more F than the rank before it runs before its first B.
+        most = min(most, _most_forwards(problem, rank, forwards))
         before_last_chunk = (problem.placement.num_chunks - 1) * max(groups) + problem.num_delayed
         warmup = before_last_chunk + round(slope * (problem.num_ranks - 1 - rank))
+        warmup = min(warmup, most - 1)
         order = forwards[:warmup]
         for number, backward in enumerate(backwards):
             order += [*forwards[warmup + number : warmup + number + 1], backward]
         orders.append(order)
     return orders
+
+
+def _most_forwards(problem: Problem, rank: int, forwards: Order) -> int:
+    """How many F, the first in order, fit in the memory of a rank at once, if all drop their activations that can."""
+    footprints = [problem.footprints[stage] for stage in forwards]
+    room = problem.limits[rank] - problem.recomputes * max(footprint.restored for footprint in footprints)
+    held = accumulate(each.dropped if problem.recomputes else each.whole for each in footprints)
+    return max(1, sum(amount <= room + tolerance(room) for amount in held))
 
 
 @dataclass(frozen=True)
@@ -50,14 +64,10 @@ class GroupPolicy:
 
     groups: tuple[int, ...]
     """The sizes of the groups in which microbatches pass through the chunks; F keeps their order on every rank."""
-    leads: tuple[int, ...] | None = None
-    """Rank -> how many F it may be ahead of its B, in all chunks together; None: as many as memory allows."""
     weights: GapRule = GapRule.BALANCED
     """Whether W fills a gap that is too short for it."""
     forwards: GapRule = GapRule.ALWAYS
     """Whether F fills a gap that is too short for it."""
-    orders_backwards: bool = False
-    """Whether B keeps the order of the groups, too, or any B runs that has its gradient."""
 
 
 def plan_in_groups(problem: Problem, policy: GroupPolicy) -> PlannedOrders | None:
@@ -70,8 +80,6 @@ class _InGroups(EventLoop):
         super().__init__(problem)
         assert not problem.recomputes, "R has no place among these rules"
         self.policy = policy
-        num_ops = problem.num_microbatches * problem.placement.num_chunks
-        self.leads = policy.leads or (num_ops,) * problem.num_ranks
         self.forwards: list[deque[int]] = []
         self.backwards: list[deque[int]] = []
         """Rank -> the B that it has not run, in the order of the groups."""
@@ -87,7 +95,7 @@ class _InGroups(EventLoop):
             backwards.remove(b)
             return b, now
         f_ready = inf
-        if forwards and len(backwards) - len(forwards) < self.leads[rank]:
+        if forwards:
             f_ready = self.next_arrival(forwards[0], now)
             if f_ready < inf and not self.has_room(rank, forwards[0]):
                 if weights:
@@ -105,8 +113,6 @@ class _InGroups(EventLoop):
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
         """The B to run next and when its gradient is there: of those that are there now the first in order."""
         backwards = self.backwards[rank]
-        if self.policy.orders_backwards:
-            return (backwards[0], self.next_arrival(backwards[0], now)) if backwards else (-1, inf)
         there, soonest = [], inf
         for stage in self.problem.stages_of[rank]:
             arrival = self.next_arrival(self.num_stages + stage, now)

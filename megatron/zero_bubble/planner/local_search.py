@@ -140,13 +140,13 @@ class _LocalSearch:
 
     def _promising(self) -> list[_Move]:
         """The moves by their estimated cost; an operation that has to stay moves only if that gives the best plan."""
-        found = []
+        estimated = []
         for move in self._moves():
             cost = self.graph.longest_through(move.rank, min(move.source, move.target), self._part(move))
             stays = self.stays.get(self.graph.lanes[move.rank][move.source], 0) >= self.num_moves
             if not stays or cost < self.best.cost - tolerance(self.best.cost):
-                found.append((cost, move))
-        return [move for _, move in sorted(found)]
+                estimated.append((cost, move))
+        return [move for _, move in sorted(estimated)]
 
     def _moves(self) -> Iterator[_Move]:
         for stretch in self.graph.critical_stretches():

@@ -26,15 +26,15 @@ def megatrons_layout(
     return Layout(placement, spread_layers(num_layers, placement.num_stages), recompute)
 
 
-def on_megatrons_split(request: PlanRequest, found: Plan) -> tuple[Plan, ...]:
+def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
     """The plans of the usual layout with the schedule of the request and with megatron-core's own, where they fit.
 
     Args:
-        found: the result of the search for the request, whose plan of the usual layout is taken if it has one.
+        chosen: the result of the search for the request, whose plan of the usual layout is taken if it has one.
     """
     usual = request.usual
     assert usual is not None
-    plans = [plan for plan in (found, *found.others) if plan.layout == usual]
+    plans = [plan for plan in (chosen, *chosen.others) if plan.layout == usual]
     with suppress(ScheduleError):
         plans = plans or [with_slowdown(plan_layout(request, usual))]
     with suppress(ScheduleError):

@@ -100,9 +100,9 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
     program.begin_with(timeline)
     orders, proven = program.solve(time_limit, bound)
     bound = max(bound, proven)
-    found = replace(best.schedule, ops=orders) if orders is not None else best.schedule
-    cost = simulate(found, costs, overlap_communication=overlap_communication).cost
-    return Solution(found, cost, bound) if cost < best.cost else Solution(best.schedule, best.cost, bound)
+    improved = replace(best.schedule, ops=orders) if orders is not None else best.schedule
+    cost = simulate(improved, costs, overlap_communication=overlap_communication).cost
+    return Solution(improved, cost, bound) if cost < best.cost else Solution(best.schedule, best.cost, bound)
 
 
 class _Program:

@@ -8,9 +8,10 @@ from heapq import heappush
 from itertools import islice, product
 from math import inf
 
-from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule
+from megatron.zero_bubble.planner.event_loop import EventLoop
 from megatron.zero_bubble.planner.portfolio import best_of, fits
 from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.rules import GapRule
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_pairs

@@ -203,8 +203,8 @@ def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list
         for changed in moves_from(balance, partition, range(len(partition)))
         if balance.estimate(changed) <= time * tolerance
     }
-    found = [each for each, order in orders.items() if order[0] <= excess and order[1] <= time * tolerance]
-    return sorted(found, key=orders.__getitem__)
+    near = [each for each, order in orders.items() if order[0] <= excess and order[1] <= time * tolerance]
+    return sorted(near, key=orders.__getitem__)
 
 
 def _is_less(one: Sequence[float], other: Sequence[float]) -> bool:

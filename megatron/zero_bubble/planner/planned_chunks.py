@@ -1,31 +1,48 @@
-"""Plans several chunks a rank from their costs, at any memory limit; in groups of microbatches, as Megatron's."""
+"""Plans one chunk a rank, or several that are interleaved, from their costs and at any memory limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import inf
+from statistics import median
 
-from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
 from megatron.zero_bubble.planner.grouped import GroupPolicy, alternating_orders, even_groups
 from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits, with_shards
 from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.generators.gpipe import gpipe
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_zb
+from megatron.zero_bubble.schedule.generators.one_f_one_b import one_f_one_b
+from megatron.zero_bubble.schedule.generators.zb_h1 import zb_h1
+from megatron.zero_bubble.schedule.generators.zb_h2 import zb_h2
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
-SLOPES = (2, 1, 1.5, 0.75, 1.25)
-"""How many F more than the next rank a rank begins with; 2 is Megatron's."""
+SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
+"""The schedules of one chunk a rank that need no costs."""
+ALL_RULES = (GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER)
+"""Rules for gaps that are too short for a W, the most promising first."""
+RULES = (
+    (GapRule.BALANCED, GapRule.ALWAYS),
+    (GapRule.BALANCED, GapRule.BALANCED),
+    (GapRule.NEVER, GapRule.BALANCED),
+    (GapRule.NEVER, GapRule.NEVER),
+)
+"""Rules for gaps that are too short for a W, and for an F."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
 
 
-def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Schedule:
-    """The best of the plan and of the named interleaved schedules that fit.
+def best_in_groups(name: str, group_size: int | None, problem: Problem) -> Schedule:
+    """The best of the plan and of the named schedules of the placement that fit.
 
+    The planner knows B and W as two operations, and reserves the memory that B adds from F on, or from R on. Where a
+    rank ends with a gradient that it sends, or B adds memory, a schedule that fuses them may be better.
     Where iterations do not interlock, the best one has the shortest makespan, and not the shortest span.
     With a `group_size` the forwards of every rank are in the order of such groups, if that fits; otherwise the sizes of
     groups are planned, too.
@@ -38,15 +55,17 @@ def best_interleaved(name: str, group_size: int | None, problem: Problem) -> Sch
 
 
 def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Schedule]:
-    """The plan and the named schedules, as far as they fit; `group_size` as in `best_interleaved`."""
+    """The plan and the named schedules, as far as they fit; `group_size` as in `best_in_groups`."""
     candidates, shortest = [], inf
     if problem.is_feasible:
         portfolio = plan_chunks(problem, group_size)
         candidates, shortest = portfolio.schedules(name, problem), portfolio.cost
-        is_best = not problem.varies and portfolio.cost <= problem.bound * (1 + 1e-9)
+        is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
         if candidates and (problem.leaves_out_named or is_best):
             return candidates
     others = list(_named(problem, group_size))
+    if problem.recompute is Recompute.FULL:
+        others = [with_recomputation(schedule) for schedule in others]
     if problem.has_shards:
         others = list(with_shards(others, problem, shortest))
     if problem.recompute is Recompute.FULL:
@@ -55,24 +74,17 @@ def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Sch
 
 
 def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
-    """The interleaved schedules that need no costs, if megatron-core has them for so many microbatches."""
-    for generator in (interleaved_zb, interleaved_1f1b):
-        try:
-            schedule = generator(
-                problem.num_ranks,
-                problem.num_microbatches,
-                num_chunks=problem.placement.num_chunks,
-                group_size=group_size,
-            )
-        except ScheduleError:
-            return
-        if problem.recompute is Recompute.FULL:
-            schedule = with_recomputation(schedule)
-        yield schedule
+    """The schedules of the placement that need no costs; interleaved ones as far as megatron-core has them."""
+    p, m, chunks = problem.num_ranks, problem.num_microbatches, problem.placement.num_chunks
+    for generator in SIMPLE if chunks == 1 else ():
+        yield generator(p, m)
+    with suppress(ScheduleError):
+        for interleaved in (interleaved_zb, interleaved_1f1b) if chunks > 1 else ():
+            yield interleaved(p, m, num_chunks=chunks, group_size=group_size)
 
 
-def plan_chunks(problem: Problem, group_size: int | None) -> Portfolio:
-    """The best plans found, within feasible limits; `group_size` as in `best_interleaved`."""
+def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
+    """The best plans found, within feasible limits; `group_size` as in `best_in_groups`."""
     portfolio = Portfolio(problem, budget_of(problem))
     if group_size is None:
         _try(portfolio, problem, _choices_of_groups(problem))
@@ -94,6 +106,8 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
     than that takes, the best groups are found to be about as large as three quarters of what is held.
     """
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
+    if v == 1:
+        return [(m,)]
     wholes = [footprint.whole for footprint in problem.footprints]
     held = min(
         limit / max(1e-9 * limit, whole)
@@ -110,48 +124,50 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
 def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
     """Try plans with these groups, the most promising first."""
     if problem.recomputes:
-        _try_recomputing(portfolio, problem, choices)
+        for groups in choices[:3]:
+            _try_alternating(portfolio, problem, groups, ALL_RULES)
+        if problem.recompute is Recompute.PLANNED:
+            if problem.budget > 0:
+                portfolio.fit(problem, lambda larger: plan_chunks(larger).plans)
+            portfolio.drop_into_idle_time(problem)
         return
     tried = [(portfolio.grouped(problem, GroupPolicy(choices[0])), choices[0])]
     usual = even_groups(problem.num_microbatches, problem.num_ranks)
-    _try_alternating(portfolio, problem, usual if usual in choices else choices[0], SLOPES[:2])
+    if _filling_slope(problem) >= 1:  # with less memory ranks do not take turns in strict order
+        _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
     enough = portfolio.budget // 2
     for groups in choices[1:]:
         if portfolio.finished or portfolio.budget < enough:
             break
         tried.append((portfolio.grouped(problem, GroupPolicy(groups)), groups))
     for _, groups in sorted(tried)[:2]:
-        _try_rules(portfolio, problem, groups)
-        _try_alternating(portfolio, problem, groups, SLOPES)
+        for weights, forwards in RULES:
+            if not portfolio.finished:
+                portfolio.grouped(problem, GroupPolicy(groups, weights, forwards))
+        _try_alternating(portfolio, problem, groups, ALL_RULES)
 
 
-def _try_rules(portfolio: Portfolio, problem: Problem, groups: Groups) -> None:
-    p = problem.num_ranks
-    before_last_chunk = (problem.placement.num_chunks - 1) * max(groups)
-    leads = [None, *(tuple(before_last_chunk + 1 + round(slope * (p - 1 - r)) for r in range(p)) for slope in (2, 1))]
-    rules = product(leads, (False, True), (GapRule.BALANCED, GapRule.NEVER), (GapRule.ALWAYS, GapRule.BALANCED))
-    for lead, orders_backwards, weights, forwards in rules:
-        if not portfolio.finished:
-            portfolio.grouped(problem, GroupPolicy(groups, lead, weights, forwards, orders_backwards))
+def _slopes(problem: Problem) -> tuple[float, ...]:
+    """How many F more than the next rank a rank begins with, from the most promising on.
+
+    With 2, which is Megatron's, a rank has F until its first B if F = B. Another one is that for the costs and their
+    messages, and another one fills the memory of rank 0.
+    """
+    size = problem.num_stages
+    f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])
+    until_b = (f + b + 2 * median(problem.message or (0,))) / f
+    filling = min(_filling_slope(problem), 2 * until_b)
+    return tuple(dict.fromkeys((2, 1, until_b, filling, 1.5, 0.75, 1.25)))
 
 
-def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, slopes: Sequence[float]) -> None:
-    for slope, rule, keeping in product(slopes, GapRule, Keeping.choices(problem)):
+def _filling_slope(problem: Problem) -> float:
+    """How many F more than the next rank each rank can begin with, so that rank 0 fills its memory."""
+    chunks = problem.placement.num_chunks
+    each = sum(problem.footprints[stage].whole for stage in problem.stages_of[0]) / chunks
+    return (problem.limits[0] / each - 1) / max(1, problem.num_ranks - 1) if each > 0 else inf
+
+
+def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, rules: Sequence[GapRule]) -> None:
+    for rule, slope, keeping in product(rules, _slopes(problem), Keeping.choices(problem)):
         if not portfolio.finished:
             portfolio.fill(problem, alternating_orders(problem, groups, slope), rule, keeping=keeping)
-
-
-def _try_recomputing(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
-    """Try the orders of plans without R apart, and F and B in turn."""
-    for other in (problem.recomputing_in_backward(), problem.keeping_everything()):
-        without = Portfolio(other, problem.budget // 3)
-        if other.is_feasible and not portfolio.finished:
-            _try(without, other, choices)
-        if without.plans:
-            orders = problem.f_and_b(without.best.orders)
-            for rule, defers in product(GapRule, (False, True)):
-                portfolio.fill(problem, orders, rule, keeping=Keeping(defers))
-    for groups in choices[:3]:
-        _try_alternating(portfolio, problem, groups, SLOPES)
-    if problem.recompute is Recompute.PLANNED:
-        portfolio.drop_into_idle_time(problem)

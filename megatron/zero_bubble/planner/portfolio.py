@@ -8,14 +8,15 @@ from itertools import pairwise, product
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.critical_paths import run_in_order
-from megatron.zero_bubble.planner.event_loop import KEEPS_WHAT_FITS, GapRule, Keeping, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import PlannedOrders
 from megatron.zero_bubble.planner.expected_time import slowdown
 from megatron.zero_bubble.planner.fill import fill_weights
-from megatron.zero_bubble.planner.greedy import Policy, list_schedule
+from megatron.zero_bubble.planner.fitting import dropped_to_fit
 from megatron.zero_bubble.planner.grouped import GroupPolicy, plan_in_groups
 from megatron.zero_bubble.planner.local_search import improve
 from megatron.zero_bubble.planner.preference import Preference, plan_by_preference
 from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
@@ -23,13 +24,13 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, num_recompute
 from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
 from megatron.zero_bubble.schedule.simulate import simulate
 
-GREEDY_WEIGHT = 3
-"""How much longer `list_schedule` and `plan_in_groups` take for an operation than `fill_weights`."""
+GROUPED_WEIGHT = 3
+"""How much longer `plan_in_groups` takes for an operation than `fill_weights`."""
 PREFERENCE_WEIGHT = 2
 """How much longer `plan_by_preference` takes for an operation."""
 NUM_PLANS = 3
 """How many of the best plans are kept to be improved."""
-PARTS = 3
+PARTS = 2
 """Number of parts of the budget where recomputation is planned."""
 LEAST_CANDIDATES = 12
 """Candidates to try however large the schedule is."""
@@ -37,6 +38,8 @@ QUICK_CANDIDATES = 5
 """The same where there is no budget."""
 INSERTED = 8
 """The part of a budget with which a plan without shards is made, into whose order they are inserted."""
+LARGER_LIMITS = (1.1, 1.4, 1.7)
+"""How much more memory a plan takes that keeps everything, of which something is then dropped to make it fit."""
 IMPROVING = 0.5
 """Operations to plan while the best plans are improved, where those of all candidates together are 1."""
 
@@ -111,13 +114,9 @@ class Portfolio:
         """Try an order of F and B; its cost, infinity if it does not work."""
         return self._take(fill_weights(problem, orders, rule, target, keeping), problem.num_ops)
 
-    def greedy(self, problem: Problem, policy: Policy) -> float:
-        """Try a policy; its cost, infinity if it does not work."""
-        return self._take(list_schedule(problem, policy), GREEDY_WEIGHT * problem.num_ops)
-
     def grouped(self, problem: Problem, policy: GroupPolicy) -> float:
         """Try a policy for several chunks a rank; its cost, infinity if it does not work."""
-        return self._take(plan_in_groups(problem, policy), GREEDY_WEIGHT * problem.num_ops)
+        return self._take(plan_in_groups(problem, policy), GROUPED_WEIGHT * problem.num_ops)
 
     def prefer(self, problem: Problem, preference: Preference) -> None:
         """Try priorities of the ranks of a V."""
@@ -152,33 +151,44 @@ class Portfolio:
                     [inserted] = with_vocabulary(schedule, problem.costs, [delay])
                     self.in_order(problem, problem.orders(inserted))
 
+    def fit(self, problem: Problem, search: Callable[[Problem], Sequence[PlannedOrders]]) -> None:
+        """Try the plans of `search` that keep everything in more memory, with as many activations dropped as fit."""
+        for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
+            limits = tuple(factor * limit for limit in problem.limits)
+            larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
+            if larger.is_feasible:
+                for plan in search(larger):
+                    orders = dropped_to_fit(problem, plan)
+                    if orders is not None:
+                        self.in_order(problem, orders)
+
     def drop_into_idle_time(self, problem: Problem) -> None:
         """Drop, in the best plan, the activations that R can restore while a rank idles, so that others are kept."""
         drops: frozenset[tuple[int, int]] = frozenset()
         while self.plans and not self.finished:
             before = self.cost
-            found = drops | _restored_for_nothing(problem, self.best)
-            orders = problem.f_and_b(self.best.orders)
+            more_drops = drops | _restored_for_nothing(problem, self.best)
+            orders = problem.codes.f_and_b(self.best.orders)
             for rule, defers in product((GapRule.BALANCED, GapRule.ALWAYS), (False, True)):
-                self.fill(problem, orders, rule, keeping=Keeping(defers, found))
-            if found == drops or self.cost >= before * (1 - 1e-9):
+                self.fill(problem, orders, rule, keeping=Keeping(defers, more_drops))
+            if more_drops == drops or self.cost >= before * (1 - 1e-9):
                 return
-            drops = found
+            drops = more_drops
 
 
 def _restored_for_nothing(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
     """(stage, microbatch) of everything that is kept though its rank idles long enough before its B for an R."""
     schedule = problem.schedule("planned", plan.orders)
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
-    found = set()
+    idle = set()
     for rank, lane in enumerate(timeline.lanes):
         for before, timed in pairwise(lane):
             stage = problem.placement.stage_of(rank, timed.op.chunk)
             is_kept = timed.op._replace(kind=OpKind.R) not in schedule.op_sets[rank]
-            idle = timed.start - before.end
-            if timed.op.kind is OpKind.B and is_kept and idle > 0 and idle >= problem.costs.time_r[stage]:
-                found.add((stage, timed.op.microbatch))
-    return frozenset(found)
+            gap = timed.start - before.end
+            if timed.op.kind is OpKind.B and is_kept and gap > 0 and gap >= problem.costs.time_r[stage]:
+                idle.add((stage, timed.op.microbatch))
+    return frozenset(idle)
 
 
 def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from megatron.zero_bubble.planner.event_loop import EventLoop, GapRule, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import EventLoop, PlannedOrders
 from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.rules import GapRule
 
 
 @dataclass(frozen=True)

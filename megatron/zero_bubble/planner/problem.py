@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -266,8 +266,8 @@ class Problem:
         if self.recompute is Recompute.FULL:
             return known
         if self.takes_makespan:
-            ways = accumulate(map(add, self.latency, self.message), initial=0.0)
-            return max(known, *map(add, self.work, ways))
+            earliest = accumulate(map(add, self.latency, self.message), initial=0.0)
+            return max(known, *map(add, self.work, earliest))
         firsts = (self.receiving[stages[0]] for stages in self.stages_of)
         return max(known, *(work - first for work, first in zip(self.work, firsts, strict=True)))
 
@@ -320,26 +320,10 @@ class Problem:
         what = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(self.codes.end)]
         what[self.codes.loss] = (OpKind.L, 0)
         ranks = (
-            tuple(Op(what[code][0], microbatch, what[code][1]) for code, microbatch in self.microbatches(order))
+            tuple(Op(what[code][0], microbatch, what[code][1]) for code, microbatch in self.codes.microbatches(order))
             for order in orders
         )
         return Schedule(name, self.placement, self.num_microbatches, tuple(ranks))
-
-    def microbatches(self, order: Order) -> Iterator[tuple[int, int]]:
-        """(code, microbatch) of every operation of an order."""
-        codes = self.codes
-        counts = [0] * codes.end
-        dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
-        """Stage -> the microbatches that are dropped and have had no R yet."""
-        for code in order:
-            if codes.r <= code < codes.drop:
-                yield code, dropped[code - codes.r].pop(0)
-                continue
-            kept = code - codes.drop if codes.drop <= code < codes.e else code
-            if kept != code:
-                dropped[kept].append(counts[kept])
-            yield code, counts[kept]
-            counts[kept] += 1
 
     def orders(self, schedule: Schedule) -> list[Order]:
         """A schedule without communication as orders; both gradients in one operation become B and W."""
@@ -366,12 +350,6 @@ class Problem:
             for limit, stages in zip(self.limits, self.stages_of, strict=True)
         )
         return replace(self, costs=self.costs.with_vocabulary_in_weight_gradients(), limits=limits)
-
-    def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
-        """The F, all of which keep their activations, and the B of complete orders."""
-        codes = self.codes
-        kept = [[code - codes.drop if codes.drop <= code < codes.e else code for code in order] for order in orders]
-        return [[code for code in order if code < codes.w] for order in kept]
 
 
 def tolerance(amount: float) -> float:

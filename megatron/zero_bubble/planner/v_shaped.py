@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, product
-from operator import add, le
+from operator import add
 from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron.zero_bubble.planner.blocks import Block, eager_orders, published_blocks, random_block, repeated
-from megatron.zero_bubble.planner.event_loop import GapRule, Keeping
-from megatron.zero_bubble.planner.fitting import dropped_to_fit
 from megatron.zero_bubble.planner.portfolio import (
     IMPROVING,
     Portfolio,
@@ -29,6 +27,7 @@ from megatron.zero_bubble.planner.portfolio import (
 from megatron.zero_bubble.planner.preference import Preference
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import EFFORT, PlanRequest, with_room_for_shards
+from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
@@ -57,8 +56,6 @@ NUM_VARIED = 8
 """How many of the best blocks are varied."""
 RULE_VARIES = 0.15
 """How often the rule for gaps is varied with the block."""
-LARGER_LIMITS = (1.1, 1.4, 1.7)
-"""How much more memory a plan takes that keeps everything, of which something is then dropped to make it fit."""
 
 
 def in_v(name: str, request: PlanRequest) -> Schedule:
@@ -86,17 +83,14 @@ def _room_for(num_held: float, placement: Placement, costs: StageCosts, recomput
 
 
 def best_in_v(name: str, problem: Problem) -> Schedule:
-    """The best plan within the limits, among them plans in the default memory of the other V schedules, if less."""
+    """The best plan within the limits."""
     problem.check_feasible()
     portfolio = _search(problem)
     candidates = portfolio.schedules(name, problem)
-    rooms = [room for room in _other_rooms(problem) if room.bound < portfolio.cost]
-    for room in rooms:
-        candidates += _search(room).schedules(name, room)
     if max(problem.costs.memory_b) > 0 and not problem.recomputes:
         # The planner reserves the memory that B adds from F on, and so fits few microbatches: fusing W may be better.
-        together = (_back_to_back(name, room) for room in (problem, *rooms))
-        candidates += (schedule for schedule in together if schedule is not None)
+        together = _back_to_back(name, problem)
+        candidates += [] if together is None else [together]
     if problem.recompute is Recompute.FULL:
         inside = problem.recomputing_in_backward()
         if inside.is_feasible:
@@ -105,20 +99,9 @@ def best_in_v(name: str, problem: Problem) -> Schedule:
     return best_of(candidates, problem) if len(candidates) > 1 else candidates[0]
 
 
-def _other_rooms(problem: Problem) -> Iterator[Problem]:
-    """The problem in the memory that ZB-V, V-Half and V-Min have by default, where that is less and enough."""
-    for num_held in NUM_HELD.values() if problem.budget > 0 else ():
-        limits = _room_for(num_held(problem.num_ranks), problem.placement, problem.costs, problem.recompute)
-        room = replace(problem, limits=limits, budget=problem.budget // 2)
-        is_less = all(map(le, room.limits, problem.limits)) and room.limits != problem.limits
-        if is_less and room.is_feasible:
-            yield room
-
-
 def _search(problem: Problem) -> Portfolio:
     portfolio = Portfolio(problem, budget_of(problem))
-    keepings = _keepings(problem)
-    rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), keepings))
+    rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), Keeping.choices(problem)))
     tried: list[_Tried] = []
     for block in _blocks(problem):
         for rule, keeping in rules:
@@ -136,7 +119,7 @@ def _search(problem: Problem) -> Portfolio:
         _vary(portfolio, problem, tried)
     if problem.recompute is Recompute.PLANNED:
         portfolio.drop_into_idle_time(problem)
-        _try_dropping(portfolio, problem)
+        portfolio.fit(problem, lambda larger: _search(larger).plans)
     if problem.has_shards and problem.budget > 0:
         portfolio.insert_shards(problem, lambda without: _search(without).best)
     if problem.budget > 0:
@@ -171,36 +154,12 @@ def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> No
             best = sorted([*best, _Tried(cost, block, rule, keeping)], key=lambda one: one.cost)[:NUM_VARIED]
 
 
-def _try_dropping(portfolio: Portfolio, problem: Problem) -> None:
-    """Try the plans that keep everything in more memory, with as many activations dropped as it takes to fit."""
-    for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
-        limits = tuple(factor * limit for limit in problem.limits)
-        larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
-        if larger.is_feasible:
-            for plan in _search(larger).plans:
-                orders = dropped_to_fit(problem, plan)
-                if orders is not None:
-                    portfolio.in_order(problem, orders)
-
-
 def _preferences(problem: Problem) -> Iterator[Preference]:
     most = 2 * _num_held(problem)
     for share, slope in LEADS:
         leads = tuple(max(1, round(most * share - slope * rank)) for rank in range(problem.num_ranks))
         for kinds in PREFERENCES:
             yield Preference(kinds, leads)
-
-
-def _keepings(problem: Problem) -> list[Keeping]:
-    """Activations to drop: those of chunk 0 are held longest, so that dropping them frees most."""
-    if not problem.recomputes:
-        return [Keeping()]
-    dropped: list[frozenset[tuple[int, int]]] = [frozenset()]
-    if problem.recompute is Recompute.PLANNED:
-        for every in (1, 2):
-            microbatches = range(0, problem.num_microbatches, every)
-            dropped.append(frozenset(product(range(problem.num_ranks), microbatches)))
-    return [Keeping(defers, drops) for drops in dropped for defers in (False, True)]
 
 
 def _back_to_back(name: str, problem: Problem) -> Schedule | None:
@@ -238,15 +197,15 @@ def _added(placement: Placement, costs: StageCosts, rank: int) -> list[float]:
 
 def _num_held(problem: Problem) -> float:
     """How many microbatches every rank can hold on both of its chunks, if all are dropped that can be."""
-    found: list[float] = []
+    fitting: list[float] = []
     for rank, limit in enumerate(problem.limits):
         each, once = _whole(problem.placement, problem.costs, rank), 0.0
         if problem.recomputes:
             footprints = [problem.footprints[stage] for stage in problem.stages_of[rank]]
             each, once = sum(one.dropped for one in footprints), max(one.restored for one in footprints)
         if each > 0:
-            found.append((limit - once) / each)
-    return min(found, default=problem.num_ranks)
+            fitting.append((limit - once) / each)
+    return min(fitting, default=problem.num_ranks)
 
 
 def _blocks(problem: Problem) -> Iterator[Block | None]:
@@ -255,10 +214,5 @@ def _blocks(problem: Problem) -> Iterator[Block | None]:
     if held >= p:
         yield None
     yield from published_blocks(problem, held)
-    if problem.recomputes:
-        # The more it holds, the more of it is dropped, or the less room there is for W's.
-        for less in (2 * p, p, p / 2 + 1):
-            if less < held:
-                yield from published_blocks(problem, less)
     if held < p:
         yield None

@@ -84,7 +84,7 @@ def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
 
     Validation, copies and streams are left out where no rank waits for them.
     """
-    found = bubbles(timeline)
+    of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
     if not timeline.schedule.has_post_validation:
         del words["waiting_for_validation"]
@@ -92,7 +92,7 @@ def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
         del words["waiting_for_copy"]
     if timeline.hardware_queues is None:
         del words["streams"]
-    return {word: tuple(getattr(bubble, name) for bubble in found) for name, word in words.items()}
+    return {word: tuple(getattr(bubble, name) for bubble in of_ranks) for name, word in words.items()}
 
 
 def _bubble(timeline: Timeline, where: _Positions, rank: int, begin: float, end: float) -> Bubble:

@@ -122,27 +122,22 @@ class StageCosts:
         memory_w: float = -0.5,
         time_r: float = 0,
         memory_r: float = 0,
-        all_to_all_f: float = 0,
-        all_to_all_b: float = 0,
+        **others: float,
     ) -> StageCosts:
-        """The same costs on every stage."""
-
-        def repeat(value: float) -> tuple[float, ...]:
-            return (value,) * num_stages
-
-        return cls(
-            time_f=repeat(time_f),
-            time_b=repeat(time_b),
-            time_w=repeat(time_w),
-            time_comm=(time_comm,) * (num_stages - 1),
-            memory_f=repeat(memory_f),
-            memory_b=repeat(memory_b),
-            memory_w=repeat(memory_w),
-            time_r=repeat(time_r),
-            memory_r=repeat(memory_r),
-            all_to_all_f=repeat(all_to_all_f),
-            all_to_all_b=repeat(all_to_all_b),
-        )
+        """The same costs on every stage. `others` are fields of `OPTIONAL`."""
+        costs = {
+            "time_f": time_f,
+            "time_b": time_b,
+            "time_w": time_w,
+            "memory_f": memory_f,
+            "memory_b": memory_b,
+            "memory_w": memory_w,
+            "time_r": time_r,
+            "memory_r": memory_r,
+            **others,
+        }
+        every = {name: (cost,) * num_stages for name, cost in costs.items()}
+        return cls(time_comm=(time_comm,) * (num_stages - 1), **every)
 
     @property
     def num_stages(self) -> int:
