@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 import megatron.zero_bubble as zb
 from megatron.zero_bubble.planner.microbatch_order import MicrobatchOrder
-from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.planner.step_plan import StepPlan
+from megatron.zero_bubble.planner.step_plan import StepPlan, StepProblem
 from tests.ranks import be_rank
 from tests.trainings import process_group
 
@@ -164,12 +163,10 @@ def lengths_loop(*, rotates: bool = False) -> Numbers:
     Args:
         rotates: whether the data already comes in that order.
     """
-    from megatron.zero_bubble.runtime import step_planner
-
     count = 5
 
-    def given(plan: RunSchedules, costs: Any, **rest: Any) -> StepPlan:
-        return StepPlan(0, plan.schedule(count), MicrobatchOrder(rotated(count), 1.0, 2.0))
+    def given(problem: StepProblem) -> StepPlan:
+        return StepPlan(0, problem.rules.plan.schedule(count), MicrobatchOrder(rotated(count), 1.0, 2.0))
 
     def steps() -> Iterator[tuple[list[torch.Tensor], tuple[int, ...]]]:
         for step in range(5):
@@ -178,7 +175,7 @@ def lengths_loop(*, rotates: bool = False) -> Numbers:
                 order = rotated(count)
             yield [batches[number] for number in order], order
 
-    with mock.patch.object(step_planner, "plan_step", given):
+    with mock.patch.object(StepProblem, "solve", given):
         return train_steps(steps())
 
 
