@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -108,10 +109,15 @@ def bridge_loop(num_steps: int = 3) -> Numbers:
     return [*numbers, digest_of(model)]
 
 
-def verl_loop(num_steps: int = 3) -> Numbers:
-    """As verl: an actor is trained on microbatches of varied lengths and number, a reference model only evaluated."""
+def verl_loop(steps: range = range(3)) -> Numbers:
+    """As verl: an actor is trained on microbatches of varied lengths and number, a reference model only evaluated.
+
+    Args:
+        steps: of which others than the first go on from the state that an earlier loop has saved.
+    """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     begin(1)
     config = configuration(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
@@ -120,8 +126,14 @@ def verl_loop(num_steps: int = 3) -> Numbers:
     reference = [chunk_of(reference_config, None)]
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), actor)
     config.finalize_model_grads_func = finalize_model_grads
-    numbers = []
-    for step in range(num_steps):
+    numbers, file = [], Path(f"verl.{dist.get_rank()}.pt")
+    if steps.start:
+        saved = torch.load(file, weights_only=False)
+        actor[0].load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["random"])
+        get_cuda_rng_tracker().set_states(saved["trackers"])
+    for step in steps:
         batches = microbatches(step, 3 + step, varied=True)
         for model, forward_only in ((reference, True), (actor, True), (actor, False)):
             optimizer.zero_grad()
@@ -130,6 +142,8 @@ def verl_loop(num_steps: int = 3) -> Numbers:
             numbers += losses_of(run_varied(batches, model, forward_only=forward_only))
         _, norm, _ = optimizer.step()
         numbers.append(float(norm).hex())
+    state = {"model": actor[0].state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**state, "random": torch.get_rng_state(), "trackers": get_cuda_rng_tracker().get_states()}, file)
     return [*numbers, digest_of(actor)]
 
 
@@ -235,6 +249,8 @@ LOOPS: dict[str, Callable[[], Numbers]] = {
     "simple": simple_loop,
     "bridge": bridge_loop,
     "verl": verl_loop,
+    "verl, stopped": partial(verl_loop, range(2)),
+    "verl, resumed": partial(verl_loop, range(2, 3)),
     "hybrid": hybrid_loop,
     "lengths": lengths_loop,
     "lengths, rotated": partial(lengths_loop, rotates=True),
@@ -366,6 +382,7 @@ def run_rank(
     import contextlib
 
     be_rank(rank, num_ranks)
+    os.chdir(folder)
     with process_group(rank, num_ranks, dist.TCPStore("localhost", port)), contextlib.ExitStack() as resources:
         from megatron.core import parallel_state
 
