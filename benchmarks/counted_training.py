@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -13,26 +12,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from benchmarks.held_states import held_state_bytes
 from megatron.zero_bubble.cli.output import table
-from megatron.zero_bubble.mcore.held_states import held_state_bytes
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
-from megatron.zero_bubble.runtime.profiler import SavedTensorMeter
+from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
-from megatron.zero_bubble.session.features import check_shards
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
-from megatron.zero_bubble.trainer.defaults import with_vocabulary
-from megatron.zero_bubble.trainer.initialize import initialized
-from megatron.zero_bubble.trainer.layout import settle_layout
-from megatron.zero_bubble.trainer.pretrain import build_trainer, make_data_config
-from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
+from megatron.zero_bubble.trainer.pretrain import pretrain
 
 _HEADS = ("rank", "states (MiB)", "activations (MiB)", "in all (MiB)")
 
@@ -103,10 +97,11 @@ class CountedSession(Session):
         self._counted = CountedForwardBackward(self.job.plan, self.store, planning=self.job.planning)
         return self._counted
 
-    def held_bytes(self) -> tuple[int, int]:
-        """Bytes of this rank's states, and the peak of its activations in the last step."""
+    def close(self) -> None:
+        """Print the bytes of every rank's states, and the peak of its activations in the last step."""
         assert self._counted.meter is not None
-        return held_state_bytes(self._model, self._optimizer), self._counted.meter.peak
+        _print_peaks(held_state_bytes(self._model, self._optimizer), self._counted.meter.peak)
+        super().close()
 
 
 def train(flags: Sequence[str], prog: str) -> None:
@@ -120,16 +115,7 @@ def train(flags: Sequence[str], prog: str) -> None:
         raise ValueError("megatron-core's own schedule is not counted: give --zero-bubble-schedule 1f1b")
     if torch.cuda.is_available() or args.zero_bubble_post_validation:
         raise ValueError("memory is counted on CPUs and without --zero-bubble-post-validation")
-    data_config, tokenizer = make_data_config(args), load_tokenizer(args)
-    args = replace(with_vocabulary(args, tokenizer.vocab_size), eval_iters=0)
-    check_shards(job.flags, args.padded_vocab_size)
-    data_config.validate(tokenizer.vocab_size)
-    with initialized(args, job.first_placement), ExitStack() as resources:
-        session = CountedSession(job, prog)
-        args = settle_layout(args, session, data_config)
-        build_trainer(args, session, data_config, tokenizer, resources).train()
-        _print_peaks(*session.held_bytes())
-        session.close()
+    pretrain(replace(args, eval_iters=0), CountedSession(job, prog))
 
 
 def _print_peaks(held: int, peak: int) -> None:

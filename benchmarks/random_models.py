@@ -89,6 +89,7 @@ def random_request(seed: int, most_operations: int = 1_000_000) -> tuple[PlanReq
         usual=usual,
         recomputes=RECOMPUTES,
         vocabulary_parallel=None,
+        takes_makespan=True,
     )
     limit = generator.choice((1.0, generator.uniform(1, 2)))
     return replace(request, capacity=capacity_of_multiple(request, usual, limit)), limit

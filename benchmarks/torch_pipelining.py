@@ -17,7 +17,8 @@ from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.data import Batch, DataConfig, get_batch
+from megatron.zero_bubble.trainer.data import Batch, get_batch
+from megatron.zero_bubble.trainer.data_config import DataConfig
 
 
 def compute_linear_layers_in_aten(chunks: Sequence[torch.nn.Module]) -> None:

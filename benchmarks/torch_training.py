@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +18,7 @@ from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
-from megatron.zero_bubble.trainer.data import DataConfig
-from megatron.zero_bubble.trainer.defaults import with_vocabulary
-from megatron.zero_bubble.trainer.initialize import initialized
-from megatron.zero_bubble.trainer.pretrain import build_trainer, make_data_config
-from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
+from megatron.zero_bubble.trainer.pretrain import make_data_config, pretrain
 
 
 def train(name: str, flags: Sequence[str], prog: str) -> None:
@@ -34,28 +29,22 @@ def train(name: str, flags: Sequence[str], prog: str) -> None:
     """
     args, job = complete_and_check(parse_arguments(flags, prog), os.environ, torch.cuda.is_available())
     placement = _placement(name, args, job.placement.num_chunks)
-    data_config = make_data_config(args)
-    tokenizer = load_tokenizer(args)
-    args = replace(with_vocabulary(args, tokenizer.vocab_size), eval_iters=0)
-    data_config.validate(tokenizer.vocab_size)
-    job = replace(job, plan=None, placement=placement, planning=None)
-    with initialized(args, placement), ExitStack() as resources:
-        session = TorchSession(name, args, job, data_config, prog)
-        build_trainer(args, session, data_config, tokenizer, resources).train()
+    job = replace(job, plan=None, placement=placement, planning=None, is_layout_open=False)
+    pretrain(replace(args, eval_iters=0), TorchSession(name, args, job, prog))
 
 
 class TorchSession(Session):
     """Runs steps under the schedule `name` of torch.distributed.pipelining."""
 
-    def __init__(self, name: str, args: Arguments, job: JobSettings, data_config: DataConfig, prog: str) -> None:
+    def __init__(self, name: str, args: Arguments, job: JobSettings, prog: str) -> None:
         super().__init__(job, prog)
-        self._name, self._args, self._data_config = name, args, data_config
+        self._name, self._args = name, args
 
     def start(self, model: list[torch.nn.Module], *further: Any, **options: Any) -> None:
         compute_linear_layers_in_aten(model)
         super().start(model, *further, **options)
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        self.run = TorchForwardBackward(self._name, model, self.job.placement, rank, self._args, self._data_config)
+        rank, data_config = parallel_state.get_pipeline_model_parallel_rank(), make_data_config(self._args)
+        self.run = TorchForwardBackward(self._name, model, self.job.placement, rank, self._args, data_config)
         print_rank_0(f" > in its place: torch.distributed.pipelining's {self._name}")
 
 

@@ -230,7 +230,7 @@ class _Meter(TorchDispatchMode):
         return super().__enter__()
 
     def held_bytes(self) -> int:
-        from megatron.zero_bubble.mcore.held_states import held_state_bytes
+        from benchmarks.held_states import held_state_bytes
 
         return held_state_bytes(self._model, self._optimizer)
 

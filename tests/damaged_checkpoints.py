@@ -231,7 +231,7 @@ def main(root: Path, flags: list[str]) -> None:
     substitute_cuda()
     from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer.arguments import parse_arguments
-    from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress
+    from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState
     from megatron.zero_bubble.trainer.checks import complete_and_check
     from megatron.zero_bubble.trainer.defaults import with_vocabulary
     from megatron.zero_bubble.trainer.initialize import initialized
@@ -251,7 +251,7 @@ def main(root: Path, flags: list[str]) -> None:
 
         def checkpointer(load: Path | None = None) -> Checkpointer:
             folders = replace(args, save=str(good), load=None if load is None else str(load))
-            return Checkpointer(folders, progress, model, optimizer, scheduler)
+            return Checkpointer(folders, TrainingState(progress, model, optimizer, scheduler))
 
         optimizer.step()  # which makes its state
         tell("save", attempt(checkpointer().save))

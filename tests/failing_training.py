@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def raise_error() -> None:
@@ -24,6 +27,21 @@ def fill_disk() -> None:
     """Let writes fail as on a full disk, with an error and not with a signal, but let the log grow, which is short."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+
+def fill_host_memory() -> None:
+    from megatron.zero_bubble.runtime.copy_lane import ThreadLink
+
+    def no_tensor(link: ThreadLink, num_bytes: int) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    ThreadLink.host_tensor = no_tensor
+
+
+def die_in_a_copy() -> None:
+    from megatron.zero_bubble.runtime.copy_lane import ThreadLink
+
+    ThreadLink._copy = lambda link, pairs: signal.raise_signal(signal.SIGKILL)
 
 
 def write_for_ever() -> None:

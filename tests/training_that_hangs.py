@@ -21,6 +21,7 @@ def hang() -> None:
 
 def main() -> None:
     substitute_cuda()
+    from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer import forward_step
     from megatron.zero_bubble.trainer.arguments import parse_arguments
     from megatron.zero_bubble.trainer.checks import complete_and_check
@@ -36,7 +37,7 @@ def main() -> None:
     args, job = complete_and_check(parse_arguments(sys.argv[1:]), os.environ, has_cuda=False)
     if args.rank == args.world_size - 1:
         forward_step.get_batch = get_batch_or_hang
-    pretrain(args, job)
+    pretrain(args, Session(job, "pretrain_gpt.py"))
 
 
 if __name__ == "__main__":

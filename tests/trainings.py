@@ -123,6 +123,7 @@ def run_rank(
 
 def run_training(run: Run, flags: list[str], changes: list[Change]) -> None:
     from megatron.zero_bubble.session.reports import print_rank_0
+    from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer.arguments import parse_arguments
     from megatron.zero_bubble.trainer.checks import complete_and_check
     from megatron.zero_bubble.trainer.pretrain import pretrain
@@ -133,7 +134,7 @@ def run_training(run: Run, flags: list[str], changes: list[Change]) -> None:
     with counted_undos() as undone, contextlib.ExitStack() as changed:
         for change in changes:
             changed.enter_context(change.applied(run))
-        pretrain(args, job)
+        pretrain(args, Session(job, "pretrain_gpt.py"))
     counts = [0] * args.world_size
     dist.all_gather_object(counts, undone())
     print_rank_0(f"undone steps of each rank: {counts}")

@@ -126,8 +126,8 @@ megatron-core 0.16.
 |---|---|---|---|---|
 {rows}
 
-[Megatron's settings](megatron_settings.md) has every flag and field with its reason, and [what is tested](tested.md)
-says what each test compares.
+[Megatron's settings](megatron_settings.md) has the flags and fields that are refused or handled, with the reasons, and
+[what is tested](tested.md) says what each test compares.
 """
 
 

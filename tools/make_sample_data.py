@@ -17,13 +17,14 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
+import runpy
 import shutil
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -117,21 +118,17 @@ def train_tokenizer(file: Path, vocab_size: int, output: Path) -> None:
 
 
 def tokenise(folder: Path, workers: int) -> None:
-    """Tokenise the documents in `folder` to a .bin/.idx pair, as tools/preprocess_data.py does."""
-    with warnings.catch_warnings():
-        # megatron-core warns about missing GPU extensions at import. The import is inside this function so that a
-        # second call of the tool does not wait for it.
-        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-        from megatron.zero_bubble.trainer.preprocessing import EncodeSpec, EncodingProgress, preprocess
+    """Tokenise the documents in `folder` to a .bin/.idx pair with tools/preprocess_data.py.
 
-    spec = EncodeSpec("HuggingFaceTokenizer", str(folder / "tokenizer.json"), append_eod=True)
-    source = folder / "stdlib.jsonl"
-    with _bar("tokenising", source.stat().st_size) as bar:
-
-        def report(progress: EncodingProgress) -> None:
-            bar.update(progress.input_bytes - bar.n)
-
-        preprocess([str(source)], str(folder / "stdlib"), spec, workers, report)
+    Raises `ValueError` if that fails.
+    """
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer.json")]
+    files = ["--input", str(folder / "stdlib.jsonl"), "--output-prefix", str(folder / "stdlib"), "--append-eod"]
+    tool = runpy.run_path(str(Path(__file__).with_name("preprocess_data.py")))
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = tool["main"]([*files, *tokenizer, "--workers", str(workers)])
+    if status:
+        raise ValueError(f"preprocess_data.py ended with status {status}")
 
 
 def make_sample(output: Path, max_bytes: int, vocab_size: int, workers: int) -> bool:
@@ -206,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max-bytes", type=int, default=10_000_000, help="size of the text in bytes (default 10000000)"
     )
     parser.add_argument("--vocab-size", type=int, default=4096, help="number of tokens of the tokenizer (default 4096)")
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="processes that tokenise")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="threads that tokenise")
     arguments = parser.parse_args(argv)
     if arguments.vocab_size < 257 or arguments.workers < 1:
         parser.error("--vocab-size must be at least 257 (256 bytes and end of document), --workers at least 1")

@@ -210,13 +210,15 @@ _INTRODUCTION = """\
 # Megatron's settings
 
 <!-- python -m tools.megatron_settings page > docs/megatron_settings.md -->
-Every field of megatron-core's configuration classes and every flag of Megatron-LM's parser, from {first} to {last},
-and what it means for a zero-bubble schedule: under the launcher, and in a training loop of your own. The table is
-`megatron/zero_bubble/mcore/compatibility`; this page is made from it, refusals follow from it, and a test fails when a
-version has a setting that is not in it. A setting without a flag is written without dashes. Which flags the trainer of
-this project takes is on [another page](megatron_flags.md).
+The settings of megatron-core and Megatron-LM, from {first} to {last}, that a zero-bubble schedule refuses or handles:
+under the launcher, and in a training loop of your own. A setting that is not on this page works, or has no effect on a
+schedule. A setting without a flag is written without dashes. The trainer of this project takes [other
+flags](megatron_flags.md).
 
 {counts}
+
+A test fails when a version has a setting that `megatron/zero_bubble/mcore/compatibility` does not classify. That folder
+has the reason for every setting, and this page is made from it.
 
 A refused flag ends the job with one line before Megatron-LM prints its arguments. A field that a script sets elsewhere
 is refused when the model is built or when the schedule first runs.
@@ -233,14 +235,14 @@ def page(versions: Mapping[str, SettingNames]) -> str:
         counts="\n".join(["| settings | |", "|---|---|", *(f"| {counts[each]} | {each.value} |" for each in Effect)]),
     )
     parts = [introduction, "## Refused with every schedule\n", _refusals(WITH_EVERY_SCHEDULE, flags)]
-    parts += ["## Refused with a feature\n", "Without the feature these settings have the effect below.\n"]
+    parts += ["## Refused with a feature\n", "Without the feature these settings work.\n"]
     parts += [_refusals(WITH_FEATURES, flags)]
-    for effect in Effect:
-        groups = [group for group in GROUPS if group.effect is effect]
-        if groups:
-            rows = [f"| {group.title} | {group.reason} | {_names(group.names, flags)} |" for group in groups]
-            title = effect.value[0].upper() + effect.value[1:]
-            parts += [f"## {title}\n", "\n".join(["| | why | settings |", "|---|---|---|", *rows]) + "\n"]
+    handled = [
+        f"| {group.title} | {group.reason} | {_names(group.names, flags)} |"
+        for group in GROUPS
+        if group.effect is Effect.HANDLED
+    ]
+    parts += ["## Handled\n", "\n".join(["| | what is done | settings |", "|---|---|---|", *handled]) + "\n"]
     return "\n".join(parts)
 
 

@@ -12,7 +12,7 @@ from benchmarks.emulation.arguments import EmulationFlags
 from benchmarks.emulation.emulated_results import Result, make_job
 from benchmarks.emulation.ranks import Records, run_job
 from megatron.zero_bubble.cli.output import table
-from megatron.zero_bubble.cli.schedule.figures import figures_of_all
+from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_all
 from megatron.zero_bubble.schedule import Timeline, iteration_time, simulate, with_post_validation
 
 FILL = 2

@@ -118,14 +118,14 @@ class _InputNode(torch.autograd.Function):
         if times.is_last:
             emulation.compute(times.time_f)
             return torch.zeros(1, 1)
-        return emulation.produce(times.time_f, times.to_next)
+        return emulation.compute(times.time_f, *times.of_output)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if ctx.times.is_first:
             ctx.emulation.compute(ctx.times.time_b)
             return None, None, None, None
-        return ctx.emulation.produce(ctx.times.time_b, ctx.times.to_previous), None, None, None
+        return *ctx.emulation.compute(ctx.times.time_b, *ctx.times.of_gradient), None, None, None
 
 
 class _WeightNode(torch.autograd.Function):

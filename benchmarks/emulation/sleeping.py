@@ -77,24 +77,25 @@ class Emulation:
         self.first_start = float("inf")
         self.last_end = 0.0
 
-    def compute(self, milliseconds: float) -> None:
-        """Emulate an operation of `milliseconds` whose result stays on this rank."""
-        start = time.perf_counter()
-        self.first_start = min(self.first_start, start)
-        sleep_until(start + milliseconds / 1e3)
-        self.last_end = time.perf_counter()
+    def compute(self, milliseconds: float, *travels: float) -> list[torch.Tensor]:
+        """Emulate an operation of `milliseconds`.
 
-    def produce(self, milliseconds: float, travel: float) -> torch.Tensor:
-        """Emulate an operation of `milliseconds` and return its message, which takes at least `travel` milliseconds."""
+        Args:
+            travels: for each message that it sends, the milliseconds that this takes at least.
+
+        Returns:
+            The messages.
+        """
         start = time.perf_counter()
         self.first_start = min(self.first_start, start)
-        message = self.spec.empty()
+        messages = [self.spec.empty() for _ in travels]
         # Mapped before the sleep, without torch, because a sleep drops torch's code from the caches; training does not
-        header = _header_of(message)
+        headers = [_header_of(message) for message in messages]
         sleep_until(start + milliseconds / 1e3)
         self.last_end = time.perf_counter()
-        header[0], header[1] = self.last_end, self.last_end + travel / 1e3
-        return message
+        for header, travel in zip(headers, travels, strict=True):
+            header[0], header[1] = self.last_end, self.last_end + travel / 1e3
+        return messages
 
 
 def _header_of(message: torch.Tensor) -> ctypes.Array[ctypes.c_double]:
@@ -121,10 +122,10 @@ class StageTimes:
         """What F keeps if it drops nothing, what R restores of it, and what W needs."""
         self.offloaded = costs.memory_d[stage]
         """The part of what F keeps that can be copied to the host."""
-        self.to_next = 0.0 if self.is_last else _message_time(costs, placement, stage)
-        """Duration of a message with an activation."""
-        self.to_previous = 0.0 if self.is_first else _message_time(costs, placement, stage - 1)
-        """Duration of a message with a gradient."""
+        self.of_output = () if self.is_last else (_message_time(costs, placement, stage),)
+        """The duration of the message with the output; none on the last stage."""
+        self.of_gradient = () if self.is_first else (_message_time(costs, placement, stage - 1),)
+        """The duration of the message with the gradient of the input; none on the first stage."""
 
 
 def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
@@ -207,7 +208,7 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         self._keep_activations(microbatch, chunk)
         times = self._times[chunk][microbatch]
-        return self._output(times, times.time_f)
+        return (*self._emulation.compute(times.time_f, *times.of_output), self._loss)[0]
 
     def _keep_activations(self, microbatch: int, chunk: int) -> None:
         """Hold what a forward keeps."""
@@ -219,13 +220,6 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
             self._saved[chunk, microbatch] = SavedActivation(times.offloaded, float(microbatch))
         if drops:
             self._recomputation.put(partial(self._recompute, chunk, microbatch))
-
-    def _output(self, times: StageTimes, milliseconds: float) -> torch.Tensor:
-        """Emulate a forward of `milliseconds`, and return its output."""
-        if times.is_last:
-            self._emulation.compute(milliseconds)
-            return self._loss
-        return self._emulation.produce(milliseconds, times.to_next)
 
     def _recompute(self, chunk: int, microbatch: int) -> None:
         """Emulate R of a microbatch."""
@@ -245,7 +239,10 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
         if not self._store.is_deferring:
             for _ in range(self._num_parameters):
                 self._weight_grad(times.time_w / self._num_parameters, microbatch)
-        return self._end_backward(microbatch, chunk, times.time_b)
+        self._begin_backward(microbatch, chunk)
+        messages = self._emulation.compute(times.time_b, *times.of_gradient)
+        self._end_backward(microbatch, chunk)
+        return messages[0] if messages else None
 
     def forward_backward(
         self,
@@ -260,34 +257,35 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
         of_backward = self._times[backward.chunk][backward.microbatch]
         time_w = 0.0 if self._store.is_deferring else of_backward.time_w
         self._keep_activations(forward.microbatch, forward.chunk)
-        self._emulation.compute(time_of_pair(of_forward, of_backward, time_w))
-        output = self._output(of_forward, 0.0)
+        self._begin_backward(backward.microbatch, backward.chunk)
+        time_of_both = time_of_pair(of_forward, of_backward, time_w)
+        messages = self._emulation.compute(time_of_both, *of_forward.of_output, *of_backward.of_gradient)
+        output = self._loss if of_forward.is_last else messages.pop(0)
         if not self._store.is_deferring:
             for _ in range(self._num_parameters):
                 self._weight_grad(0.0, backward.microbatch)
-        return output, self._end_backward(backward.microbatch, backward.chunk, 0.0)
+        self._end_backward(backward.microbatch, backward.chunk)
+        return output, messages[0] if messages else None
 
-    def _end_backward(self, microbatch: int, chunk: int, milliseconds: float) -> torch.Tensor | None:
-        """Emulate B, or what is left of it."""
+    def _begin_backward(self, microbatch: int, chunk: int) -> None:
+        """Hold what W needs beyond the activations, which is there when B begins; the rest is released at its end."""
+        activations = self._activations[chunk, microbatch]
+        if self._store.is_deferring:
+            missing = self._times[chunk][microbatch].for_w - sum(held.amount for held in activations)
+            activations.append(self._emulation.memory.hold(max(0.0, missing)))
+
+    def _end_backward(self, microbatch: int, chunk: int) -> None:
+        """Release the activations but what W needs."""
         times, memory = self._times[chunk][microbatch], self._emulation.memory
         activations = self._activations.pop((chunk, microbatch))
         if self._offloads:
             self._saved.pop((chunk, microbatch)).check()
-        if self._store.is_deferring:
-            # What W needs beyond the activations is there when B begins, and the rest is released at its end.
-            activations.append(memory.hold(max(0.0, times.for_w - sum(held.amount for held in activations))))
-        if times.is_first:
-            self._emulation.compute(milliseconds)
-            input_grad = None
-        else:
-            input_grad = self._emulation.produce(milliseconds, times.to_previous)
         activations.clear()
         if self._store.is_deferring:
             for parameter in range(self._num_parameters):
                 held = memory.hold(times.for_w / self._num_parameters)
                 weight_grad = partial(self._weight_grad, times.time_w / self._num_parameters, microbatch, held)
                 self._store.put(weight_grad, parameter=parameter)
-        return input_grad
 
     def _weight_grad(self, milliseconds: float, microbatch: int, held: Held | None = None) -> None:
         """Emulate W of one parameter, which holds memory until it has run, and reduce it after the last microbatch."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.emulation.arguments import EmulationFlags
-from megatron.zero_bubble.cli.schedule.figures import figures_of_all
+from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_all
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import ScheduleError, Timeline, simulate
 from megatron.zero_bubble.schedule.errors import one_line

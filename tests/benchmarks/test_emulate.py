@@ -239,7 +239,7 @@ def test_a_message_is_held_back_until_its_time():
     network = InMemoryNetwork(2)
     emulation = Emulation(activation_bytes=64)
     assert emulation.spec.shape == (1, 8)
-    message = emulation.produce(milliseconds=1, travel=20)
+    (message,) = emulation.compute(1, 20)
     sent = float(message[0, 0])
     network.put(1, 0, message)
     link = EmulatedLink(network.communicator(0))

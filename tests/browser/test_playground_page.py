@@ -309,6 +309,21 @@ def test_a_damaged_link_says_so(playground: Playground):
     playground.page.wait_for_selector("#notice", state="hidden")
 
 
+def test_a_link_with_unknown_settings_shows_what_it_knows(playground: Playground):
+    page = playground.page
+    try:
+        page.goto(f"{playground.address}#pipeline-size=3&num-microbatches=6&xyz=1&a.schedule=zb-h1")
+        page.reload()
+        page.wait_for_selector("html[data-drawn]")
+        assert page.locator("#notice").inner_text() == (
+            "This link has settings that the page does not know and leaves out: xyz."
+        )
+        assert page.locator(".message:visible").count() == 0
+    finally:
+        page.goto("about:blank")
+        playground.open()
+
+
 @pytest.mark.parametrize("width", [1400, 1440, 900])
 def test_the_buttons_of_a_schedule_stand_in_one_row(playground: Playground, width: int):
     """However many fields the schedule has."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.experts import OVERLAP
 from tests.launch import DEEPSEEK_V3, TINY_GPT
 from tests.trainings import Trainings
 
@@ -20,7 +21,6 @@ FLAGS = (
     *(*TINY_GPT, *DEEPSEEK_V3, "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"),
     *("--global-batch-size", "16", "--train-iters", "6", "--clip-grad", "0.3"),
 )
-OVERLAP = "--overlap-moe-expert-parallel-comm"
 PROFILED = ("--zero-bubble", "--zero-bubble-profile-iters", "2", "3")
 
 

@@ -32,7 +32,7 @@ from megatron.zero_bubble.cli.check.matrix import write_corpus
 from megatron.zero_bubble.runtime.processes import tie_children
 from megatron.zero_bubble.trainer.output_folders import LOCK, lock_folder
 from tests.changes import AtReducedGradients, Change, Run
-from tests.failing_training import command, fill_disk, raise_error, write_for_ever
+from tests.failing_training import command, die_in_a_copy, fill_disk, fill_host_memory, raise_error, write_for_ever
 from tests.jobs import Job, kill
 from tests.launch import PRETRAIN, torchrun
 from tests.trainings import run_trainings
@@ -160,6 +160,27 @@ def test_a_full_disk_ends_all_and_keeps_the_checkpoint_before(start, tmp_path: P
     assert 'failing_training.py", line' not in job.errors, "a traceback: " + job.errors
     assert latest(tmp_path) == 3
     assert {path.name for path in folder.iterdir()} == {"iter_0000003", "latest_checkpointed_iteration.txt", LOCK}
+
+
+COPIES = ("--zero-bubble-offload", "auto", "--zero-bubble-memory-limit", "1", *FOR_EVER)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_without_memory_for_activations_ends_all_with_one_line(start, rank: int) -> None:
+    job = start(*COPIES, fault=(fill_host_memory, rank, 1))
+    job.wait_until(lambda: "has no room" in job.errors)
+    assert job.end(SECONDS)[:2] == (1, []), job.errors
+    (line,) = re.findall(r"^pretrain_gpt\.py: error: (.*)", job.errors, flags=re.MULTILINE)
+    assert re.match(r"the host has no room for \d+ more bytes of activations, beside 0: raise ", line)
+    assert 'failing_training.py", line' not in job.errors, "a traceback: " + job.errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_while_it_copies_ends_all(start, rank: int) -> None:
+    job = start(*COPIES, fault=(die_in_a_copy, rank, 5))
+    job.wait_until(lambda: "SIGKILL" in job.errors)
+    assert job.end(SECONDS)[:2] == (1, []), job.errors
+    assert "iteration        1/" in job.output
 
 
 def writers(job: Job, path: Path) -> list[psutil.Process]:

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.schedule import StageCosts
-from megatron.zero_bubble.schedule.formats import schedule_to_json
-from megatron.zero_bubble.schedule.kinds import OpKind
+from tests.experts import OVERLAP, pairs_in_a_file
 from tests.launch import TINY_GPT
 from tests.trainings import Trainings
 
-OVERLAP = "--overlap-moe-expert-parallel-comm"
 EXPERTS = (
     *TINY_GPT[2:],
     *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2", "--num-layers", "4"),
@@ -35,16 +31,6 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-
 SHARED = ("--moe-shared-expert-intermediate-size", "16", "--moe-layer-freq", "[0,1,1,1]", "--bf16")
 
 
-def pairs_in_a_file(folder: Path) -> str:
-    """A plan for one chunk a rank whose pairs leave W to later, as the value of `--zero-bubble-schedule`."""
-    costs = StageCosts.uniform(2, all_to_all_f=0.3, all_to_all_b=0.3)
-    plan = generate("auto", 2, 8, costs=costs, memory_limit=4.0, pairs=True)
-    assert OpKind.PB in plan.kinds
-    path = folder / "pairs.json"
-    path.write_text(schedule_to_json(plan))
-    return f"file:{path}"
-
-
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     folder = tmp_path_factory.mktemp("experts")
@@ -56,7 +42,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
 
     flags: dict[str, Sequence[str]] = {
         "megatron-core": EXPERTS,
-        "pairs, W deferred": with_schedule(given, OVERLAP),
+        "pairs": with_schedule(given, OVERLAP),
         "no pairs": with_schedule("zb-h1", OVERLAP),
         "planned": with_schedule("auto", "--zero-bubble-profile-iters", "2", "3", OVERLAP),
         "post-validated": with_schedule(given, OVERLAP, "--zero-bubble-post-validation"),
@@ -81,7 +67,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
 @pytest.mark.parametrize(
     ("training", "base"),
     [
-        ("pairs, W deferred", "megatron-core"),
+        ("pairs", "megatron-core"),
         ("planned", "megatron-core"),
         ("interleaved-pairs", "megatron-core, two chunks"),
         ("dualpipe-v", "zb-v"),

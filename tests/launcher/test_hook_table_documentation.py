@@ -6,6 +6,7 @@ Users read there whether a Megatron-LM of another version, or with changes of th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
@@ -18,11 +19,14 @@ VERSIONS = (ROOT / "docs" / "megatron_versions.md").read_text()
 
 
 def rows(needed: Iterable[Needed]) -> list[str]:
-    entries = []
-    for one in needed:
-        versions = f" ({', '.join(one.versions)} only)" if one.versions else ""
-        entries.append(f"| `{one.target}` | {one.reason}{versions} |")
-    return entries
+    """One row for neighbours with the same explanation."""
+
+    def explained(one: Needed) -> str:
+        return one.reason + (f" ({', '.join(one.versions)} only)" if one.versions else "")
+
+    return [
+        f"| {' '.join(f'`{one.target}`' for one in alike)} | {reason} |" for reason, alike in groupby(needed, explained)
+    ]
 
 
 def test_the_tables_are_those_of_the_code():

@@ -27,7 +27,7 @@ from megatron.zero_bubble.schedules import get_forward_backward_func
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.initialize import initialized
 from megatron.zero_bubble.trainer.model import build_model, transformer_config
@@ -124,7 +124,8 @@ def _train(training: Training, words: Sequence[str], num_ranks: int) -> Outcome:
                 run = ForwardBackward(plan, store)
                 run.warms_up = True
         progress = Progress(iteration=training.num_steps)
-        checkpointer = Checkpointer(args, progress, chunks, optimizer, build_lr_scheduler(args, optimizer))
+        state = TrainingState(progress, chunks, optimizer, build_lr_scheduler(args, optimizer))
+        checkpointer = Checkpointer(args, state)
         if args.load:
             checkpointer.load()
         outcome: Outcome = {"losses": [], "evaluation": [], "gradients": [], "norms": []}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.experts import OVERLAP, pairs_in_a_file
 from tests.launch import run
 from tests.megatrons.megatron_trainings import MegatronTrainings, losses, needs_trainer
 
@@ -86,17 +88,23 @@ def test_a_schedule_computes_what_megatrons_computes(trainings: MegatronTraining
     assert different(trainings.tensors(ours), trainings.tensors(base)) == []
 
 
-def test_pairs_of_a_forward_and_a_backward_compute_what_megatrons_schedule_computes(
-    trainings: MegatronTrainings,
+@pytest.mark.parametrize("precision", [pytest.param("", id="fp32", marks=pytest.mark.exhaustive), "--bf16"])
+@pytest.mark.parametrize("placement", ["linear", "interleaved", "v"])
+def test_pairs_of_a_forward_and_a_backward_compute_what_schedules_without_them_compute(
+    trainings: MegatronTrainings, tmp_path: Path, placement: str, precision: str
 ) -> None:
-    """On two pipeline ranks with two chunks each, whose experts are on two ranks."""
+    """On two pipeline ranks, whose experts are on two ranks. Megatron's own schedule is the other one, but for a V."""
     experts = (
-        f"{GPT} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 "
-        "--expert-model-parallel-size 2 --num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear "
-        "--moe-aux-loss-coeff 0.01"
+        f"{GPT} --pipeline-model-parallel-size 2 --global-batch-size 16 --expert-model-parallel-size 2 --num-experts 4 "
+        f"--moe-token-dispatcher-type alltoall --disable-bias-linear --moe-aux-loss-coeff 0.01 {precision}"
     )
-    pairs = "--zero-bubble-schedule interleaved-pairs --overlap-moe-expert-parallel-comm"
-    ours, base = f"{experts} {pairs}", f"{experts} "
+    chunks = "--num-virtual-stages-per-pipeline-rank 2"
+    schedule, apart = {
+        "linear": (pairs_in_a_file(tmp_path), ""),
+        "interleaved": (f"interleaved-pairs {chunks}", chunks),
+        "v": ("dualpipe-v", "--zero-bubble-schedule zb-v"),
+    }[placement]
+    ours, base = f"{experts} {OVERLAP} --zero-bubble-schedule {schedule}", f"{experts} {apart}"
     assert "bubble rate:" in trainings.output(ours, ranks=4)
     assert trainings.losses(ours, ranks=4) == trainings.losses(base, ranks=4)
     assert trainings.norms(ours, ranks=4) == trainings.norms(base, ranks=4)

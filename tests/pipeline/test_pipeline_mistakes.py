@@ -76,6 +76,11 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
             {"schedule": generate("zb-h1", 2, 6)},
             "schedule zb-h1 is for 6 microbatches, not for 4",
         ),
+        (
+            4,
+            {"schedule": "1f1b", "memory_limit": 1, "offload": 1.0},
+            "offload: schedule 1f1b is not planned, so it gets no copies: use auto, for one",
+        ),
         (4, {"batch": (X[:6], Y[:6])}, "a batch of 6 samples does not divide into 4 microbatches"),
         (4, {"batch": [(X, Y)] * 3}, "the iterator ended after 3 of 4 microbatches"),
         (

@@ -7,7 +7,10 @@ import torch
 from rank_threads import gradients_of, merged, pipelines, run_in_one_process
 from torch import nn
 
+from megatron.zero_bubble.pipeline import rank_steps
 from megatron.zero_bubble.planner import generate, names
+from megatron.zero_bubble.runtime import offload_store
+from megatron.zero_bubble.runtime.offload_store import OffloadStore
 
 SCHEDULES = [name for name in names() if name not in ("optimal", "dualpipe-v")]
 
@@ -58,3 +61,20 @@ def test_loss_and_gradients_are_those_of_one_process(schedule, num_ranks):
 )
 def test_schedules_may_be_chosen_in_detail(arguments):
     assert_like_one_process(2, **arguments)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "zb-v"])
+def test_copies_to_the_host_change_no_bit(schedule, monkeypatch):
+    left_by_copies = []
+
+    class Counting(OffloadStore):
+        def release(self, chunk, microbatch):
+            before = self.device_bytes(chunk, microbatch)
+            super().release(chunk, microbatch)
+            left_by_copies.append(self.device_bytes(chunk, microbatch) / before)
+
+    monkeypatch.setattr(offload_store, "SMALLEST", 0)
+    monkeypatch.setattr(rank_steps, "OffloadStore", Counting)
+    assert_like_one_process(2, schedule=schedule, memory_limit=1.25, offload=4.0)
+    assert left_by_copies
+    assert max(left_by_copies) < 0.9

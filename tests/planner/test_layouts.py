@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, plan_layout, search_layouts
-from megatron.zero_bubble.planner.layouts import SHARDING_GAIN, SIMPLER
+from megatron.zero_bubble.planner.choice import SHARDING_GAIN, SIMPLER
 from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs, capacity_of_multiple, megatrons_layout
 from megatron.zero_bubble.schedule import Infeasible, Placement
 from megatron.zero_bubble.schedule.errors import ScheduleError

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.planner.fill import run_in_order
+from megatron.zero_bubble.planner.critical_paths import run_in_order
 from megatron.zero_bubble.planner.local_search import improve
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule import Placement, StageCosts, simulate

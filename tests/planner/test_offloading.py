@@ -85,6 +85,19 @@ def test_the_planner_chooses_between_copies_and_recomputation_by_their_times():
     assert fast.makespan < slow.makespan
 
 
+def test_stages_that_restore_in_groups_copy_where_that_is_faster():
+    costs = StageCosts.uniform(2, 10, 10, 10, 15, 1.0, -0.5, -0.5, 20.0, 0.9)
+    costs = replace(costs, num_blocks=(2, 2), time_d=(2.5, 2.5), time_h=(2.5, 2.5), memory_d=(0.95, 0.95))
+    options = {"costs": costs, "memory_limit": 0.8, "recompute": Recompute.PLANNED}
+    restored, copied = (generate("auto", 2, 8, **options, offloads=offloads) for offloads in (False, True))
+    assert copied.groups == (2, 2)
+    assert num_offloaded(copied) > 0
+    validate(lower(copied))
+    timeline = simulate(copied, costs)
+    assert max(timeline.peak_memory) <= 0.8 * (1 + 1e-9)
+    assert timeline.cost < 0.9 * simulate(restored, costs).cost
+
+
 def test_a_plan_that_may_recompute_and_copy_is_not_slower_than_one_that_may_do_either():
     ways = ({"recompute": Recompute.PLANNED}, {"offloads": True})
     options = {"takes_makespan": True, "effort": EFFORT}

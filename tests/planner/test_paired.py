@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.zero_bubble.planner import generate
@@ -80,6 +82,26 @@ def test_without_exchanges_a_plan_has_no_pairs_and_is_as_it_was():
 def test_weight_gradients_are_in_pairs_if_exchanges_leave_time_for_them():
     plan = planned(4, 16, 2, "v", 8.0, costs_of(4, 2, share=0.8))
     assert OpKind.PBW in plan.kinds
+
+
+def test_each_stage_has_its_weight_gradients_where_they_take_less_time():
+    """Exchanges of 0.3 are hidden by F and B alone; those of 0.9 leave time for W."""
+    plan = planned(2, 8, 1, "linear", 4.0, replace(costs_of(2, 1), all_to_all_f=(0.3, 0.9), all_to_all_b=(0.3, 0.9)))
+    assert [{op.kind for op in lane} & PAIRED for lane in plan.ops] == [{OpKind.PB}, {OpKind.PBW}]
+
+
+def test_weight_gradients_in_pairs_keep_the_order_of_microbatches():
+    """Some backwards run alone and leave W to later, so pairs after them cannot have it."""
+    plan = planned(2, 8, 1, "linear", 3.0, costs_of(2, 1, share=0.6))
+    assert plan.kinds >= PAIRED
+    validate(lower(plan))
+
+
+def test_exchanges_longer_than_a_usual_forward_can_be_planned():
+    costs = StageCosts.uniform(4)
+    time_f, exchanged = (1, 1, 1, 4), (0, 0, 0, 3)
+    costs = replace(costs, time_f=time_f, time_b=time_f, all_to_all_f=exchanged, all_to_all_b=exchanged)
+    validate(lower(planned(4, 8, 1, "linear", 8.0, costs)))
 
 
 def test_uneven_stages_and_slow_messages_work_too():

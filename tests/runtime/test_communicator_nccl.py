@@ -18,6 +18,7 @@ from megatron.zero_bubble.runtime.communicator import (
     connect_pair,
 )
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.stage_messages import StageMessages
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, lower
 from tests.runtime.messages import CPU
@@ -84,17 +85,19 @@ def test_a_process_is_only_some_messages_ahead_of_its_gpu(monkeypatch):
     schedule = lower(generate("1f1b", 3, 40))
     gpu, waiting = Gpu(), []
 
-    class Counting(Executor):
-        def _drop_finished_sends(self):
-            super()._drop_finished_sends()
-            waiting.append(len(self._sends))
+    drop_finished = StageMessages.drop_finished_sends
 
+    def drop_and_count(self):
+        drop_finished(self)
+        waiting.append(len(self._sends))
+
+    monkeypatch.setattr(StageMessages, "drop_finished_sends", drop_and_count)
     monkeypatch.setattr(TorchCommunicator, "_open", lambda self, device: None)
     communicator = TorchCommunicator(
         range(3), 1, schedule.placement, CPU, timedelta(), lambda end: gpu, RunAhead(gpu.mark, 8)
     )
     store = WeightGradStore()
-    Counting(schedule, 1, communicator, store).run(ToyStage(Problem(3, 40), schedule, 1, store))
+    Executor(schedule, 1, communicator, store).run(ToyStage(Problem(3, 40), schedule, 1, store))
     assert gpu.posted == 4 * 40
     assert gpu.most == 9
     assert max(waiting) < 9

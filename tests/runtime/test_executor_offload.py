@@ -14,8 +14,9 @@ from megatron.zero_bubble.planner.problem import Problem as PlanningProblem
 from megatron.zero_bubble.runtime import offload_store
 from megatron.zero_bubble.runtime.copy_lane import ThreadLink
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
-from megatron.zero_bubble.runtime.profiler import Profiler, SavedTensorMeter, combine_costs
+from megatron.zero_bubble.runtime.profiler import Profiler, combine_costs
 from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, lower, simulate, validate

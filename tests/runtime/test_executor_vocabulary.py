@@ -15,7 +15,8 @@ from toy_vocabulary import ROWS, ShardPipeline, VocabularyProblem, with_shards
 from megatron.zero_bubble.planner import generate, names, placement_for
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.runtime.executor import LeftoverError
-from megatron.zero_bubble.runtime.profiler import Profiler, SavedTensorMeter, combine_costs
+from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
+from megatron.zero_bubble.runtime.profiler import Profiler, combine_costs
 from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts, lower, validate
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES

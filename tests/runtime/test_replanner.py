@@ -16,15 +16,12 @@ from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import MegatronsTime
 from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime import replanner
+from megatron.zero_bubble.runtime.free_memory import limits_of_ranks
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.plan_check import Difference
-from megatron.zero_bubble.runtime.replanner import (
-    PlanningOptions,
-    Replanner,
-    Report,
-    limits_of_ranks,
-    plan_on_first_rank,
-)
+from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
+from megatron.zero_bubble.runtime.run_costs import RunCosts
+from megatron.zero_bubble.runtime.shared_plan import plan_on_first_rank
 from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.pairs import PAIRED, apart
@@ -56,11 +53,9 @@ class Run:
         self.replanner = Replanner(
             self.plan,
             PlanningOptions(**{"first_step": 2, "last_step": 3, "model": MODEL, **options}),
-            rank=0,
-            observer=self.observer,
-            measure_edges=self._measure_edges,
-            report=self.reports.append,
-            device=torch.device("cpu"),
+            RunCosts(self.plan.placement, 0, self.observer, self._measure_edges),
+            self.reports.append,
+            torch.device("cpu"),
         )
 
     def _measure_edges(self) -> dict[int, float]:
@@ -267,8 +262,8 @@ def test_megatrons_own_schedule_is_taken_to_wait_as_long(monkeypatch):
 
     monkeypatch.setattr(replanner, "simulate", simulated)
     monkeypatch.setattr(replanner, "with_measured_span", with_waits)
-    mean_span = Replanner._mean_span
-    monkeypatch.setattr(Replanner, "_mean_span", lambda self: 2 * mean_span(self))
+    add_checked = RunCosts.add_checked
+    monkeypatch.setattr(RunCosts, "add_checked", lambda self, steps: 2 * add_checked(self, steps))
     monkeypatch.setattr(replanner, "differences", lambda old, new: iter([Difference("ranks wait", 0, 1)]))
     run.steps(8)
     after = run.reports[-1].prediction.gain

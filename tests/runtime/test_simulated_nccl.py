@@ -13,6 +13,7 @@ from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime import communicator
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.stage_messages import StageMessages
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, lower
 
 SPEC = TensorSpec((2, 3), torch.float32, torch.device("cpu"))
@@ -150,8 +151,8 @@ def test_a_missing_wait_is_found(monkeypatch, seed):
 
 
 def dropped_sends(monkeypatch) -> None:
-    """Make the executor forget its sends, done or not."""
-    monkeypatch.setattr(Executor, "_drop_finished_sends", lambda self: self._sends.clear())
+    """Forget sends, done or not."""
+    monkeypatch.setattr(StageMessages, "drop_finished_sends", lambda self: self._sends.clear())
 
 
 def messages_that_are_not_held(monkeypatch) -> None:

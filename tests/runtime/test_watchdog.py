@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.planner import generate
@@ -36,11 +35,8 @@ class Watch:
             self.left.add(rank)
             self.has_left.release()
 
-        cpu = torch.device("cpu")
         self.dogs.append(
-            Watchdog(
-                self.store, rank, self.world_size, position, TIMEOUT, self.stalls.append, leave, f"host-{rank}", cpu
-            )
+            Watchdog(self.store, rank, self.world_size, position, TIMEOUT, self.stalls.append, leave, f"host-{rank}")
         )
 
     def wait_until_left(self, num_ranks: int) -> Stall:

@@ -114,10 +114,17 @@ def test_what_is_released_comes_back_in_no_other_way(first, problem):
         validate(schedule(first))
 
 
-def test_a_stage_that_restores_in_groups_offloads_nothing():
-    validate(schedule(groups=(1, 2)))
-    with pytest.raises(InvalidSchedule, match="restores activations in groups"):
-        validate(schedule(groups=(2, 1)))
+def test_a_stage_that_restores_in_groups_copies_only_what_its_f_keeps():
+    restored = replace(costs(), time_r=(1, 1), memory_r=(0.5, 0.5), num_blocks=(2, 2))
+    in_groups = schedule(groups=(2, 1))
+    validate(in_groups)
+    timeline = simulate(in_groups, restored)
+    assert [op.end - op.start for op in timeline.copies[0]] == pytest.approx([2 / 3, 2 / 3, 4 / 3, 4 / 3])
+    assert timeline.peak_memory == (1.5, 1)
+    assert host_memory(in_groups, restored) == (1, 0)
+    of_groups = restored.in_groups((2, 1))
+    again = of_groups.with_memory_of_all_groups((2, 1))
+    assert (again.memory_d, again.time_d, again.time_h) == (restored.memory_d, restored.time_d, restored.time_h)
 
 
 def test_every_stage_is_measured_and_nothing_is_left_when_copies_are_removed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron.zero_bubble.session import start_up
 from megatron.zero_bubble.session.start_up import report
 from tests.launch import environment
 
@@ -78,7 +80,10 @@ def test_torchrun_finds_the_line(monkeypatch, tmp_path: Path, capsys):
 
 
 LEAVES_WORKERS = """
-import json, multiprocessing, os, signal, sys, time
+import json, multiprocessing, os, signal, sys, tempfile, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+from megatron.zero_bubble.runtime.copy_lane import HostMemoryError
 from megatron.zero_bubble.session import start_up
 from megatron.zero_bubble.session.start_up import run_program
 
@@ -90,17 +95,37 @@ def work(queue):
 def fail(error):
     raise error
 
+class Deadly:
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        os._exit(3)
+
+def lose_rank():
+    # Rank 1 ends while rank 0 waits for its message.
+    file = tempfile.mktemp()
+    rank = int(os.fork() == 0)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    if rank == 1:
+        os._exit(7)
+    dist.recv(torch.zeros(1), src=1)
+
 ENDS = {
     "done": lambda: None,
     "error": lambda: fail(RuntimeError("an error")),
     "mistake": lambda: fail(ValueError("a mistake")),
+    "lost loader": lambda: list(DataLoader(Deadly(), num_workers=1)),
+    "lost rank": lose_rank,
+    "no host memory": lambda: fail(HostMemoryError("no room")),
     "exit": lambda: sys.exit(3),
     "SIGINT": lambda: signal.raise_signal(signal.SIGINT),
     "SIGKILL": lambda: signal.raise_signal(signal.SIGKILL),
 }
 
 # Otherwise the kernel ends a program that takes longer for its exit, as it may on a busy machine.
-start_up._SECONDS_TO_END = 40
+start_up._SECONDS_TO_END = 150
+start_up._SECONDS_FOR_RANK_0 = 0.1
 
 def body(end, pipe):
     context = multiprocessing.get_context("fork")
@@ -136,8 +161,8 @@ for _ in ENDS:
 
 
 @pytest.fixture(scope="module")
-def ends() -> dict[str, list]:
-    """The status with which each program has ended, and whether its worker was still there 30 s later.
+def told_and_ends() -> tuple[str, dict[str, list]]:
+    """The lines of all programs, the status with which each has ended, and whether its worker outlived it by 30 s.
 
     All are forks of one process, which imports what they need.
     """
@@ -150,7 +175,7 @@ def ends() -> dict[str, list]:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    return dict(map(json.loads, result.stdout.splitlines()))
+    return result.stderr, dict(map(json.loads, result.stdout.splitlines()))
 
 
 @pytest.mark.parametrize(
@@ -159,11 +184,37 @@ def ends() -> dict[str, list]:
         ("done", 0),
         ("error", 1),
         ("mistake", 2),
+        ("lost loader", 2),
+        ("lost rank", 2),
+        ("no host memory", 2),
         ("exit", 3),
         ("SIGINT", -signal.SIGINT),
         ("SIGKILL", -signal.SIGKILL),
     ],
 )
-def test_a_worker_that_ignores_sigterm_ends_with_its_program(ends: dict[str, list], end: str, status: int):
+def test_a_worker_that_ignores_sigterm_ends_with_its_program(told_and_ends, end: str, status: int):
     """Without help Python would wait for the worker at its exit, and a killed program would leave it behind."""
-    assert ends[end] == [status, False]
+    assert told_and_ends[1][end] == [status, False]
+
+
+def test_the_end_of_another_process_is_one_line(told_and_ends):
+    """Of all programs only the one with an error of its own prints a traceback."""
+    told = told_and_ends[0]
+    assert told.count("Traceback (most recent call last)") == 1
+    assert "RuntimeError: an error" in told
+    [loader, rank] = sorted(line for line in told.splitlines() if "DataLoader" in line or "another rank" in line)
+    assert loader.startswith("program: error: DataLoader worker (pid")
+    assert "exited unexpectedly" in loader
+    assert loader.endswith("; if memory ran out, which the system's log tells, give fewer --num-workers")
+    assert rank.startswith("program: error: rank 0 has lost another rank, whose error says why")
+
+
+def test_a_warning_of_each_split_of_a_dataset_is_shown_once(caplog):
+    start_up.quiet_start_up()
+    of_datasets = logging.getLogger("megatron.core.datasets.gpt_dataset")
+    try:
+        for name in ("Mock", "Mock", "GPT", "Mock"):
+            of_datasets.warning(f"Unable to save {name}Dataset indexes because path_to_cache is None")
+    finally:
+        of_datasets.filters.clear()
+    assert [record.message[:19] for record in caplog.records] == ["Unable to save Mock", "Unable to save GPTD"]

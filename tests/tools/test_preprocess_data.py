@@ -6,9 +6,7 @@ import gzip
 import importlib.util
 import itertools
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-from megatron.zero_bubble.trainer import preprocessing
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 SPEC = importlib.util.spec_from_file_location("preprocess_data", TOOL)
@@ -182,27 +178,10 @@ def test_zero_workers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--workers must be at least 1 (got 0)" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="the workers must inherit the patch")
-def test_a_killed_worker_ends_the_run_instead_of_hanging_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parent = os.getpid()
-
-    def die(self: preprocessing.Encoder, line: preprocessing.Line) -> None:
-        assert os.getpid() != parent
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(preprocessing.Encoder, "encode", die)
-    source = write_lines(tmp_path / "in.jsonl", *[{"text": "1"}] * 100)
-    assert run("--input", source, "--output-prefix", str(tmp_path / "out"), "--workers", "2") == 1
-    assert "a worker was killed" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["in.jsonl"]
-
-
 def test_ctrl_c_ends_the_run_without_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(progress: preprocessing.Progress) -> None:
+    def interrupt(progress: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(preprocess_data.ProgressDisplay, "__call__", lambda self, progress: interrupt(progress))
@@ -219,6 +198,6 @@ def test_a_log_file_gets_a_line_an_interval_and_a_summary(tmp_path: Path) -> Non
     result = subprocess.run([*command, "--log-interval", "40"], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
     lines = result.stderr.splitlines()
-    assert [line.split()[:3] for line in lines] == [["Processed", "64", "documents"], ["Processed", "96", "documents"]]
+    assert [line.split()[:3] for line in lines] == [["Processed", "40", "documents"], ["Processed", "80", "documents"]]
     assert result.stdout.startswith("100 documents (")
     assert result.stdout.endswith(f", 200 tokens -> {tmp_path}/out_text_document\n")

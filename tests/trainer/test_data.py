@@ -15,14 +15,9 @@ import torch.multiprocessing
 from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.zero_bubble.trainer.data import (
-    DataConfig,
-    Datasets,
-    build_data_iterator,
-    build_datasets,
-    get_batch,
-    reads_data,
-)
+from megatron.zero_bubble.trainer.data import Datasets, build_datasets, get_batch, reads_data
+from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.data_loader import build_data_iterator
 from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
 
 VOCAB_SIZE = 1000  # NullTokenizer: the end of a document is token 1000

@@ -19,7 +19,8 @@ from test_data import (  # noqa: F401 - one_rank is a fixture of all tests here
 )
 
 from megatron.zero_bubble.runtime.microbatch_sizes import size_of
-from megatron.zero_bubble.trainer.data import DataConfig, get_batch
+from megatron.zero_bubble.trainer.data import get_batch
+from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.data_documents import padded
 from tests.ranks import be_rank, run_on_ranks
 from tests.trainings import process_group

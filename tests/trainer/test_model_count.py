@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.zero_bubble.cli.trainings import complete_training, one_process, rank_model
 from megatron.zero_bubble.mcore.counted_layers import AttentionKernel
-from megatron.zero_bubble.runtime.profiler import SavedTensorMeter
+from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 from megatron.zero_bubble.session.model_states import element_bytes

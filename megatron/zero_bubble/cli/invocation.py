@@ -32,12 +32,9 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
     """
     try:
         return 1 if body() is False else 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, RuntimeError) else 2
     except KeyboardInterrupt:
         return 130
 

@@ -42,10 +42,19 @@ class ScriptHooks:
         self._run: Run | LoopRun | None = None
 
     def hooks(self) -> Iterator[Hook]:
-        """The hooks that a schedule needs, in the order in which the script reaches them.
+        """The hooks that a schedule needs, in the order in which the script reaches them."""
+        yield from self._layout_hooks()
+        yield from self._model_hooks()
+        yield from self._step_hooks()
+        if self.flags.zero_bubble_post_validation or self.flags.hierarchical_sgd is not None:
+            yield from self._optimizer_hooks()
+        if self.flags.zero_bubble_post_validation:
+            yield from post_validation_hooks(lambda: self.script_run.post_validation)
+        if self.flags.hierarchical_sgd is not None:
+            yield from replica_hooks(lambda: self.script_run.replicas)
 
-        The hooks for a V placement are installed under every schedule, and do nothing without a V.
-        """
+    def _layout_hooks(self) -> Iterator[Hook]:
+        """The hooks that choose the layout, and give it to the model's configuration."""
         yield Hook(
             "megatron.training.arguments:validate_args",
             ("args",),
@@ -80,6 +89,9 @@ class ScriptHooks:
                 "does the same for a configuration that the script has made before its process groups",
                 partial(self._with_layouts, ScriptLayouts.configure),
             )
+
+    def _model_hooks(self) -> Iterator[Hook]:
+        """The hooks that build the stages of the layout. Those for a V do nothing under another placement."""
         yield Hook(
             "megatron.core.transformer.module:MegatronModule.__init__",
             ("config",),
@@ -115,6 +127,9 @@ class ScriptHooks:
             "splits linear layers before DDP wraps them, so that W calls the hook with which DDP reduces gradients",
             lambda call: self.run.wrap_in_ddp(call),
         )
+
+    def _step_hooks(self) -> Iterator[Hook]:
+        """The hooks that run a step, and add to its log line."""
         yield Hook(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
             (),
@@ -128,27 +143,13 @@ class ScriptHooks:
             self._log,
         )
 
-        if self.flags.zero_bubble_post_validation or self.flags.hierarchical_sgd is not None:
-            yield from self._optimizer_hooks()
-        if self.flags.zero_bubble_post_validation:
-            yield from post_validation_hooks(lambda: self.script_run.post_validation)
-        if self.flags.hierarchical_sgd is not None:
-            yield from replica_hooks(lambda: self.script_run.replicas)
-
     def _optimizer_hooks(self) -> Iterator[Hook]:
         """The hooks that post-validation and hierarchical SGD share."""
-        yield Hook(
-            "megatron.core.optimizer:get_megatron_optimizer",
-            (),
-            "keeps the optimizer, whose steps the schedule takes, or whose parameters replicas average",
-            lambda call: self.script_run.keep_optimizer(call),
-        )
-        yield Hook(
-            "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
-            (),
-            "keeps the chain of Muon and the optimizer that it gets from the function above",
-            lambda call: self.script_run.keep_optimizer(call),
-        )
+        whose = "the optimizer, whose steps the schedule takes, or whose parameters replicas average"
+        chain = "the chain of Muon and the optimizer that it gets from the function above"
+        for function, kept in ((":get_megatron_optimizer", whose), (".muon:get_megatron_muon_optimizer", chain)):
+            path = f"megatron.core.optimizer{function}"
+            yield Hook(path, (), f"keeps {kept}", lambda call: self.script_run.keep_optimizer(call))
         yield Hook(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
             ("self",),

@@ -13,7 +13,7 @@ import torch
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
-from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_what_cannot_work
+from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_script_settings
 from megatron.zero_bubble.launcher.script_stages import ScriptLayouts, ScriptPattern, VPlacement
 from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
@@ -43,9 +43,8 @@ class Run:
         self._script = script
         has_cuda = torch.cuda.is_available()
         with users_mistakes():
-            job_flags = flags_of(script, flags)
-            refuse_what_cannot_work(script, job_flags)
-            job = job_settings(job_flags, os.environ, has_cuda, chooses_layout=True)
+            job = job_settings(flags_of(script, flags), os.environ, has_cuda, chooses_layout=True)
+            refuse_script_settings(script, job.flags, job.placement.kind)
             if not job.is_layout_open:
                 check_chunks(script, job.flags, job.placement)
             check_implementation(job.flags)
@@ -70,10 +69,14 @@ class Run:
         """Prepare the hooks for the layout, before anything is built.
 
         Args:
-            is_chosen: whether it is not that of the script's own arguments.
+            is_chosen: whether the layout was chosen, and differs from that of the script's arguments.
         """
         job, placement = self.session.job, self.session.job.placement
         self.v_placement = VPlacement(placement) if placement.kind == "v" else None
+        has_copy = not job.flags.untie_embeddings_and_output_weights or job.flags.mtp_num_layers
+        if has_copy and placement.rank_of(0) == placement.rank_of(placement.num_stages - 1):
+            # It divides a rank's weights among replicas by their names, and then saves both copies of the embedding.
+            self._script.ckpt_fully_parallel_save = False
         pattern = job.flags.pattern
         if pattern is not None:
             self._pattern = ScriptPattern(placement, pattern) if pattern.is_divided else None

@@ -51,7 +51,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     """Hook around `validate_args`: refuse settings before Megatron-LM prints any, and allow uneven stages.
 
-    Stages may be uneven while the layout is open, or by `--allow-padding-num-layers`.
+    Stages may be uneven while the layout is open, and with `--allow-padding-num-layers`.
 
     Megatron-LM refuses layers that the stages do not divide unless a layout spreads them. Hence it is given one, in
     place of the number of chunks; if the layout is open, only while it validates the arguments.
@@ -205,7 +205,7 @@ def _other_source(script: Namespace) -> str | None:
 
 
 def _builds_chunks(setup: Call) -> bool:
-    """Whether the script can build several model chunks a rank: what builds a chunk must be told which one."""
+    """Whether the script can build several model chunks a rank, for which its model provider takes `vp_stage`."""
     provider = setup["model_provider_func"]
     if provider is None or getattr(setup.get("cfg_container"), "model", None) is not None:
         return True

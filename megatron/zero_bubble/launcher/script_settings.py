@@ -15,7 +15,6 @@ from megatron.zero_bubble.session.features import plans_offload
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import spread_layers
-from megatron.zero_bubble.session.plans import choose_placement, choose_plan
 from megatron.zero_bubble.session.start_up import SessionError
 
 if TYPE_CHECKING:
@@ -64,20 +63,11 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     return JobFlags.of(script, **{**in_its_words, **ours, **known})
 
 
-def refuse_what_cannot_work(script: Namespace, flags: JobFlags) -> None:
-    """Refuse settings of the script that contradict the schedule, once the arguments are validated.
-
-    Raises:
-        ValueError: the first contradiction, or a reason why the schedule cannot be planned.
-    """
-    refuse_script_settings(script, flags, choose_placement(flags, choose_plan(flags)).kind)
-
-
 def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | None = None) -> None:
     """Refuse the script's arguments that the schedule or a feature in use does not support.
 
     Args:
-        placement: kind of the placement; by default that of the flags, as far as they name one.
+        placement: kind of the placement; by default the one that the flags name, if they name any.
 
     Raises:
         ValueError: the table of settings refuses one.

@@ -1,4 +1,4 @@
-"""Gives each stage of a script its layers, embedding and loss, wherever the placement has it."""
+"""Gives each stage of a script its layers, embedding and loss on the rank where the placement puts it."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class VPlacement:
         return self._is_stage(call, self._placement.num_stages - 1)
 
     def _is_stage(self, call: Call, wanted: int) -> bool:
-        """Whether the running stage is `wanted`; or, if none runs, whether that of the call's chunk is."""
+        """Whether the stage that runs is `wanted`; if none runs, the stage of the call's chunk is compared."""
         if self._running is not None:
             return self._running == wanted
         if call["ignore_virtual"] or call["vp_stage"] is None:

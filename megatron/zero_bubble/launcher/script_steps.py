@@ -2,8 +2,8 @@
 
 Under post-validation the schedule has taken the step by then. The hooked `optimizer.step()` reports at once that the
 parameters were updated, which holds with fp32 and bf16. It returns the norm of the gradients only in iterations that
-the script logs, after validating their step. Other functions that use gradients or parameters between a step and its
-validation are put off, or validate first.
+the script logs, after validating their step. Zeroing gradients is put off until the step is validated; saving and
+evaluating validate it first.
 
 Megatron-LM reduces each iteration's loss over all replicas, for which each would wait in every iteration. Under
 hierarchical SGD it gets this replica's own loss, which it does not reduce, and the sums behind a log line are reduced
@@ -175,7 +175,7 @@ class ScriptReplicas:
         return [{name: _own_mean([each[name] for each in losses]) for name in losses[0]}]
 
     def after_step(self, iteration: int) -> None:
-        """Average what is due after the step of `iteration`."""
+        """Average the parameters if the hierarchy has an average after `iteration`, which must be valid then."""
         if self._session.replicas.changes_after(iteration):
             self._session.settle()
         self._session.replicas.after_step(iteration)

@@ -1,7 +1,8 @@
 """Measures the costs of a script's model, whose units the script's own code builds, before it builds the model.
 
-The script is let begin to build its model, as a pipeline of one rank. The hooks around `GPTModel` and DDP cut a unit
-out of it, and leave the script's code as soon as the unit is in DDP. That is repeated for every unit.
+The script begins to build its model, as a pipeline of one rank. A hook around the model's constructor builds one unit
+in its place, and a hook around DDP raises an exception, which leaves the script's code. This is repeated for every
+unit.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import itertools
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -26,11 +26,10 @@ from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
-from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags, keeping_everything
-from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.running import units_of
 from megatron.zero_bubble.session.start_up import SessionError
 
 _ONE_RANK = {
@@ -46,13 +45,13 @@ _ONE_RANK = {
 }
 """Values of the script's arguments, and of megatron-core's configuration, for a pipeline of one rank."""
 _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32": False, "sgd_momentum": 0.9}
-"""Arguments on which the bytes of states depend, with what scripts without them have."""
+"""Arguments on which the bytes of states depend, with their values for scripts that lack them."""
 
 
 class _BuildsModel(BaseException):
-    """Leaves the script's code where it begins to build a `GPTModel`, with the arguments of the constructor.
+    """Raised in the constructor of the model, to leave the script's code with the constructor's arguments.
 
-    Like `_HasBuilt` it is no `Exception`, so that the script does not handle it.
+    This class and `_HasBuilt` do not derive from `Exception`, so that the script does not handle them.
     """
 
     def __init__(self, arguments: Call) -> None:
@@ -61,7 +60,7 @@ class _BuildsModel(BaseException):
 
 
 class _HasBuilt(BaseException):
-    """Leaves the script's code where it has wrapped a model in DDP."""
+    """Raised in the constructor of DDP, to leave the script's code with the wrapped unit."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class ScriptUnits:
         self._unit: Unit | None = None
         self._store = WeightGradStore()
         self.is_building = False
-        """Whether a `GPTModel` under construction is not the script's model, but a unit."""
+        """Whether the model under construction is a unit, and not the script's model."""
         self.shapes_vary = False
         """Whether the model's configuration says `variable_seq_lengths`; known once costs were asked for."""
 
@@ -123,32 +122,15 @@ class ScriptUnits:
         arguments = self._arguments(setup)
         config, script = arguments["config"], self._script
         self.shapes_vary = config.variable_seq_lengths
-        groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        [shape] = get_tensor_shapes(
-            seq_length=script.seq_length,
-            micro_batch_size=script.micro_batch_size,
-            decoder_seq_length=getattr(script, "decoder_seq_length", None),
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )
-        device = torch.device(torch.cuda.current_device())
+        settings = Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)})
+        context_size = parallel_state.get_context_parallel_world_size()
         # With context parallelism attention is Transformer Engine's, which makes the mask itself.
-        has_mask = groups.cp.size() == 1 and bool(getattr(script, "create_attention_mask_in_dataloader", False))
+        has_mask = context_size == 1 and bool(getattr(script, "create_attention_mask_in_dataloader", False))
         microbatch = random_microbatch(
-            arguments["vocab_size"], script.micro_batch_size, script.seq_length // groups.cp.size(), has_mask=has_mask
+            arguments["vocab_size"], script.micro_batch_size, script.seq_length // context_size, has_mask=has_mask
         )
-        states = States.of(Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)}))
-        replicas = self._flags.data_parallel_size * groups.cp.size()
-        expert_ranks = parallel_state.get_expert_model_parallel_world_size()
-        models = UnitModels(
-            build=lambda unit, store: self._build(setup, unit, store),
-            forward_step=_forward_step,
-            data=itertools.repeat({name: tensor.to(device) for name, tensor in microbatch.items()}),
-            message=TensorSpec(shape, config.pipeline_dtype or torch.float32, device),
-            context_parallel_size=groups.cp.size(),
-            state_bytes=lambda dense, expert: states.of_rank(Parameters(dense, expert), replicas, expert_ranks),
-        )
+        microbatch = {name: tensor.to(torch.cuda.current_device()) for name, tensor in microbatch.items()}
+        models = units_of(settings, config, partial(self._build, setup), _forward_step, microbatch)
         layers = _layers(arguments)
         distinct = _distinct(layers)
         return models, [distinct.index(layer) for layer in layers] or [0] * script.num_layers
@@ -239,7 +221,7 @@ def _layers(call: Call) -> list[Any]:
 
 
 def _distinct(layers: list[Any]) -> list[Any]:
-    """Return one layer of each kind, in the order in which the kinds first come."""
+    """Return the first layer of each kind, in model order."""
     distinct: list[Any] = []
     for layer in layers:
         if layer not in distinct:

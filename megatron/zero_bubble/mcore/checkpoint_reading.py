@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.runtime.joint import jointly
 
 METADATA_FILE = ".metadata"
@@ -245,14 +246,3 @@ def _common_reader() -> tuple[Any, str]:
     # A method up to 0.16, a function from 0.17 on, and another one from 0.19 on.
     owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
     return owner, "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"
-
-
-@contextmanager
-def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Give `owner` another attribute `name` inside the `with` block."""
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

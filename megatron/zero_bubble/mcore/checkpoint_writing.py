@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing.strategies import common as common_strateg
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, first_sentence, replaced
+from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, first_sentence
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.runtime.joint import jointly
 
 _ONLY_ON_RANK_0 = (

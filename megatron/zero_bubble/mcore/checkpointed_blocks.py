@@ -21,6 +21,7 @@ from megatron.core.utils import safely_set_viewless_tensor_data
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import detach_variable
 
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
 
 
@@ -41,19 +42,8 @@ def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
     if store is None or store.mode is None:
         yield
         return
-    with _in_place_of_checkpoint_function(_BlockRunner(store, random.CheckpointFunction)):
+    with replaced(random, "CheckpointFunction", _BlockRunner(store, random.CheckpointFunction)):
         yield
-
-
-@contextmanager
-def _in_place_of_checkpoint_function(function: Any) -> Iterator[None]:
-    """Make megatron-core's `checkpoint()` apply another function inside the `with` block."""
-    before = random.CheckpointFunction
-    random.CheckpointFunction = function
-    try:
-        yield
-    finally:
-        random.CheckpointFunction = before
 
 
 class _BlockRunner:
@@ -65,7 +55,7 @@ class _BlockRunner:
 
     def apply(self, run_function: Callable[..., Any], distribute_saved_activations: bool, *inputs: Any) -> Any:
         """Run a block that drops its activations or keeps them; checkpoints inside of it are megatron-core's."""
-        with _in_place_of_checkpoint_function(self._checkpoint_function):
+        with replaced(random, "CheckpointFunction", self._checkpoint_function):
             if self._store.mode is ForwardMode.DROP:
                 return _DroppedBlock.apply(self._store, run_function, distribute_saved_activations, *inputs)
             with self._store.suspended():

@@ -140,9 +140,11 @@ def _random_state() -> Iterator[Substitution]:
     tracker = random.CudaRNGStatesTracker
     reason = "what is drawn in a fork of the device's random state, initial weights for example, comes from it"
     yield Substitution(tracker, "fork", generator.forked(tracker.fork), reason)
-    quiet = _without_warning("CPU RNG state changed within GPU RNG context")
+    warning = "CPU RNG state changed within GPU RNG context"
     reason = "the tracker warns when the CPU generator moves inside a CUDA fork; here it makes the draws of both"
-    yield Substitution(logging.getLogger(random.__name__), "filter", quiet, reason)
+    yield Substitution(
+        logging.getLogger(random.__name__), "filter", lambda record: warning not in record.getMessage(), reason
+    )
 
 
 class _DeviceGenerator:
@@ -289,10 +291,6 @@ def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
         return re.sub(r"^torch\.(?!cuda\.)", "torch.cuda.", answer) if isinstance(answer, str) else answer
 
     return cuda_named
-
-
-def _without_warning(message: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: message not in record.getMessage()
 
 
 class _Stream:

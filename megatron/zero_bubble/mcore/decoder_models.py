@@ -20,17 +20,12 @@ ALLOCATION_MODULE = (
 """The module that reads patterns."""
 
 
-def _hybrid_class() -> Any:
-    """Return `HybridModel`; before megatron-core 0.18 it is called `MambaModel`."""
-    if HYBRID_RECOMPUTES:
-        return importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
-    return importlib.import_module("megatron.core.models.mamba.mamba_model").MambaModel
-
-
-HYBRID: Any = _hybrid_class()
-"""The class of models whose layers a pattern describes."""
-
-
+HYBRID: Any = (
+    importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
+    if HYBRID_RECOMPUTES
+    else importlib.import_module("megatron.core.models.mamba.mamba_model").MambaModel
+)
+"""The class of models whose layers a pattern describes; before megatron-core 0.18 it is called `MambaModel`."""
 HYBRID_TAKES_STAGES = hasattr(importlib.import_module(ALLOCATION_MODULE), "select_pipeline_segment")
 """Whether such models choose a stage's layers from a pattern with `|`, as they do from megatron-core 0.17 on."""
 

@@ -223,9 +223,19 @@ class MegatronStage:
         losses, loss_function = self.vocabulary.begin_loss(microbatch)
         if self._config.timers is not None:
             self._config.timers("forward-compute", log_level=2).start()
-        loss, num_tokens = mcore.forward_step_calc_loss(
+        # A loss function may change its input in place.
+        loss, num_tokens = self._calc_loss(chunk, losses.clone(), loss_function, is_last=True)
+        self.num_tokens += num_tokens
+        if not self.forward_only:
+            self.vocabulary.end_loss(microbatch, self._backward_step(losses, loss, None))
+
+    def _calc_loss(
+        self, chunk: int, output: torch.Tensor, loss_function: Callable[..., Any] | None, *, is_last: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """End a forward as megatron-core does: with the loss on the last stage. Returns the output and its tokens."""
+        return mcore.forward_step_calc_loss(
             self.model_chunks[chunk],
-            losses.clone(),  # which a loss function may change in place
+            output,
             loss_function,
             self._config,
             self._vp_stage(chunk),
@@ -233,11 +243,8 @@ class MegatronStage:
             self.num_microbatches,
             self.forward_data_store,
             self.cp_group_size,
-            True,
+            is_last,
         )
-        self.num_tokens += num_tokens
-        if not self.forward_only:
-            self.vocabulary.end_loss(microbatch, self._backward_step(losses, loss, None))
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
         mcore.deallocate_output_tensor(output_tensor, self._config.deallocate_pipeline_outputs)

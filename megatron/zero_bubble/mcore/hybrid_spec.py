@@ -21,7 +21,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron.zero_bubble.mcore.attention import LocalAttention
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES, STACK_MODULE
-from megatron.zero_bubble.mcore.layer_spec import LocalNorm
+from megatron.zero_bubble.mcore.layer_spec import LocalNorm, allow_local_latent_attention
 
 _SOME = 8
 """A number of experts: any but None makes the spec of a layer with experts."""
@@ -98,9 +98,7 @@ def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
     """
     dense, expert = (get_gpt_layer_local_spec(num_experts=number).submodules for number in (None, _SOME))
     latent = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
-    if not isinstance(multi_latent_attention.TELinear, type):
-        # megatron-core asks whether its adapter of Transformer Engine can be imported, which needs no such package.
-        multi_latent_attention.HAVE_TE = False
+    allow_local_latent_attention()
     for spec in (dense.self_attention, latent):
         spec.submodules.core_attention = attention
     delta_net = ModuleSpec(

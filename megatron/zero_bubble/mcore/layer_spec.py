@@ -72,6 +72,15 @@ def _needs_local_norm(config: TransformerConfig) -> bool:
     return config.sequence_parallel or config.layernorm_zero_centered_gamma
 
 
+def allow_local_latent_attention() -> None:
+    """Let megatron-core build latent attention without Transformer Engine where that is not installed.
+
+    megatron-core asks whether its adapter of Transformer Engine can be imported, which needs no such package.
+    """
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
 def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> list[ModuleSpec]:
     """Return the specs of all layers of the model; layers that are alike share one.
 
@@ -87,9 +96,7 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
     )
     if not is_local:
         return layers
-    if not isinstance(multi_latent_attention.TELinear, type):
-        # megatron-core asks whether its adapter of Transformer Engine can be imported, which needs no such package.
-        multi_latent_attention.HAVE_TE = False
+    allow_local_latent_attention()
     attention = core_attention(config, uses_torch=uses_torch_attention)
     distinct = {id(layer): _completed_local_layer(config, layer, attention) for layer in layers}
     return [distinct[id(layer)] for layer in layers]

@@ -141,27 +141,14 @@ class _SplitLinear(torch.autograd.Function):
         weight_grad: LayerWeightGrad,
         input: torch.Tensor,
         weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: dist.ProcessGroup | None,
+        *settings: Any,
     ) -> torch.Tensor:
         ctx.weight_grad = weight_grad
         # The saved tensor is another object than the parameter while something counts saved tensors by hooks.
         ctx.weight = weight
+        *settings, tp_group = settings
         return LinearWithGradAccumulationAndAsyncCommunication.forward(
-            ctx,
-            input,
-            weight,
-            bias,
-            gradient_accumulation_fusion,
-            allreduce_dgrad,
-            sequence_parallel,
-            None,
-            None,
-            tp_group,
-            *_LATER_ARGUMENTS,
+            ctx, input, weight, *settings, None, None, tp_group, *_LATER_ARGUMENTS
         )
 
     @staticmethod

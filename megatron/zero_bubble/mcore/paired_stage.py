@@ -177,18 +177,7 @@ class PairedStage(MegatronStage):
         node = None
         if is_last:
             node = ScheduleNode(loss_function, torch.cuda.current_stream(), plan.event, name="loss_func")
-        result, num_tokens = mcore.forward_step_calc_loss(
-            self.model_chunks[chunk],
-            output,
-            None if node is None else node.forward,
-            self._config,
-            self._vp_stage(chunk),
-            self.collect_non_loss_data,
-            self.num_microbatches,
-            self.forward_data_store,
-            self.cp_group_size,
-            is_last,
-        )
+        result, num_tokens = self._calc_loss(chunk, output, node and node.forward, is_last=is_last)
         self._note_output(microbatch, chunk, result, num_tokens)
         self._kept[chunk, microbatch] = _KeptPlan(plan, node)
         return result

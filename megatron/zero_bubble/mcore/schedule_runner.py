@@ -24,12 +24,13 @@ from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.copy_lane import copy_lane
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.memory_meter import memory_meter
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
-from megatron.zero_bubble.runtime.profiler import memory_meter
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, device_clock, idle_share
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
+from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.runtime.running_plan import RunningPlan
 from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.runtime.watchdog import Position
@@ -94,11 +95,12 @@ class ForwardBackward:
         self.observer = StepObserver(device_clock(own_device()))
         replanner = None
         if planning is not None:
-            replanner = Replanner(
-                *(plan, planning, self._rank, self.observer, self._measure_edges, report, own_device()),
+            measured = RunCosts(
+                *(plan.placement, self._rank, self.observer, self._measure_edges),
                 recomputation=self._recomputation_store,
                 offload=self._offload_store,
             )
+            replanner = Replanner(plan, planning, measured, report, own_device())
         interlocks = post_validation is not None
         self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=interlocks)
         self._step_plans = StepPlans(

@@ -7,8 +7,8 @@ optimizer's state is matched to the parameters, where the rows of gated layers b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -18,19 +18,15 @@ from megatron.core.dist_checkpointing import optimizer as matching
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.tensor import DTensor
 
+from megatron.zero_bubble.mcore.replaced import replaced
 
-@contextmanager
-def shards_matched() -> Iterator[None]:
+
+def shards_matched() -> AbstractContextManager[None]:
     """Let megatron-core find the parameter of each shard of the optimizer's state inside the `with` block.
 
     It compares the ids of local tensors, but torch's `to_local` creates a new tensor for a parameter in each call.
     """
-    original = matching.to_local_if_dtensor
-    matching.to_local_if_dtensor = _local_tensor
-    try:
-        yield
-    finally:
-        matching.to_local_if_dtensor = original
+    return replaced(matching, "to_local_if_dtensor", _local_tensor)
 
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:

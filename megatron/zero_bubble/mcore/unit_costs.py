@@ -42,7 +42,8 @@ from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
-from megatron.zero_bubble.runtime.profiler import Profiler, memory_meter
+from megatron.zero_bubble.runtime.memory_meter import memory_meter
+from megatron.zero_bubble.runtime.profiler import Profiler
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import OpKind, Placement, lower

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -25,6 +25,8 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg_rank, unwrap_model
+
+from megatron.zero_bubble.mcore.replaced import replaced
 
 _MICROBATCH = "zero-bubble-microbatch"
 """Name of the running microbatch's seed among the random states that megatron-core tracks.
@@ -80,8 +82,9 @@ class _Construction:
         torch.manual_seed(seed)
         random.model_parallel_cuda_manual_seed(seed)
 
-    @contextmanager
-    def around(self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]) -> Iterator[None]:
+    def around(
+        self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]
+    ) -> AbstractContextManager[None]:
         """Make the constructor of the class `owner` begin a unit, unless it builds a part of one."""
         original = owner.__init__
         signature = inspect.signature(original)
@@ -101,11 +104,7 @@ class _Construction:
                 self._is_in_unit = False
             self.begin(_UnitKind.OUTPUT)
 
-        owner.__init__ = construct
-        try:
-            yield
-        finally:
-            owner.__init__ = original
+        return replaced(owner, "__init__", construct)
 
 
 def _layer_number(call: dict[str, Any]) -> int:
@@ -201,8 +200,7 @@ def _generator_states(seed: int) -> dict[str, torch.Tensor]:
     return {name: generator.manual_seed(number).get_state() for name, number in seeds.items()}
 
 
-@contextmanager
-def _microbatch_told() -> Iterator[None]:
+def _microbatch_told() -> AbstractContextManager[None]:
     """Let every forward step tell its number to the model as well; megatron-core tells it to the layers alone."""
     original = schedules.set_current_microbatch
 
@@ -210,11 +208,7 @@ def _microbatch_told() -> Iterator[None]:
         original(model, microbatch_id)
         get_attr_wrapped_model(model, "decoder", return_model_obj=True).current_microbatch = microbatch_id
 
-    schedules.set_current_microbatch = tell
-    try:
-        yield
-    finally:
-        schedules.set_current_microbatch = original
+    return replaced(schedules, "set_current_microbatch", tell)
 
 
 def _mixed(*numbers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,6 +24,9 @@ class PipelineOptions:
         num_chunks: stages of a rank, by default those of the schedule.
         memory_limit: most activations of a rank, in microbatches of a whole rank; for all ranks or one a rank. By
             default as much as the schedule of that name needs.
+        offload: microbatches of a whole rank that its host link copies one way while it runs the forward of one. A
+            planned schedule then copies activations to the host and back where that is faster under `memory_limit`,
+            and microbatches keep their order. None copies nothing.
         checkpoint: whether all layers drop their activations in F and run again in R. A spec says so of one layer.
         split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
         variable_shapes: whether layers return other shapes for a microbatch than for another one with the same shapes
@@ -32,13 +36,15 @@ class PipelineOptions:
         post_validation: whether `train_step` steps before the norm of all gradients is known.
 
     Raises:
-        ValueError: `microbatch_order` is unknown, or shapes vary together with post-validation.
+        ValueError: `microbatch_order` is unknown, shapes vary together with post-validation, or `offload` is not above
+            zero, has no memory limit, or has nothing to copy because all layers are recomputed.
     """
 
     partition: Partition = "parameters"
     example: tuple[Any, Any] | None = None
     num_chunks: int | None = None
     memory_limit: float | Sequence[float] | None = None
+    offload: float | None = None
     checkpoint: bool = False
     split_layers: Sequence[type[nn.Module]] = ()
     variable_shapes: bool = False
@@ -50,6 +56,14 @@ class PipelineOptions:
             raise ValueError("variable_shapes=True and post_validation=True do not go together")
         if self.microbatch_order not in ("planned", "data"):
             raise ValueError(f"microbatch_order={self.microbatch_order!r} is neither 'planned' nor 'data'")
+        if self.offload is None:
+            return
+        if not 0 < self.offload < math.inf:
+            raise ValueError(f"offload={self.offload!r} must be above zero: microbatches copied during one forward")
+        if self.memory_limit is None:
+            raise ValueError("offload needs memory_limit: without a limit nothing has to leave the device")
+        if self.checkpoint:
+            raise ValueError("offload and checkpoint=True: nothing that is recomputed is copied, so leave one out")
 
     def compared(self) -> dict[str, Any]:
         """The options by name that ranks compare: all but the example, which only one rank uses."""

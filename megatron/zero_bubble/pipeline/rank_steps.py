@@ -21,7 +21,9 @@ from megatron.zero_bubble.pipeline.stage_layout import StageLayout
 from megatron.zero_bubble.pipeline.step_orders import StepOrders
 from megatron.zero_bubble.planner.run_schedules import prepare
 from megatron.zero_bubble.runtime.communicator import Communicator
+from megatron.zero_bubble.runtime.copy_lane import copy_lane
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage
@@ -56,6 +58,7 @@ class RankSteps:
         self._interconnect, self._agreement = interconnect, agreement
         placement, device = self._schedule.placement, interconnect.device
         self._stores = WeightGradStore(placement.num_chunks), RecomputationStore()
+        self._offload = OffloadStore(copy_lane(device)) if self._schedule.offloads else None
         builder = LayerBuilder(layers, device, *self._stores, options)
         self.held = agreement.together(lambda: builder.hold(layout, self._rank))
         stage_class = SteppingLayerStage if options.post_validation else LayerStage
@@ -64,7 +67,7 @@ class RankSteps:
         shapes_vary = options.variable_shapes
         self._messages = StepMessages(self._stage, placement, interconnect, agreement, shapes_vary=shapes_vary)
         self._orders = StepOrders(self._schedule, self._rank, agreement, device)
-        self._plans_order = options.microbatch_order == "planned"
+        self._plans_order = options.microbatch_order == "planned" and self._offload is None
         self._executors: dict[bool, Executor] = {}
 
     def late_steps(self, parameters: Sequence[torch.nn.Parameter]) -> LateSteps:
@@ -115,7 +118,8 @@ class RankSteps:
         self._executors[trains].run(cast(Stage, self._stage), recorder)
 
     def _executor_of(self, schedule: Schedule) -> Executor:
-        return Executor(schedule, self._rank, cast(Communicator, self._messages.communicator), *self._stores)
+        communicator = cast(Communicator, self._messages.communicator)
+        return Executor(schedule, self._rank, communicator, *self._stores, offload_store=self._offload)
 
     def _finish(self) -> torch.Tensor:
         """Return the loss of the step on every rank, or raise the error of the first forward that has failed."""

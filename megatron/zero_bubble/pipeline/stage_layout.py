@@ -16,7 +16,7 @@ from megatron.zero_bubble.pipeline.options import PipelineOptions
 from megatron.zero_bubble.pipeline.specs import LayerSpec, class_name_of
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Schedule, StageCosts
-from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.default_costs import default_costs, with_host_link
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -73,8 +73,12 @@ class LayoutRequest:
         else:
             stages = boundaries.given(partition, num_layers, placement.num_stages)
         _refuse_shared(self.layers, stages)
+        costs = default_costs(placement, plan.recompute)
         if times is not None:
-            plan = plan.requesting(costs=_stage_costs(times, stages, default_costs(placement, plan.recompute)))
+            costs = _stage_costs(times, stages, costs)
+        if self.options.offload is not None:
+            costs = with_host_link(costs, self.options.offload * placement.num_ranks / sum(costs.time_f))
+        plan = plan.requesting(costs=costs, offloads=self.options.offload is not None)
         loads = tuple(sum(weights[first:end]) for first, end in pairwise(stages))
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
@@ -89,6 +93,8 @@ class LayoutRequest:
             )
         else:
             plan = RunSchedules.of(schedule)
+        if self.options.offload is not None and not plan.adapts:
+            raise ValueError(f"offload: schedule {plan.name} is not planned, so it gets no copies: use auto, for one")
         recomputes = self.options.checkpoint or any(getattr(layer, "checkpoint", False) for layer in self.layers)
         recompute = Recompute.FULL if recomputes else Recompute.NONE
         return plan.requesting(memory_limit=self.options.memory_limit, recomputes=(recompute,))

@@ -228,6 +228,9 @@ def _try_equal_stages(portfolio: Portfolio, problem: Problem) -> None:
         time_w=(median(problem.costs.time_w),) * problem.num_stages,
         time_r=(median(problem.costs.time_r),) * problem.num_stages,
         time_comm=(median(problem.costs.time_comm or (0,)),) * (problem.num_stages - 1),
+        # Exchanges take no time of their own outside of pairs, which are planned later.
+        all_to_all_f=(),
+        all_to_all_b=(),
     )
     if costs == problem.costs:
         return

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron.zero_bubble.planner.codes import Order
+from megatron.zero_bubble.planner.event_loop import PlannedOrders
 from megatron.zero_bubble.planner.problem import Problem
 
 
@@ -249,3 +250,12 @@ class OrderGraph:
             longest = max(longest, start + rest)
             after = rest
         return longest
+
+
+def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | None:
+    """The plan that runs complete orders as they are; None if they exceed a limit, or deadlock."""
+    for order, limit in zip(orders, problem.limits, strict=True):
+        if max(accumulate(problem.allocation[code] for code in order)) > limit * (1 + 1e-9):
+            return None
+    graph = OrderGraph(problem, orders)
+    return PlannedOrders(graph.cost, list(orders), graph.tie) if graph.find_times() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -92,13 +93,18 @@ def schedule_of(request: PlanRequest) -> Schedule:
         shortest, _ = judged(best, problem)
     except Infeasible as error:
         refusal = error
-    at_once = request.stage_costs.at_once()
-    relaxed = replace(request, costs=at_once, effort=request.effort // OFFLOAD_PARTS)
+    tried = groupings(problem)
+    relaxed = replace(request, effort=request.effort // (OFFLOAD_PARTS * len(tried)))
 
     def plans(limits: Limits) -> Iterator[Schedule]:
-        yield _in_one_group(replace(relaxed, memory_limit=limits))
+        for groups in tried:
+            costs = problem.costs.in_groups(groups).at_once()
+            with suppress(Infeasible):
+                yield replace(_in_one_group(replace(relaxed, costs=costs, memory_limit=limits)), groups=groups)
         if request.recompute is Recompute.PLANNED:  # never slower than without recomputation
-            yield _in_one_group(replace(relaxed, memory_limit=limits, recomputes=(Recompute.NONE,)).checked())
+            keeping = replace(relaxed, costs=problem.costs.at_once(), recomputes=(Recompute.NONE,))
+            with suppress(Infeasible):
+                yield _in_one_group(replace(keeping, memory_limit=limits).checked())
 
     faster = offloaded(plans, problem, shortest)
     if faster is not None:

@@ -9,8 +9,15 @@ from math import inf
 from operator import itemgetter
 
 from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.choice import (
+    SHARDING_GAIN,
+    SIMPLER,
+    best_of_combinations,
+    choose,
+    named_after_schedule,
+)
 from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, plan_layout, with_slowdown
-from megatron.zero_bubble.planner.partitions import ALIKE, Balance, balanced_partition, neighbours, unevenness
+from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
 from megatron.zero_bubble.planner.request import QUICK_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.schedule.costs import LARGEST
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
@@ -22,10 +29,6 @@ CHUNKS = (2, 3, 4)
 """Model chunks a rank that are tried for interleaved placements."""
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 """Model chunks that are tried one after the other, while each makes the plan `GAIN` times as fast as the one before."""
-SIMPLER = 1.02
-"""A simpler layout is preferred if it takes at most this much longer: measured costs are no more exact."""
-SHARDING_GAIN = 1.03
-"""How many times as fast a layout with vocabulary shards has to be, because collectives also take processor time."""
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this much longer than the best one."""
 ROUNDS = ((3, 5), (1, 2))
@@ -102,9 +105,8 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     search.improve_usual()
     plans = search.expected()
     if len(request.recomputes) > 1:
-        plans = list(map(_named_after_schedule, plans))
-    chosen, *others = _in_order(plans, request.usual)
-    return replace(chosen, others=tuple(others))
+        plans = list(map(named_after_schedule, plans))
+    return choose(plans, request.usual)
 
 
 class _Search:
@@ -186,9 +188,9 @@ class _Search:
         vocabularies = (False, True) if request.vocabulary_parallel is None else (request.vocabulary_parallel,)
         first, *further = request.recomputes
         usual = None if request.usual is None else request.usual.placement
-        more = [one for one in request.placements if one.num_chunks in MORE_CHUNKS and one != usual]
-        few = [one for one in request.placements if one not in more]
-        combinations = [Layout(*one) for one in product(few or more, ((),), (first,), vocabularies)]
+        more = [each for each in request.placements if each.num_chunks in MORE_CHUNKS and each != usual]
+        few = [placement for placement in request.placements if placement not in more]
+        combinations = [Layout(*axes) for axes in product(few or more, ((),), (first,), vocabularies)]
         layouts = [layout for combination in combinations for layout in self._to_begin_with(combination)]
         planned: dict[Layout, list[Layout]] = {}
         for bound, _, layout in sorted((self._bound(layout), number, layout) for number, layout in enumerate(layouts)):
@@ -197,7 +199,7 @@ class _Search:
                 planned.setdefault(layout.combination, []).append(layout)
                 self.try_plan(layout, 0)
         for vocabulary in vocabularies if few else ():
-            planned.update(self._plan_more_chunks([Layout(one, (), first, vocabulary) for one in more]))
+            planned.update(self._plan_more_chunks([Layout(placement, (), first, vocabulary) for placement in more]))
         for recompute in further:
             self._plan_recomputing(recompute, list(planned.values()))
 
@@ -299,7 +301,7 @@ class _Search:
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())
         longest = self.best_time * COMPARED
-        best = _of_combinations(list(self.plans.values()), usual)
+        best = best_of_combinations(list(self.plans.values()), usual)
         return [with_slowdown(plan) for plan in best if plan.time <= longest]
 
     def move_layers(self, plan: Plan) -> None:
@@ -323,55 +325,8 @@ class _Search:
                     break
 
 
-def _named_after_schedule(plan: Plan) -> Plan:
-    """The plan, of a layout that recomputes nothing if its schedule has no R."""
-    if plan.layout.recompute is not Recompute.PLANNED or plan.timeline.schedule.recomputes:
-        return plan
-    return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))
-
-
 def _balance(request: PlanRequest, layout: Layout, *, in_blocks: bool = False) -> Balance:
     room = inf if request.capacity is None else request.capacity
     model = model_of(request, layout)
     model = model.computing if request.pairs else model
     return Balance(model, layout.placement, request.num_microbatches, layout.recompute, room, in_blocks=in_blocks)
-
-
-def _of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
-    """The plan of each combination, and that of the usual layout.
-
-    Of partitions whose plans differ by at most `ALIKE` it is the most even one, so that small differences between
-    measured costs do not change it.
-    """
-    groups: dict[Layout, list[Plan]] = {}
-    for plan in plans:
-        groups.setdefault(plan.layout if plan.layout == usual else plan.layout.combination, []).append(plan)
-    return [_most_even(group) for group in groups.values()]
-
-
-def _most_even(plans: Sequence[Plan]) -> Plan:
-    longest = min(plan.time for plan in plans) * ALIKE
-    return min((plan for plan in plans if plan.time <= longest), key=lambda plan: unevenness(plan.layout.partition))
-
-
-def _in_order(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
-    """The plans from the shortest to the longest, but first the chosen one.
-
-    That is the usual layout, if no other is faster by the factor `SIMPLER`; otherwise the simplest of those that take
-    at most so much longer than the shortest, or `SHARDING_GAIN` times as long as the shortest with vocabulary shards.
-    """
-    ordered = sorted(_of_combinations(plans, usual), key=lambda plan: plan.time)
-    shortest = ordered[0]
-    longest = shortest.time * SIMPLER
-
-    def is_close(plan: Plan) -> bool:
-        saves_shards = shortest.layout.vocabulary_parallel and not plan.layout.vocabulary_parallel
-        return plan.time <= (shortest.time * SHARDING_GAIN if saves_shards else longest)
-
-    close = [plan for plan in ordered if is_close(plan)]
-    as_usual = [plan for plan in close if plan.layout == usual]
-    chosen = as_usual[0] if as_usual else min(close, key=lambda plan: plan.layout.complexity)
-    best = {chosen.layout.combination: chosen}
-    for plan in ordered:
-        best.setdefault(plan.layout.combination, plan)
-    return list(best.values())

@@ -177,12 +177,16 @@ class _LocalSearch:
         return not any(self._waits_for(other, op) for other in lane[move.target : move.source])
 
     def _waits_for(self, earlier: int, later: int) -> bool:
-        """Whether `later`, which comes after `earlier` on the same rank, has to."""
+        """Whether `later`, which comes after `earlier` on the same rank, has to.
+
+        F, B, W and R of one microbatch and stage stay in their order. Operations on shards wait for results alone.
+        """
         m, size = self.problem.num_microbatches, self.problem.num_stages
         code, other = earlier // m, later // m
         if self.keeps_forwards and max(code, other) < size:
             return True
-        is_same_microbatch = code % size == other % size and earlier % m == later % m
+        is_on_stage = max(code, other) < self.problem.codes.e
+        is_same_microbatch = is_on_stage and code % size == other % size and earlier % m == later % m
         return code == other or is_same_microbatch or any(need == earlier for need, _ in self.graph.needs[later])
 
     def _fits(self, move: _Move) -> bool:

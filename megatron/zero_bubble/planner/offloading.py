@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import ceil, inf
@@ -13,7 +12,6 @@ from typing import NamedTuple
 from megatron.zero_bubble.planner.expected_time import slowdown
 from megatron.zero_bubble.planner.problem import Problem, tolerance
 from megatron.zero_bubble.planner.request import Limits
-from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, OpKind
@@ -61,7 +59,7 @@ def offloaded(
     copies, and fewer idle times and recomputations; the simulation decides.
 
     Args:
-        plans: schedules without copies under given limits; `Infeasible` ends them.
+        plans: schedules without copies under given limits.
         problem: with the limits that hold.
         shortest: time of a schedule without copies; only faster ones count.
     """
@@ -71,16 +69,15 @@ def offloaded(
     for _ in range(_MOST_LIMITS):
         limits = tuple(limit * _STEP for limit in limits)
         is_last = False
-        with suppress(Infeasible):
-            for schedule in plans(limits):
-                for timeline, time in _candidates(schedule, problem, shortest):
-                    if time < shortest * (1 - 1e-9):
-                        best, shortest = timeline.schedule, time
-                peaks = peak_memory(schedule, problem.costs)
-                # A larger limit changes nothing, unless the plan is a poor one that even keeps the limits that hold.
-                is_last = all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True)) and any(
-                    peak > limit for peak, limit in zip(peaks, problem.limits, strict=True)
-                )
+        for schedule in plans(limits):
+            for timeline, time in _candidates(schedule, problem, shortest):
+                if time < shortest * (1 - 1e-9):
+                    best, shortest = timeline.schedule, time
+            peaks = peak_memory(schedule, problem.costs)
+            # A larger limit changes nothing, unless the plan is a poor one that even keeps the limits that hold.
+            is_last = all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True)) and any(
+                peak > limit for peak, limit in zip(peaks, problem.limits, strict=True)
+            )
         if is_last:
             break
     return best
@@ -150,7 +147,7 @@ class _RankCopies:
     def __init__(
         self, schedule: Schedule, problem: Problem, rank: int, lane: Sequence[TimedOp], rule: CopyRule
     ) -> None:
-        stages, costs = problem.placement.stages_of(rank), problem.costs
+        stages, costs = problem.placement.stages_of(rank), problem.costs.in_groups(schedule.groups)
         self._lane, self._limit = lane, problem.limits[rank] + tolerance(problem.limits[rank])
         self._rule = rule
         self._size = [costs.memory_d[stage] for stage in stages]
@@ -162,7 +159,7 @@ class _RankCopies:
         }
         fixed = {(one.op.microbatch, one.op.chunk) for one in lane if one.op.kind is OpKind.R}
         self._movable = {key for key in self._backward if key not in fixed and self._size[key[1]] > 0}
-        held = [after for _, _, after in memory_held(schedule, costs, rank)]
+        held = [after for _, _, after in memory_held(schedule, problem.costs, rank)]
         self._changes = [after - before for before, after in zip([0, *held[:-1]], held, strict=True)]
         self._weights = [k for k, one in enumerate(lane) if one.op.kind is OpKind.W]
         """Positions of the W that have not run."""

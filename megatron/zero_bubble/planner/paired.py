@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_pairs
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
-from megatron.zero_bubble.schedule.pairs import computations, in_pairs
+from megatron.zero_bubble.schedule.pairs import computations
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PairPolicy:
     weights: GapRule = GapRule.BALANCED
     """Whether W fills a gap that is too short for it."""
     fuses: bool = False
-    """Whether pairs compute the gradient of the weights, too."""
+    """Whether a pair computes the gradient of the weights, too, where that takes less time there than alone."""
 
 
 FEW = 4
@@ -68,14 +68,16 @@ def _policies(problem: Problem) -> Iterator[PairPolicy]:
 
 
 def _may_fuse(problem: Problem) -> tuple[bool, ...]:
-    """Whether pairs without and with W are to be tried: with W if it has time in a pair that exchanges tokens."""
-    costs = problem.costs
-    added = (
-        costs.time_of_pair(stage, OpKind.PBW, stage) - costs.time_of_pair(stage, OpKind.PB, stage)
-        for stage in range(problem.num_stages)
-    )
-    hides = any(more < time * (1 - 1e-9) for more, time in zip(added, costs.time_w, strict=True))
+    """Whether pairs without and with W are to be tried: with W if some pair of a rank hides a part of it."""
+    hides = any(_hides_weights(problem, *pair) for stages in problem.stages_of for pair in product(stages, repeat=2))
     return (False, True)[: 1 + hides]
+
+
+def _hides_weights(problem: Problem, forward: int, backward: int) -> bool:
+    """Whether W takes less time in a pair of these stages, whose exchanges leave time for it, than alone."""
+    costs = problem.costs
+    added = costs.time_of_pair(forward, OpKind.PBW, backward) - costs.time_of_pair(forward, OpKind.PB, backward)
+    return added < costs.time_w[backward] * (1 - 1e-9)
 
 
 Computations = list[list[tuple[Op, ...]]]
@@ -129,18 +131,15 @@ def _plan(loop: _PairedRanks) -> Schedule | None:
     if plan is None:
         return None
     schedule = loop.problem.schedule("paired", plan.orders)
-    if loop.policy.fuses:
-        schedule = replace(schedule, ops=tuple(map(_fused, schedule.ops, loop.paired)))
-    kind = OpKind.BW if loop.policy.fuses else OpKind.B
-    return in_pairs(schedule, [frozenset(op._replace(kind=kind) for op in paired) for paired in loop.paired])
+    return replace(schedule, ops=tuple(map(_as_pairs, schedule.ops, loop.paired)))
 
 
-def _fused(ops: Sequence[Op], paired: set[Op]) -> tuple[Op, ...]:
-    """The operations with BW in place of each B in a pair and its W."""
+def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
+    """The operations with the kinds of pairs in place of each B that runs in one, and of its W if that runs there."""
     return tuple(
-        op._replace(kind=OpKind.BW) if op in paired else op
+        op._replace(kind=paired.get(op, op.kind))
         for op in ops
-        if op.kind is not OpKind.W or op._replace(kind=OpKind.B) not in paired
+        if op.kind is not OpKind.W or paired.get(op._replace(kind=OpKind.B)) is not OpKind.PBW
     )
 
 
@@ -150,8 +149,8 @@ class _PairedRanks(EventLoop):
     def __init__(self, problem: Problem, policy: PairPolicy) -> None:
         super().__init__(problem)
         self.policy = policy
-        self.paired: list[set[Op]] = [set() for _ in range(problem.num_ranks)]
-        """Rank -> the backwards that run in pairs."""
+        self.paired: list[dict[Op, OpKind]] = [{} for _ in range(problem.num_ranks)]
+        """Rank -> each B that runs in a pair, and its kind there."""
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         codes, policy, weights = self.codes, self.policy, self.weights[rank]
@@ -193,10 +192,13 @@ class _PairedRanks(EventLoop):
             return
         codes, problem = self.codes, self.problem
         forward, backward = divmod(code - codes.end, self.num_stages)
-        kind = OpKind.PBW if self.policy.fuses else OpKind.PB
+        # The weight gradients of a stage are computed in the order of microbatches.
+        in_order = self.done[codes.w + backward] == self.done[codes.b + backward]
+        fuses = self.policy.fuses and in_order and _hides_weights(problem, forward, backward)
+        kind = OpKind.PBW if fuses else OpKind.PB
         time = problem.costs.time_of_pair(forward, kind, backward)
         microbatch = self.done[codes.b + backward]
-        self.paired[rank].add(Op(OpKind.B, microbatch, problem.placement.chunk_of(backward)))
+        self.paired[rank][Op(OpKind.B, microbatch, problem.placement.chunk_of(backward))] = kind
         if not self.has_begun[rank]:
             self.has_begun[rank], self.begin[rank] = True, now - self.worked[rank]
         self.orders[rank] += [forward, codes.b + backward]
@@ -214,7 +216,7 @@ class _PairedRanks(EventLoop):
         self.offer_weight(weight, rank)
         if backward > 0:
             self.arrive(codes.b + backward - 1, end + self.message[backward - 1], rank, events)
-        if self.policy.fuses:
+        if fuses:
             self.orders[rank].append(weight)
             self.held[rank] += self.allocation[weight]
             self.done[weight] += 1

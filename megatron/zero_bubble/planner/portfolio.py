@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 from megatron.zero_bubble.planner.codes import Order
+from megatron.zero_bubble.planner.critical_paths import run_in_order
 from megatron.zero_bubble.planner.event_loop import KEEPS_WHAT_FITS, GapRule, Keeping, PlannedOrders
 from megatron.zero_bubble.planner.expected_time import slowdown
-from megatron.zero_bubble.planner.fill import fill_weights, run_in_order
+from megatron.zero_bubble.planner.fill import fill_weights
 from megatron.zero_bubble.planner.greedy import Policy, list_schedule
 from megatron.zero_bubble.planner.grouped import GroupPolicy, plan_in_groups
 from megatron.zero_bubble.planner.local_search import improve

@@ -142,8 +142,8 @@ class HostBuffers:
             buffer = self._lane.host_tensor(num_bytes)
         except (RuntimeError, MemoryError) as error:
             raise HostMemoryError(
-                f"--zero-bubble-offload auto: the host has no room for {num_bytes} more bytes of activations, beside "
-                f"{self.num_bytes} that it holds: raise --zero-bubble-memory-limit, or leave the flag out"
+                f"the host has no room for {num_bytes} more bytes of activations, beside {self.num_bytes}: "
+                "raise --zero-bubble-memory-limit, or give --zero-bubble-offload off"
             ) from error
         self.num_bytes += num_bytes
         return buffer

@@ -5,7 +5,6 @@ The executor knows nothing of models: a `Stage` computes F and B, and the schedu
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ from typing import cast
 
 import torch
 
-from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend
+from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.copy_lane import ThreadLink
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
 from megatron.zero_bubble.runtime.exchanges import Exchanges
@@ -21,8 +20,9 @@ from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore, untimed
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
+from megatron.zero_bubble.runtime.stage_messages import StageMessages
+from megatron.zero_bubble.runtime.step_progress import StepProgress
 from megatron.zero_bubble.runtime.steps import Range, Step, new_range, no_range, steps_of
-from megatron.zero_bubble.runtime.variable_shapes import Announcing
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COLLECTIVES, KINDS, VOCABULARY
@@ -33,20 +33,6 @@ from megatron.zero_bubble.schedule.tail import run_together
 
 class LeftoverError(RuntimeError):
     """Raised if a message, activation or W is left unused at the end of a step: a bug in a schedule or the runtime."""
-
-
-class _LocalMessage:
-    """A tensor between two stages of the same rank."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> torch.Tensor:
-        return self._tensor
-
-
-_Key = tuple[bool, int, int]
-"""Key of a message or an activation: (is forward, chunk, microbatch)."""
 
 
 _BackwardInputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
@@ -81,34 +67,26 @@ class Executor:
     ) -> None:
         self.schedule = schedule
         self.rank = rank
-        self._communicator = communicator
-        self._announcing = communicator if isinstance(communicator, Announcing) else None
+        self._messages = StageMessages(schedule, rank, communicator)
         self._store = weight_grad_store
         self._recomputation = recomputation_store or RecomputationStore()
         self._recomputation.weights = weight_grad_store
-        self._recomputed = frozenset((op.chunk, op.microbatch) for op in schedule.ops[rank] if op.kind is OpKind.R)
+        self._recomputed = self._passed_by(OpKind.R)
         # A schedule without D puts nothing in it.
         self._offload = offload_store or OffloadStore(ThreadLink())
-        self._offloaded = frozenset((op.chunk, op.microbatch) for op in schedule.ops[rank] if op.kind is OpKind.D)
+        self._offloaded = self._passed_by(OpKind.D)
         assert offload_store is not None or not self._offloaded, "a schedule with D needs an OffloadStore"
-        self._stages = [schedule.placement.stage_of(rank, chunk) for chunk in range(schedule.num_chunks)]
         ops = schedule.ops[rank]
         self._steps = steps_of(run_together(ops) if tail_by_parameter else computations(ops))
         self._redone = steps_of(computations(before_validation(schedule, rank)))
-        self._num_ops = len(schedule.ops[rank])
+        self._progress = StepProgress(self._steps, len(ops))
         self._stale = stale_receives(schedule, rank)
-        self._runs_backward = any(op.kind in BACKWARDS for op in schedule.ops[rank])
+        self._runs_backward = any(op.kind in BACKWARDS for op in ops)
         groups = schedule.groups if self._runs_backward else ()
-        self._groups = [groups[stage] if groups else 1 for stage in self._stages]
+        self._groups = [groups[stage] if groups else 1 for stage in schedule.placement.stages_of(rank)]
         self._activations: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._incoming: dict[_Key, PendingReceive] = {}
-        self._outgoing: dict[_Key, torch.Tensor] = {}
-        self._sends: deque[PendingSend] = deque()
         self._exchanges = Exchanges(schedule, rank, exchange_lane)
         self._recorder: OpRecorder | None = None
-        self._position = 0
-        self._begun = -1
-        self._marked: list[int] = []
         self._range: Range = no_range
         self._handlers: dict[OpKind, Callable[..., None]] = {
             OpKind.F: self._forward,
@@ -130,23 +108,24 @@ class Executor:
             **dict.fromkeys(COLLECTIVES, self._exchange),
         }
 
+    def _passed_by(self, kind: OpKind) -> frozenset[tuple[int, int]]:
+        """Return (chunk, microbatch) of this rank's operations of a kind."""
+        return frozenset((op.chunk, op.microbatch) for op in self.schedule.ops[self.rank] if op.kind is kind)
+
     def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
         """Run all operations of one step; `recorder` is told when each operation computes.
 
         Raises:
             LeftoverError: a pending W, a message, an activation or a collective's result is left at the end.
         """
-        self._marked = []
         self._recorder = recorder
         self._recomputation.timed = untimed if recorder is None or max(self._groups) == 1 else recorder.timed_within
         self._range = new_range()
-        self._begun = -1
+        self._progress.start(recorder)
         try:
             self._run(stage, self._steps)
-            self._position = self._num_ops
-            for send in self._sends:
-                send.wait()
-            self._sends.clear()
+            self._progress.position = len(self.schedule.ops[self.rank])
+            self._messages.finish_sends()
             unused = self._exchanges.finish()
         except Exception as error:
             # A collective that has failed here is the cause: the other ranks then end, and this rank's messages fail.
@@ -158,12 +137,12 @@ class Executor:
 
     def _run(self, stage: Stage, steps: Sequence[Step]) -> None:
         for position, ops, name, is_computation in steps:
-            self._position = position
+            self._progress.position = position
             with self._range(name):
                 self._handlers[ops[-1].kind](stage, *ops)
             if self._recorder is not None and is_computation:
                 self._recorder.end(*ops)
-            self._drop_finished_sends()
+            self._messages.drop_finished_sends()
 
     @property
     def num_live_activations(self) -> int:
@@ -171,23 +150,8 @@ class Executor:
         return len(self._activations) - len(self._recomputation.dropped())
 
     def position(self) -> tuple[int, bool]:
-        """Return the index of the operation this rank is at, and whether its inputs are there; any thread may ask.
-
-        Once all operations have run, the index is their number. If a recorder measures the step on a GPU, the answer is
-        the GPU's position, because the process runs ahead of it; it is then never a communication operation.
-        """
-        launched = self._position
-        reached = self._recorder.num_reached() if self._recorder is not None else None
-        if reached is None:
-            return launched, self._begun == launched
-        # Positions are looked up in the list of begun operations: those before VALIDATE may run twice.
-        done, has_begun = divmod(reached, 2)
-        if done < len(self._marked):
-            position = self._marked[done]
-            return position, bool(has_begun) or position == self._begun == launched
-        finished = self._marked[-1] if self._marked else -1
-        later = (step.position for step in self._steps if step.position > finished and step.is_computation)
-        return next(later, self._num_ops), False
+        """Return the index of the operation this rank is at, and whether its inputs are there (see `StepProgress`)."""
+        return self._progress.reached()
 
     def _forward(self, stage: Stage, op: Op) -> None:
         input_tensor = self._input_of_forward(stage, op)
@@ -203,16 +167,16 @@ class Executor:
         """The context of a forward whose activations are copied to the host, if the schedule does that."""
         if (op.chunk, op.microbatch) not in self._offloaded:
             return nullcontext()
-        return self._offload.forward(op.chunk, op.microbatch, [input_tensor])
+        # A message of plain layers has several tensors.
+        kept = getattr(input_tensor, "tensors", (input_tensor,))
+        return self._offload.forward(op.chunk, op.microbatch, kept)
 
     def _input_of_forward(self, stage: Stage, op: Op) -> torch.Tensor | None:
         """Wait for the input of a forward; the first stage has none."""
         stage.before_inputs(op)
-        input_tensor = None
-        if self._stages[op.chunk] > 0:
-            input_tensor = self._incoming.pop((True, op.chunk, op.microbatch)).wait()
-            if self._runs_backward:
-                input_tensor.requires_grad_()
+        input_tensor = self._messages.input_of(op, is_forward=True)
+        if input_tensor is not None and self._runs_backward:
+            input_tensor.requires_grad_()
         self._exchanges.wait_before(op)
         return input_tensor
 
@@ -220,8 +184,8 @@ class Executor:
         """Keep the tensors of a forward for its backward, and hand on its output."""
         if self._runs_backward:
             self._activations[op.chunk, op.microbatch] = (input_tensor, output)
-        if self._stages[op.chunk] + 1 < self.schedule.num_stages:
-            self._hand_on(stage, op, output, is_forward=True)
+        if self._messages.hand_on(op, output, is_forward=True):
+            stage.release_output(output)
 
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
         """Run a forward and a backward as one, or one after the other if the stage cannot, when both inputs are there.
@@ -245,8 +209,7 @@ class Executor:
         assert output is not None
         self._end_forward(stage, forward, input_tensor, output)
         del self._activations[backward.chunk, backward.microbatch]
-        if input_grad is not None:
-            self._hand_on(stage, backward, input_grad, is_forward=False)
+        self._messages.hand_on(backward, input_grad, is_forward=False)
 
     def _on_shard(self, stage: Stage, op: Op) -> None:
         self._exchanges.wait_before(op)
@@ -278,15 +241,12 @@ class Executor:
         stage.before_gradients(op)
         input_grad = stage.backward(op.microbatch, op.chunk, *inputs)
         self._offload.forget(op.chunk, op.microbatch)
-        if input_grad is not None:
-            self._hand_on(stage, op, input_grad, is_forward=False)
+        self._messages.hand_on(op, input_grad, is_forward=False)
 
     def _inputs_of_backward(self, stage: Stage, op: Op) -> _BackwardInputs:
         """Wait for the gradient of the output, which the last stage has not, and for activations from the host."""
         stage.before_inputs(op)
-        output_grad = None
-        if self._stages[op.chunk] + 1 < self.schedule.num_stages:
-            output_grad = self._incoming.pop((False, op.chunk, op.microbatch)).wait()
+        output_grad = self._messages.input_of(op, is_forward=False)
         self._offload.wait_until_back(op.chunk, op.microbatch)
         return (*self._activations[op.chunk, op.microbatch], output_grad)
 
@@ -322,62 +282,36 @@ class Executor:
         if is_wrong:
             for receive in self._stale:
                 self._receive(stage, receive)
-            for message in self._incoming.values():
-                message.wait()
-            self._incoming.clear()
+            self._messages.drop_received()
             self._exchanges.finish()
             self._activations.clear()
             self._recomputation.clear()
             self._offload.clear()
             stage.restart()
             self._run(stage, self._redone)
-            self._position = len(before_validation(self.schedule, self.rank))
+            self._progress.position = len(before_validation(self.schedule, self.rank))
         self._begin(op)
 
     def _begin(self, op: Op) -> None:
         """Note that `op` starts to compute, now that its inputs are there."""
-        self._begun = self._position
-        self._marked.append(self._position)
+        self._progress.begin()
         if self._recorder is not None:
             self._recorder.begin(op)
 
-    def _hand_on(self, stage: Stage, op: Op, tensor: torch.Tensor, *, is_forward: bool) -> None:
-        """Give the result of `op` to the neighbouring stage: to the following send, or directly on the same rank."""
-        neighbour = self._stages[op.chunk] + (1 if is_forward else -1)
-        if self.schedule.placement.rank_of(neighbour) != self.rank:
-            self._outgoing[is_forward, op.chunk, op.microbatch] = tensor
-            return
-        chunk = self.schedule.placement.chunk_of(neighbour)
-        self._incoming[is_forward, chunk, op.microbatch] = _LocalMessage(tensor.detach())
-        if is_forward:
-            stage.release_output(tensor)
-
     def _send(self, stage: Stage, op: Op) -> None:
-        is_forward = op.kind is OpKind.SEND_FORWARD
-        tensor = self._outgoing.pop((is_forward, op.chunk, op.microbatch))
-        destination = self.schedule.placement.peer_of(self.rank, op)
-        if is_forward and self._announcing is not None:
-            self._sends.append(self._announcing.announce(tensor, destination))
-        self._sends.append(self._communicator.send(tensor, destination))
-        if is_forward and self._runs_backward:
+        tensor = self._messages.send(op)
+        if op.kind is OpKind.SEND_FORWARD and self._runs_backward:
             stage.release_output(tensor)
 
     def _receive(self, stage: Stage, op: Op) -> None:
-        source = self.schedule.placement.peer_of(self.rank, op)
-        key = (op.kind is OpKind.RECV_FORWARD, op.chunk, op.microbatch)
-        self._incoming[key] = self._communicator.receive(source, stage.message_spec(op))
-
-    def _drop_finished_sends(self) -> None:
-        while self._sends and self._sends[0].is_done():
-            self._sends.popleft()
+        self._messages.receive(stage, op)
 
     def _check_nothing_left(self, unused_exchanges: Sequence[Op]) -> None:
         left = [f"W{microbatch} of chunk {chunk} is pending" for chunk, microbatch in self._store.pending()]
         left += [f"activations of F{m} of chunk {c} are alive" for c, m in self._activations]
         left += [f"offloaded activations of F{m} of chunk {c} are left" for c, m in self._offload.left()]
-        for words, messages in (("received, not used", self._incoming), ("computed, not sent", self._outgoing)):
-            left += [f"a message of microbatch {m}, chunk {c} was {words}" for _, c, m in messages]
+        left += self._messages.left()
         left += [f"the result of {exchange} was not used" for exchange in unused_exchanges]
         if left:
-            ops = self.schedule.excerpt(self.rank, self._num_ops - 1)
+            ops = self.schedule.excerpt(self.rank, len(self.schedule.ops[self.rank]) - 1)
             raise LeftoverError(f"{self.schedule.name}: at the end of a step {'; '.join(left)}. {ops}")

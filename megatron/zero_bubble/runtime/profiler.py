@@ -5,11 +5,9 @@ from __future__ import annotations
 import operator
 import statistics
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,124 +16,14 @@ import torch.distributed as dist
 from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
-from megatron.zero_bubble.runtime.recorder import MeasuredOp, MemoryMeter
-from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Op, OpKind, Placement, StageCosts
+from megatron.zero_bubble.runtime.recorder import MeasuredOp
+from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
 from megatron.zero_bubble.schedule.costs import by_result
-from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, TIMES, VOCABULARY
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, TIMES
 from megatron.zero_bubble.schedule.pairs import pairs
 
 _PINGS = 7
 """Number of round trips whose median is the communication time of an edge."""
-
-
-_SAVES = frozenset({OpKind.F, OpKind.R})
-"""The operations in which autograd saves tensors for a backward."""
-
-
-class SavedTensorMeter:
-    """Measures memory on a CPU, whose allocator cannot be asked: the bytes that autograd saves in F and R, and W holds.
-
-    Each storage counts once, and parameters do not count. Operations on the rank's vocabulary shard are measured by
-    what the shard says that it keeps for other operations of the microbatch, `kept_by_shard`, and what a schedule
-    offloads by what `offload` has on the device.
-    """
-
-    def __init__(
-        self,
-        store: WeightGradStore,
-        kept_by_shard: Callable[[int], int] | None = None,
-        offload: OffloadStore | None = None,
-    ) -> None:
-        self._store = store
-        self._offload = offload
-        self._kept_by_shard = kept_by_shard or (lambda microbatch: 0)
-        self._kept_before = 0
-        self._saved: dict[tuple[int, int], list[weakref.ref[torch.Tensor]]] = {}
-        """The tensors that F and R of a chunk and microbatch have saved."""
-        self._held: dict[tuple[int, int], int] = {}
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-
-    def begin(self, op: Op) -> None:
-        if op.kind in VOCABULARY:
-            self._kept_before = self._kept_by_shard(op.microbatch)
-        if op.kind not in _SAVES:
-            return
-        key = (op.chunk, op.microbatch)
-        if op.kind is OpKind.F:
-            self._saved[key], self._held[key] = [], 0
-        saved = self._saved[key]
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_record_saved, saved), lambda tensor: tensor)
-        self._hooks.__enter__()
-
-    def end(self, op: Op) -> int:
-        if op.kind in VOCABULARY:
-            return self._kept_by_shard(op.microbatch) - self._kept_before
-        key = (op.chunk, op.microbatch)
-        held = 0
-        if op.kind in _SAVES:
-            assert self._hooks is not None
-            self._hooks.__exit__(None, None, None)
-        if op.kind in _SAVES | COPIES:
-            held = _held_bytes(self._saved[key])
-            held += 0 if self._offload is None else self._offload.device_bytes(*key)
-        elif op.kind is OpKind.B:
-            held = self._store.flushed_bytes
-        change = held - self._held[key]
-        self._held[key] = held
-        return change
-
-    def inside(self) -> int:
-        """Return 0, because the peak inside an operation cannot be measured on a CPU."""
-        return 0
-
-
-def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
-    """Record a tensor that autograd saves, unless it is a parameter, and return the object to save in its place."""
-    # A transposed weight is a view whose base is the parameter.
-    if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
-        return tensor
-    # Detached, because a node that saves its own output would otherwise keep itself alive until its backward, which
-    # the forward of a step that is undone never has.
-    kept = tensor.detach().requires_grad_(tensor.requires_grad)
-    saved.append(weakref.ref(kept))
-    return kept
-
-
-def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
-    """Return the bytes of these tensors' storages; masks that dropout saves without a gradient are freed by then."""
-    tensors = [tensor for reference in saved if (tensor := reference()) is not None]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-class CudaMeter:
-    """Measures memory on a GPU as the bytes that torch's allocator has given out, message buffers included."""
-
-    def __init__(self) -> None:
-        self._before = self._inside = 0
-
-    def begin(self, op: Op) -> None:
-        torch.cuda.reset_peak_memory_stats()
-        self._before = torch.cuda.memory_allocated()
-
-    def end(self, op: Op) -> int:
-        after = torch.cuda.memory_allocated()
-        self._inside = torch.cuda.max_memory_allocated() - max(self._before, after)
-        return after - self._before
-
-    def inside(self) -> int:
-        return self._inside
-
-
-def memory_meter(
-    device: torch.device,
-    store: WeightGradStore,
-    kept_by_shard: Callable[[int], int] | None = None,
-    offload: OffloadStore | None = None,
-) -> MemoryMeter:
-    """Return the memory meter for `device`; the arguments are those of `SavedTensorMeter`."""
-    return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard, offload)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from megatron.zero_bubble.planner.expected_time import expected_time
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.offload_store import OffloadStore
+from megatron.zero_bubble.runtime.free_memory import MARGIN, least_free_bytes, limits_of_ranks
 from megatron.zero_bubble.runtime.plan_check import (
     TOLERANCE,
     Difference,
@@ -23,17 +21,15 @@ from megatron.zero_bubble.runtime.plan_check import (
     with_measured_span,
     with_measured_times,
 )
-from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
-from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
-from megatron.zero_bubble.runtime.recorder import MeasuredOp, step_time
-from megatron.zero_bubble.schedule import Infeasible, Schedule, ScheduleError, StageCosts, simulate, validate
-from megatron.zero_bubble.schedule.formats import Profile, Setting, schedule_from_json, schedule_to_json
+from megatron.zero_bubble.runtime.recorder import MeasuredOp
+from megatron.zero_bubble.runtime.run_costs import RunCosts
+from megatron.zero_bubble.runtime.shared_plan import plan_on_first_rank
+from megatron.zero_bubble.schedule import Infeasible, Schedule, StageCosts, simulate
+from megatron.zero_bubble.schedule.formats import Profile, Setting
 from megatron.zero_bubble.schedule.host_link import with_copies_everywhere
 from megatron.zero_bubble.schedule.pairs import PAIRED, apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
-MARGIN = 0.9
-"""Share of the free memory that the limit `auto` gives to activations, because allocators fragment."""
 _DRIFT_STEPS = 20
 """Steps between two checks for drift of the times."""
 CHECK_AFTER = 8
@@ -44,29 +40,6 @@ _WORTHWHILE = 0.005
 """Minimum relative gain for which a corrected plan replaces the running plan."""
 
 ModelDescription = Mapping[str, Setting]
-
-
-def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
-    """Let the job's first rank make the schedule for `num_microbatches`; return the plan that holds it, on all ranks.
-
-    A collective call of the whole job. All ranks must run the very same order, but a solver with a time limit may find
-    a different one on each rank.
-
-    Raises:
-        ScheduleError: the first rank found no schedule; raised on all ranks.
-    """
-    answer: list[str | ScheduleError] = [""]
-    if dist.get_rank() == 0:
-        try:
-            answer = [schedule_to_json(plan.schedule(num_microbatches))]
-        except ScheduleError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ScheduleError):
-        raise answer[0]
-    schedule = schedule_from_json(answer[0])
-    validate(schedule)
-    return plan.with_shared(schedule)
 
 
 @dataclass(frozen=True)
@@ -119,38 +92,24 @@ class Replanner:
 
     Args:
         plan: the plan that the run starts with; it is replaced by one made from costs if it adapts to costs.
-        observer: provides the measured operations of each step.
-        measure_edges: a collective call that measures the communication time of this rank's edges.
+        measured: the measured costs of the run.
         report: called with each decision, on every rank.
-        recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
-        offload: measures the copies to the host and back; None if nothing is offloaded.
+        device: where the ranks compute, whose free memory is the limit `auto`.
     """
 
     def __init__(
         self,
         plan: RunSchedules,
         options: PlanningOptions,
-        rank: int,
-        observer: StepObserver,
-        measure_edges: Callable[[], Mapping[int, float]],
+        measured: RunCosts,
         report: Callable[[Report], None],
         device: torch.device,
-        recomputation: RecomputationStore | None = None,
-        offload: OffloadStore | None = None,
     ) -> None:
         self._plan = plan
         self._options = options
-        self._rank = rank
-        self._observer = observer
-        self._measure_edges = measure_edges
+        self._measured = measured
         self._report = report
         self._device = device
-        self._recomputation = recomputation
-        self._offload = offload
-        self._profiler = Profiler(plan.placement, rank)
-        self.center: Callable[[Sequence[float]], float] = statistics.median
-        """The values that the profile derives from the samples of an operation."""
-        self._edges: Mapping[int, float] = {}
         self._profile = options.profile
         self._megatrons = options.megatrons
         self._step = 0
@@ -166,12 +125,16 @@ class Replanner:
         """Numbers of microbatches whose schedule was made from the present profile."""
         self._groups: dict[int, tuple[int, ...]] = {}
         """Number of microbatches -> the groups of layers in the schedule that runs."""
-        observer.sinks.append(self._collect)
+        measured.send_steps_to(self._collect)
 
     @property
     def profile(self) -> Profile | None:
         """The costs that the present plan was made from; None if it was made without."""
         return self._profile if self._planned_for else None
+
+    def let_microbatches_differ(self) -> None:
+        """Plan for the mean of the measured costs from now on, because microbatches have other shapes."""
+        self._measured.center = statistics.fmean
 
     def measures_memory(self, step: int) -> bool:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
@@ -205,7 +168,7 @@ class Replanner:
         """Return a new plan if profiling has just ended or the times have drifted, else None; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
-            self._edges = self._measure_edges()
+            self._measured.measure_edges()
             self._profile = self._measure(num_microbatches)
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
@@ -226,20 +189,14 @@ class Replanner:
         if self._is_checked(step):
             self._checked.append(ops)
         elif is_profiled or (self._profile is not None and options.threshold > 0):
-            self._profiler.add(ops)
+            self._measured.add(ops)
 
     def _is_checked(self, step: int) -> bool:
         return self._check_at - CHECK_AFTER + _UNSETTLED < step <= self._check_at
 
     def _measure(self, num_microbatches: int, center: Callable[[Sequence[float]], float] | None = None) -> Profile:
-        """Combine the measurements of all ranks into one profile; a collective call."""
-        self._observer.flush()
-        placement = self._plan.placement
-        chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
-        costs, noise, inside = gather_costs(placement, chunks, self._edges)
-        self._profiler = Profiler(placement, self._rank)
-        costs = costs.with_memory_of_all_groups(self._groups.get(num_microbatches, ()))
-        return Profile(placement, costs, noise, self._options.model, inside)
+        """Make a profile of the steps that were measured last; a collective call."""
+        return self._measured.profile(self._options.model, self._groups.get(num_microbatches, ()), center)
 
     def _decide(self, num_microbatches: int) -> RunSchedules | None:
         """Make and report the plan from the present profile; return None if the run goes on with the one it has."""
@@ -284,7 +241,7 @@ class Replanner:
         """
         old, running = self._profile, self._current.schedule(num_microbatches)
         assert old is not None
-        span = self._mean_span()
+        span = self._measured.add_checked(self._checked)
         measured = self._measure(num_microbatches, statistics.fmean)
         costs = with_measured_times(old.costs, measured.costs)
         without_waits = simulate(running, costs).cost
@@ -309,24 +266,6 @@ class Replanner:
         prediction = self.predict(self._current.schedule(num_microbatches))
         self._report(Report(prediction, is_new, limit, self._step, found))
         return plan if is_new else None
-
-    def _mean_span(self) -> float:
-        """Profile the checked steps, and return the mean milliseconds of one on the slowest rank; a collective call.
-
-        A step takes as long as all its operations, so the mean of the steps counts, not the median. The slowest step of
-        each rank is left out, because another process may have interrupted it.
-        """
-        self._observer.flush()
-        self._profiler = Profiler(self._plan.placement, self._rank)
-        spans = [step_time(ops).span * 1000.0 for ops in self._checked]
-        slowest = spans.index(max(spans))
-        del spans[slowest], self._checked[slowest]
-        for ops in self._checked:
-            self._profiler.add(ops)
-        longest = torch.tensor([statistics.fmean(spans)], dtype=torch.float64, device=self._device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        self._checked.clear()
-        return longest.item()
 
     def predict(self, schedule: Schedule) -> Prediction:
         """Predict time and memory of a schedule from the measured costs."""
@@ -360,24 +299,6 @@ class Replanner:
             profile.placement, profile.costs, num_microbatches, free, profile.inside_ranks, self._plan.recompute
         )
         return (in_bytes,) * profile.placement.num_ranks
-
-
-def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
-    """Return for every rank the bytes that its operations may leave behind under its memory limit in `in_bytes`.
-
-    Each rank reserves what a single operation needs while it runs (`inside`), such as logits and attention scores.
-    """
-    # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
-    return tuple(max(1.0, limit - needed) for limit, needed in zip(in_bytes, inside, strict=True))
-
-
-def least_free_bytes(device: torch.device) -> float:
-    """Return the bytes that the fullest device of the job could still give; a collective call of the whole job."""
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    available = torch.tensor([float(free + unused)], dtype=torch.float64, device=device)
-    dist.all_reduce(available, op=dist.ReduceOp.MIN)
-    return available.item()
 
 
 def _largest_change(old: StageCosts, new: StageCosts) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Protocol
 
 import torch.distributed as dist
@@ -10,7 +9,8 @@ import torch.distributed as dist
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.replanner import Replanner, plan_on_first_rank
+from megatron.zero_bubble.runtime.replanner import Replanner
+from megatron.zero_bubble.runtime.shared_plan import plan_on_first_rank
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.formats import Profile
 
@@ -71,7 +71,7 @@ class RunningPlan:
     def let_microbatches_differ(self) -> None:
         """Plan for the mean of the measured costs from now on, because microbatches have other shapes."""
         if self._replanner is not None:
-            self._replanner.center = statistics.fmean
+            self._replanner.let_microbatches_differ()
 
     def measures_memory(self, step: int) -> bool:
         return self._replanner is not None and self._replanner.measures_memory(step)

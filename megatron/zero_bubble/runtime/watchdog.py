@@ -21,6 +21,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 
@@ -97,7 +98,6 @@ class Watchdog:
         leave: called on every rank after the report; it should end the process, because a rank that hangs cannot be
             asked to exit.
         host: name of this rank's machine.
-        device: where the rank computes.
     """
 
     def __init__(
@@ -110,7 +110,6 @@ class Watchdog:
         report: Callable[[Stall], None],
         leave: Callable[[], None],
         host: str,
-        device: torch.device,
     ) -> None:
         # A connection is busy while its owner waits for a key. torch before 2.8 has only one; no step waits on it.
         own = store.clone() if hasattr(store, "clone") else store
@@ -119,7 +118,7 @@ class Watchdog:
         self._rank, self._world_size = rank, world_size
         self._position, self._timeout = position, timeout
         self._report, self._leave = report, leave
-        self._host, self._device = host, device
+        self._host, self._device = host, own_device()
         self._pause = min(_LONGEST_PAUSE, timeout / _LOOKS)
         self._seen: Position | None = None
         self._seen_at = time.monotonic()

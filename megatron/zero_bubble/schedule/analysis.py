@@ -80,7 +80,7 @@ BUBBLE_WORDS = (
 
 
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
-    """Return the bubble by cause in words, each with its time on every rank, for tables.
+    """Return the idle time of every rank by its cause, whose name is a few words for a table.
 
     Validation, copies and streams are left out where no rank waits for them.
     """

@@ -207,14 +207,14 @@ class StageCosts:
 
         In a stage with several groups, F keeps the last group, or R restores it. B restores each of the others right
         before it runs through it, and runs the weight gradients of all groups but the first, which is its last, so that
-        at no time more than one group is there.
+        at no time more than one group is there. D does not copy what F has dropped.
 
         Args:
             groups: stage -> groups; empty for one group everywhere.
         """
         if max(groups, default=1) == 1:
             return self
-        names = ("time_b", "time_w", "time_r", "memory_f", "memory_b", "memory_w", "memory_r")
+        names = ("time_b", "time_w", "time_r", "memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
         columns = {name: list(getattr(self, name)) for name in names}
         for stage, given in enumerate(groups):
             last, first = self._parts(stage, given)
@@ -226,6 +226,8 @@ class StageCosts:
             columns["time_w"][stage] *= first
             columns["time_r"][stage] *= last
             columns["memory_r"][stage] *= last
+            dropped = self.memory_r[stage] - columns["memory_r"][stage]
+            self._copy(columns, stage, max(0, self.memory_d[stage] - dropped))
             columns["memory_f"][stage] = kept + columns["memory_r"][stage]
             columns["memory_b"][stage] = pending - columns["memory_f"][stage]
             columns["memory_w"][stage] = after_b + self.memory_w[stage] - pending
@@ -259,18 +261,18 @@ class StageCosts:
         return replace(self, **{name: tuple(values) for name, values in stages.items()}, **_NO_SHARDS)
 
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
-        """The costs of a schedule without operations on vocabulary shards, whose every W takes their time as well."""
+        """The costs of a schedule without operations on vocabulary shards, in which every W also takes their time."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
     def with_memory_of_all_groups(self, groups: Sequence[int]) -> StageCosts:
         """The costs of stages that restore everything at once, where the memory is that of `groups`.
 
-        It is the inverse of `in_groups` for memory; the times stay as they are.
+        It is the inverse of `in_groups` for memory and copies; the other times stay as they are.
         """
         if max(groups, default=1) == 1:
             return self
-        names = ("memory_f", "memory_b", "memory_w", "memory_r")
+        names = ("memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
         columns = {name: list(getattr(self, name)) for name in names}
         for stage, given in enumerate(groups):
             last, first = self._parts(stage, given)
@@ -278,10 +280,17 @@ class StageCosts:
             pending = self.memory_f[stage] + self.memory_b[stage]
             after_b = pending + max(0, pending - self.memory_outside[stage]) * (1 / first - 1)
             columns["memory_r"][stage] /= last
+            dropped = columns["memory_r"][stage] - self.memory_r[stage]
+            self._copy(columns, stage, self.memory_d[stage] and self.memory_d[stage] + dropped)
             columns["memory_f"][stage] = kept + columns["memory_r"][stage]
             columns["memory_b"][stage] = after_b - columns["memory_f"][stage]
             columns["memory_w"][stage] += pending - after_b
         return replace(self, **{name: tuple(values) for name, values in columns.items()})
+
+    def _copy(self, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
+        """Let D and H of a stage copy so much, at the same rate."""
+        for name in COPY_COSTS if self.memory_d[stage] else ():
+            columns[name][stage] *= size / self.memory_d[stage]
 
     def _parts(self, stage: int, groups: int) -> tuple[float, float]:
         """The parts of a stage's blocks that are in the last and in the first of so many groups."""

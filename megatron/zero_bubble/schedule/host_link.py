@@ -98,8 +98,6 @@ def check_copies(schedule: Schedule, rank: int) -> None:
         if other is not None:
             what = "recomputed" if other.kind is OpKind.R else "in a pair"
             raise schedule.invalid(f"rank {rank} runs {op} and also {other}: what is {what} cannot be offloaded")
-        if schedule.groups and schedule.groups[schedule.placement.stage_of(rank, op.chunk)] > 1:
-            raise schedule.invalid(f"rank {rank} runs {op}, but its stage restores activations in groups of layers")
 
 
 def without_copies(schedule: Schedule) -> Schedule:
@@ -114,17 +112,16 @@ def with_copies_everywhere(schedule: Schedule) -> Schedule:
     """The same schedule, without communication, with copies that measure their costs on every stage.
 
     The first microbatch of a stage is copied to the host right after its F, and back right before its backward. An
-    existing R is left out. A stage that restores activations in groups of layers keeps them.
+    existing R is left out.
     """
     schedule = without_copies(schedule.without_communication())
     if not BACKWARDS & schedule.kinds:
         return schedule
     ranks = []
-    for rank, ops in enumerate(schedule.ops):
+    for ops in schedule.ops:
         placed: list[Op] = []
         for op in ops:
-            stage = schedule.placement.stage_of(rank, op.chunk)
-            is_measured = op.microbatch == 0 and not (schedule.groups and schedule.groups[stage] > 1)
+            is_measured = op.microbatch == 0
             if is_measured and op.kind is OpKind.R:
                 continue
             if is_measured and op.kind in BACKWARDS:
@@ -145,7 +142,8 @@ def host_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
 
 
 def _host_memory(schedule: Schedule, costs: StageCosts, rank: int) -> float:
-    goes, sizes = schedule.op_sets[rank], [costs.memory_d[stage] for stage in schedule.placement.stages_of(rank)]
+    goes, copied = schedule.op_sets[rank], costs.in_groups(schedule.groups).memory_d
+    sizes = [copied[stage] for stage in schedule.placement.stages_of(rank)]
     held: float = 0
     most: float = 0
     for op in schedule.ops[rank]:

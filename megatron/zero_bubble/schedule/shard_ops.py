@@ -43,7 +43,8 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
     Pairs become two operations each: between them stand operations on shards.
 
     Args:
-        given_delays: at least `shortest_delay(costs)`, or the order may be one that no rank can run to its end.
+        given_delays: delays of at least `shortest_delay(costs)`; with a shorter one the ranks may wait for each other
+            for ever.
     """
     schedule = apart(without_vocabulary(schedule))
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())

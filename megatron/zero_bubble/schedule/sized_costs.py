@@ -24,7 +24,8 @@ class MicrobatchSize(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A cost as a function of the size of a microbatch: a constant part, and parts for each token and square."""
+    """A cost as a function of the size of a microbatch: a constant, a part in proportion to its tokens,
+    and one in proportion to their squared sequence lengths."""
 
     constant: float
     per_token: float

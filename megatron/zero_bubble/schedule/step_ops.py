@@ -67,8 +67,9 @@ def iteration_time(
 ) -> float:
     """The time from one iteration to the next when iterations follow each other, in the unit of the costs.
 
-    Without post-validation every iteration waits for the last rank of the one before: it is the makespan. With
-    it, ranks that are done go on: it is what the third iteration adds to the first two.
+    Without post-validation every iteration waits for the last rank of the one before, and this time is the makespan.
+    With post-validation a rank that is done begins the next iteration, and this time is the difference between the
+    makespans of three and of two iterations.
     """
 
     def makespan(num_steps: int) -> float:
@@ -110,7 +111,7 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
 
 
 def without_post_validation(schedule: Schedule) -> Schedule:
-    """The schedule of compute operations that `with_post_validation` made this one from."""
+    """The compute operations of a schedule without those that `with_post_validation` added."""
     ops = (
         tuple(op for op in schedule.compute_ops(r) if op.kind not in POST_VALIDATION) for r in range(schedule.num_ranks)
     )

@@ -1,11 +1,11 @@
 """Reorders the last W's of every rank by parameter, so that reducing gradients over replicas overlaps with computing.
 
-The gradient of a parameter can be reduced over the data-parallel replicas once its last W is done. In microbatch
-order that is in the very last W for all parameters alike. The W's after a rank's last B depend on
-nothing any more, so they can be done parameter by parameter: all microbatches of one, which is reduced while the
-next one's are computed ("Zero Bubble Pipeline Parallelism", appendix A). The order of sums into one parameter stays,
-and with it the bits. A rank with a vocabulary shard runs its last T's before them and its last EW's, which wait for the
-first rank, after them: either way the gradients of one weight.
+The gradient of a parameter can be reduced over the data-parallel replicas once its last W is done. In microbatch order
+that is the very last W for all parameters alike. The W's after a rank's last B depend on nothing any more, so they can
+be done parameter by parameter: all microbatches of one, which is reduced while the next one's are computed ("Zero
+Bubble Pipeline Parallelism", appendix A). The terms of each gradient are added in the same order as before, so that no
+bit changes. A rank with a vocabulary shard runs its last T's before these W's and its last EW's, which wait for the
+first rank, after them.
 """
 
 from __future__ import annotations

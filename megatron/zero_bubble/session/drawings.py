@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.runtime.replanner import Report
-from megatron.zero_bubble.schedule import StageCosts, TimedOp, Timeline
+from megatron.zero_bubble.schedule import TimedOp, Timeline
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.draw.palette import fill_of, is_dark
@@ -61,14 +61,13 @@ class TimelineWriter:
         if dist.get_rank() == 0:
             schedule = self._source.schedule(num_microbatches).without_communication()
             profile = self._source.profile
-            costs = _in_mebibytes(profile.costs) if profile else None
+            costs = None if profile is None else profile.costs
+            if costs is not None:
+                memory = [field.name for field in fields(costs) if field.name.startswith("memory")]
+                in_mib = {name: tuple(value / 2**20 for value in getattr(costs, name)) for name in memory}
+                costs = replace(costs, **in_mib)
             timeline = measured_timeline(schedule, lanes, costs, shapes_vary=self._source.shapes_vary)
             write_timeline(self._folder, f"iteration_{iteration:07d}", timeline, "MiB")
-
-
-def _in_mebibytes(costs: StageCosts) -> StageCosts:
-    names = [field.name for field in fields(costs) if field.name.startswith("memory")]
-    return replace(costs, **{name: tuple(value / 2**20 for value in getattr(costs, name)) for name in names})
 
 
 def clock_offset(group: dist.ProcessGroup) -> float:

@@ -49,7 +49,7 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
 
 
 def _example(replicas: int) -> str:
-    """Levels that fit a number of replicas."""
+    """Example of levels for a number of replicas."""
     sizes = [size for size in range(2, replicas + 1) if replicas % size == 0]
     levels = [sizes[0]]
     for size in sizes[1:]:
@@ -156,7 +156,7 @@ def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | N
 
 
 def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
-    """Check the flag before the size of the vocabulary is known.
+    """Check `--zero-bubble-vocabulary-parallel` before the size of the vocabulary is known.
 
     Raises:
         ValueError: it does not work with another flag.
@@ -173,7 +173,7 @@ def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
     """Check that the vocabulary divides into as many shards as there are ranks, if it is spread over them.
 
     Raises:
-        ValueError: it does not; names a divisor that works.
+        ValueError: it does not divide; the message names a divisor that works.
     """
     if flags.vocabulary_parallel:
         ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size

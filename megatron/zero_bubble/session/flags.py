@@ -242,9 +242,9 @@ def limit_flag(flags: ZeroBubbleFlags) -> str:
 def flags_text(flags: Mapping[str, Any]) -> str:
     """Flags, by name, as they are written on a command line; those that are None are left out."""
     given = {flag_name(name): value for name, value in flags.items() if value is not None}
-    return " ".join(name if value is True else _with_value(name, str(value)) for name, value in given.items())
-
-
-def _with_value(name: str, value: str) -> str:
-    """A flag and its value; one that begins with - would be read as another flag after a space."""
-    return f"{name}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
+    words = []
+    for name, value in given.items():
+        # A value that begins with - would be read as another flag after a space.
+        separator = "=" if str(value).startswith("-") else " "
+        words.append(name if value is True else f"{name}{separator}{shlex.quote(str(value))}")
+    return " ".join(words)

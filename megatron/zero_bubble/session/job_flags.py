@@ -36,7 +36,7 @@ _SWITCHES = re.compile(
     r"|fp32_residual_connection|recompute_modules"
     r"|tp_comm_overlap|activation_func_(fp8|clamp).*|squared_relu|quick_geglu"
 )
-"""Names of further ones that are off by default: whichever of them a program's flags have."""
+"""Names of further such flags, which are off by default and which not every program has."""
 _FURTHER = {
     "num_experts": re.compile(
         r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"
@@ -46,15 +46,15 @@ _FURTHER = {
         r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
     ),
 }
-"""Names of those on which they also depend in a model that has the key: whichever of them a program's flags have."""
+"""Names of such flags of models for which the key is set; not every program has them."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Names that megatron-core's `TransformerConfig` gives to flags."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
-"""Those of them that the choice of a layout decides."""
+"""Names in `_MODEL` of the flags whose values the choice of a layout decides."""
 
 
 def keeping_everything(settings: object) -> dict[str, Any]:
-    """What to change in the flags of a job so that it keeps what full recomputation would drop; empty without it."""
+    """The changes of flags that switch full recomputation off; none if it is off."""
     return dict.fromkeys(RECOMPUTATION) if getattr(settings, "recompute_granularity", None) == "full" else {}
 
 
@@ -114,7 +114,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def recompute(self) -> Recompute:
-        """What the schedule recomputes."""
+        """The kind of recomputation that the schedule has."""
         if self.zero_bubble_recompute == Recompute.PLANNED:
             return Recompute.PLANNED
         return Recompute.FULL if recomputes_blocks(self) else Recompute.NONE

@@ -42,7 +42,7 @@ def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -> str | None:
-    """The layout that makes megatron-core build `partition`; None if it does so without one.
+    """The layout with which megatron-core builds `partition`; None if it needs no layout for that.
 
     megatron-core looks for the layers of multi-token prediction on the last rank, which in a V holds other stages.
     """
@@ -53,7 +53,7 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags that say how many layers a stage has; of those that belong together, the first."""
+    """The flags that set the layers of stages. Of flags that belong together only the first is listed."""
     layout = flags.pipeline_model_parallel_layout
     sources = list(_layers_of_ends(flags))[:1]
     if layout is not None:
@@ -113,7 +113,7 @@ def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def _spread(flags: JobFlags, placement: Placement) -> Partition:
-    """The partition into stages as even as the flags allow."""
+    """The partition with the most even stages that the flags allow."""
     stages, layers = placement.num_stages, flags.num_layers
     embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
     if (layers + embedding + loss) % stages and not flags.allow_padding_num_layers:

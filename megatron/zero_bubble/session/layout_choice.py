@@ -15,8 +15,8 @@ from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, m
 from megatron.zero_bubble.planner.prediction import MegatronsTime, total_work
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
+from megatron.zero_bubble.runtime.free_memory import MARGIN, least_free_bytes
 from megatron.zero_bubble.runtime.joint import on_rank
-from megatron.zero_bubble.runtime.replanner import MARGIN, least_free_bytes
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import units_to_json
 from megatron.zero_bubble.schedule.ir import PlacementKind
@@ -64,11 +64,11 @@ class ChosenLayout:
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The plan of the chosen layout, which has those of the others, and Megatron's split for comparison."""
+    """The plan of the chosen layout, with the plans of other layouts and of Megatron's split for comparison."""
 
     plan: Plan
     megatrons: tuple[Plan, ...]
-    """Megatron's split, with the job's schedule and with megatron-core's own; without what does not fit."""
+    """Plans of Megatron's split under the job's schedule and under megatron-core's own, as far as they fit."""
     model: ModelCosts
 
     @property
@@ -87,7 +87,7 @@ class LayoutChoice:
 
 
 def is_layout_open(flags: JobFlags) -> bool:
-    """Whether the flags leave partition, placement or chunks to the search; who names a schedule chooses these, too."""
+    """Whether partition, placement and chunks are left to the search. A user who names a schedule chooses them."""
     if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
         return False
     return not partition_sources(flags)
@@ -96,7 +96,7 @@ def is_layout_open(flags: JobFlags) -> bool:
 def megatrons_layout_flags(flags: JobFlags) -> list[str]:
     """The flags of Megatron that fix partition or chunks, which `--zero-bubble` would otherwise choose.
 
-    None if another flag of ours fixes the layout anyway.
+    The list is empty if a flag of zero bubble fixes the layout.
     """
     if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
         return []
@@ -132,10 +132,10 @@ def choose_layout(
     """Search the layouts that the flags leave open, for the job's largest number of microbatches.
 
     Args:
-        free_bytes: what a device has free before the model is built; None if nothing limits it.
+        free_bytes: free memory of a device before the model is built; None for no limit.
         is_quick: plan with little effort.
         frees_layout: search all layouts, also where Megatron's flags fix one, which is then the usual one.
-        report: called with how far the search is, often.
+        report: called often with the progress of the search in words.
 
     Raises:
         ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
@@ -182,7 +182,7 @@ def _undivided(pattern: str | None) -> str | None:
 def _request(
     flags: JobFlags, model: ModelCosts, usual: Layout, free_bytes: float | None, *, frees_layout: bool
 ) -> PlanRequest:
-    """The request for all that the flags leave open, within the memory limit that they set."""
+    """The planner's request for the layouts that the flags leave open, under their memory limit."""
     name = flags.schedule
     assert name is not None
     capacity, activations = None if free_bytes is None else MARGIN * free_bytes, None
@@ -203,7 +203,7 @@ def _request(
         activations = float(limit.num_bytes)
     elif limit is not None and limit.multiple is not None:
         peak = capacity_of_multiple(request, usual, limit.multiple, is_interleaved=limit.is_interleaved)
-        # Without --zero-bubble the job takes its usual layout though it leaves less free.
+        # Megatron's layout may take all free memory, because it would also do so without --zero-bubble.
         of_usual = None if free_bytes is None else min(free_bytes, peak)
         capacity = peak if capacity is None else min(capacity, peak)
     return replace(request, capacity=capacity, usual_capacity=of_usual, memory_limit=activations)
@@ -224,7 +224,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool) -> tuple[Placement, ...]:
-    """The placements that the flags leave to choose from, or all and that of the flags."""
+    """The placements that the flags allow; with `frees_layout` all, and that of the flags."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -243,7 +243,7 @@ def _can_recompute(flags: JobFlags) -> bool:
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """What the flags allow to recompute; if no flag says it, what has no room in the memory limit as well."""
+    """The kinds of recomputation to search: R where the memory limit needs it is one unless a flag forbids it."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
     cannot = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm

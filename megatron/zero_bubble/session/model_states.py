@@ -40,7 +40,7 @@ class States:
     """Bytes of the optimizer's states, with the snapshot if there is one."""
     zero_stage: int
     instances: int = 1
-    """Groups of replicas that each hold the whole of what is divided."""
+    """Number of groups of replicas that each hold a whole copy of the divided states."""
     sums_whole_gradients: bool = False
     """Whether gradients are divided only after they are summed over the microbatches of a step."""
     keeps_shards: bool = False
@@ -118,18 +118,13 @@ class States:
 def _precision_aware(args: Any) -> int:
     """Bytes of the copy of a parameter and of Adam's moments in the types of the flags.
 
-    Of a copy in fp32 of a parameter in bf16 only the 16 bits are kept that the parameter lacks.
+    An fp32 copy of a bf16 parameter takes 16 bits, because the parameter holds the other 16.
     """
-    copied, *moments = (
-        _bytes_of(getattr(args, name)) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    )
+    dtypes = [getattr(args, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
+    # Megatron-LM's names, or torch's types.
+    copied, *moments = ({"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}.get(one) or one.itemsize for one in dtypes)
     has_remainders = args.bf16 and copied == 4 and not getattr(args, "no_store_param_remainders", False)
     return (2 if has_remainders else copied) + sum(moments)
-
-
-def _bytes_of(dtype: Any) -> int:
-    """Bytes of a number in a type, given by Megatron-LM's name or as torch's own."""
-    return {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}.get(dtype) or dtype.itemsize
 
 
 def _zero_stage(args: Any) -> int:

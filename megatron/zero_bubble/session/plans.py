@@ -74,7 +74,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
 
 
 def _group_size(flags: JobFlags, placement: Placement) -> int | None:
-    """The microbatches of a group that passes through a chunk before the next one; None if a planner may choose.
+    """Number of microbatches that a chunk runs before the next chunk's turn; None if the planner may choose.
 
     With dropout the order of the forwards of several chunks decides which random numbers they draw, unless layers have
     seeds of their own: megatron-core's order stays, with groups of as many microbatches as there are ranks.
@@ -87,7 +87,7 @@ def _group_size(flags: JobFlags, placement: Placement) -> int | None:
 
 
 def _check_recomputation(flags: JobFlags, name: str) -> None:
-    """Raise `ValueError` if something but the schedule is to decide what is recomputed."""
+    """Raise `ValueError` if a flag contradicts that the schedule decides what is recomputed."""
     if flags.recompute is not Recompute.PLANNED:
         return
     given = f"{flag_name('zero_bubble_recompute')} {flags.zero_bubble_recompute}"
@@ -170,7 +170,7 @@ def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | No
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
-    """The default costs with the blocks of layers that can be recomputed one after the other; None where none can."""
+    """Default costs with the number of blocks that a stage can recompute; None without recomputation."""
     if flags.recompute is Recompute.NONE:
         return None
     costs = default_costs(placement, flags.recompute, vocabulary_parallel=flags.vocabulary_parallel)

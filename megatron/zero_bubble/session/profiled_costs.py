@@ -1,4 +1,4 @@
-"""Derives the costs of a model's units from the profile of a run, whatever the partition that it had."""
+"""Derives the costs of a model's units from the profile of a run with any partition."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def partition_of_profile(profile: Profile) -> Partition:
 def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCosts:
     """The costs of units whose sums over stages come closest to the profile, by least squares.
 
-    Stages are sums of units: the embedding is in the first alone, the output in the last alone, so that layers cost
-    what other stages say. What stages do not determine is assumed: with two stages, that the embedding costs nothing;
-    where every stage has as many layers of one kind as of another, that both cost the same. No unit costs less than
-    nothing. `state` is zero, because a profile does not know it. What recomputation of a layer takes and restores is
-    the profile's, or else its forward and what that keeps beside its input.
+    The costs of a stage are the sum of those of its layers; the first stage has the embedding and the last one the
+    output. Two stages do not determine the costs of the embedding, which are then zero. If all stages have equally many
+    layers of two kinds, both kinds get the same costs. Costs are never negative. `state` is zero, because a profile
+    does not contain it. Without recomputation in the profile, R of a layer takes the time of its forward, and restores
+    all that this keeps but the layer's input.
 
     Args:
         kinds: the kind of each layer, as numbers from 0; by default all are alike.
@@ -103,7 +103,7 @@ class _Fit(NamedTuple):
     """A system of equations: the costs of stages as sums of the costs of units."""
 
     kinds: tuple[int, ...]
-    """The kind of each layer, of those that the stages tell apart."""
+    """The kind of each layer. Kinds that the stages do not tell apart have the same number."""
     embedding: np.ndarray
     """Number of embeddings in each stage; zeros if the embedding's costs are assumed to be zero."""
     layers: np.ndarray

@@ -39,7 +39,7 @@ def planning_options(
 
     Args:
         knows_costs: whether the layout is chosen by costs of layers, which also make the first plan.
-        profile: in that case the given profile, if it is of the chosen layout.
+        profile: with `knows_costs` the given profile, if it was measured with the chosen layout.
 
     Raises:
         ValueError: a flag needs measured costs and there are none, or the given profile does not fit the job.

@@ -10,7 +10,7 @@ SILENT_SECONDS = 2.0
 
 
 class ProgressLines:
-    """Passes a text on to `say` if the last one, or the beginning, is `SILENT_SECONDS` ago."""
+    """Calls `say` with a text if it has not been called for `SILENT_SECONDS`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -96,7 +96,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
 
 
 def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[str]:
-    """What each kind of unit takes; layers that cost the same, or have the same symbol, are one kind."""
+    """The times of each kind of unit. Layers with the same costs and the same symbol are one kind."""
     symbols = [""] * len(model.layers) if pattern is None else [f"{symbol}: " for symbol in pattern.symbols]
     for (symbol, layer), count in Counter(zip(symbols, model.layers, strict=True)).items():
         yield f"{count} layers {symbol}{_times(layer)} each"
@@ -113,7 +113,7 @@ def _times(unit: UnitCosts) -> str:
 
 
 def _cells(plan: Plan, pattern: HybridPattern | None) -> tuple[str, ...]:
-    """The columns after the name."""
+    """The cells of a layout's row, without the first."""
     timeline = plan.timeline
     return (
         layers_words(plan.layout, pattern),
@@ -161,7 +161,7 @@ def describe_plan(report: Report) -> str:
 
 
 def _costs_table(costs: StageCosts, placement: Placement) -> Iterator[str]:
-    """The lines of a table of each stage's costs; what R takes and restores is in it where anything is recomputed."""
+    """The lines of a table of each stage's costs, with columns for R, D and H if the costs have them."""
     recomputes = any(costs.time_r)
     in_ms = {"F": costs.time_f, "B": costs.time_b, "W": costs.time_w} | ({"R": costs.time_r} if recomputes else {})
     offloads = any(costs.memory_d)
@@ -204,7 +204,7 @@ def describe_hierarchy(hierarchy: Hierarchy) -> str:
 
 
 def wait_fields(waits: Waits | None) -> str:
-    """Return the waits of the replicas as text that follows Megatron's fields of a log line; nothing for None."""
+    """Return the waits of the replicas as text for the end of a log line; empty for None."""
     if waits is None:
         return ""
     each = [1000.0 * seconds for seconds in waits.seconds]
@@ -216,9 +216,9 @@ def wait_fields(waits: Waits | None) -> str:
 
 
 def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
-    """Return the idle share of a pipeline as text that follows Megatron's fields of a log line; None is left out.
+    """Return the idle share of a pipeline as text for the end of a log line; None is left out.
 
-    Of the prediction only the bubble rate is there.
+    The prediction is its bubble rate alone.
     """
     line = ""
     if measured is not None:
@@ -228,10 +228,10 @@ def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
 
 
 def order_fields(times: OrderTimes | None) -> str:
-    """Return the gain of planned steps as text that follows Megatron's fields of a log line; nothing without any.
+    """Return the gain of planned orders of microbatches as text for the end of a log line; empty without any.
 
-    It is the simulated time in the order of the data over that in the planned order. Planning is hidden where it ends
-    before the step begins.
+    The gain is the simulated time in the order of the data over that in the planned order. Planning is hidden where it
+    ends before the step begins.
     """
     if times is None or times.num_steps == 0:
         return ""

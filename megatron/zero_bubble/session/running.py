@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.mcore.connections import Connections
-from megatron.zero_bubble.mcore.model_units import UnitModels
+from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
 from megatron.zero_bubble.mcore.optimizer import check_optimizer, torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.replica_averaging import ReplicaAveraging
@@ -20,7 +24,7 @@ from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
-from megatron.zero_bubble.runtime.communicator import TorchCommunicator
+from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
 from megatron.zero_bubble.runtime.recorder import device_clock
@@ -39,6 +43,7 @@ from megatron.zero_bubble.session.features import (
     gain_of_post_validation,
 )
 from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.model_states import Parameters, States
 from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.session.profiling import profile_window, reporter, too_short_to_profile
 from megatron.zero_bubble.session.reports import channels_line, describe_hierarchy, print_rank_0
@@ -89,6 +94,45 @@ def run_plan(
 def communicator_of(flags: JobFlags) -> type[ChannelCommunicator]:
     """The class of the channels between stages."""
     return HostCommunicator if flags.zero_bubble_communicator == "host" else TorchCommunicator
+
+
+def units_of(
+    settings: Any,
+    config: TransformerConfig,
+    build: Callable[[Unit, WeightGradStore], torch.nn.Module],
+    forward_step: Callable[..., Any],
+    microbatch: Mapping[str, torch.Tensor],
+) -> UnitModels:
+    """The units of a model, once the process groups exist.
+
+    Args:
+        settings: Megatron's and our flags, as attributes.
+        config: the configuration of the model.
+        build: see `UnitModels`.
+        forward_step: the training's.
+        microbatch: what `forward_step` gets from its data, every time.
+    """
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    [shape] = get_tensor_shapes(
+        seq_length=settings.seq_length,
+        micro_batch_size=settings.micro_batch_size,
+        decoder_seq_length=getattr(settings, "decoder_seq_length", None),
+        config=config,
+        tp_group=groups[0],
+        cp_group=groups[1],
+    )
+    states, context_size = States.of(settings), groups[1].size()
+    replicas = settings.data_parallel_size * context_size
+    expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+    device = torch.device(torch.cuda.current_device())
+    return UnitModels(
+        build=build,
+        forward_step=forward_step,
+        data=itertools.repeat(microbatch),
+        message=TensorSpec(shape, config.pipeline_dtype or torch.float32, device),
+        context_parallel_size=context_size,
+        state_bytes=lambda dense, expert: states.of_rank(Parameters(dense, expert), replicas, expert_ranks),
+    )
 
 
 def costs_of_units(
@@ -242,7 +286,7 @@ class Replicas:
     def changes_after(self, iteration: int) -> bool:
         """Whether `after_step(iteration)` averages parameters, or ends the synchronous steps.
 
-        Such a step must be valid, and the next iteration not have begun.
+        Before that call the step must be validated, and the next iteration must not have begun.
         """
         if self._averaging is None:
             return False
@@ -250,7 +294,7 @@ class Replicas:
         return hierarchy.group_size_after(iteration) is not None or iteration == hierarchy.warmup
 
     def after_step(self, iteration: int) -> None:
-        """Average what is due after the step of `iteration`; a collective call of the group that averages."""
+        """Average the parameters if the hierarchy has an average after `iteration`; a collective call of that group."""
         size = self._num_replicas
         if self._averaging is not None and self._averaging.hierarchy.is_local(iteration):
             size = self._averaging.hierarchy.group_size_after(iteration) or 1

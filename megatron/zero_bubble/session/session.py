@@ -64,13 +64,13 @@ class Session:
     Attributes:
         has_started: whether `start` was called.
         iteration: training iterations that are done, with those before the run.
-        num_steps: those that this run has done.
-        num_microbatches: microbatches of the last of them.
+        num_steps: training iterations that this run has done.
+        num_microbatches: microbatches of the last iteration.
         store: takes the weight gradients that B defers; None under megatron-core's own schedule.
         post_validation: takes the optimizer's steps within the schedule; None if whoever trains takes them.
         replicas: averages the replicas if the settings say so, and measures their waits; set by `start`.
         run: runs a step or an evaluation, without a schedule megatron-core's own function; set by `start`.
-        forward_backward_func: the same if it runs a schedule of the settings, else None.
+        forward_backward_func: `run` if it runs a zero-bubble schedule, otherwise None.
     """
 
     replicas: Replicas
@@ -105,7 +105,7 @@ class Session:
         self._take(replace(self.job, flags=replace(self.job.flags, **flags)))
 
     def complete(self, flags: JobFlags) -> None:
-        """Take over flags that were not known before the model was built, of the same layout.
+        """Replace the flags by complete ones of the same layout, which were not known before the model was built.
 
         Raises:
             ValueError: a flag does not work, or no schedule fits.
@@ -118,7 +118,7 @@ class Session:
         units: Callable[[], AbstractContextManager[tuple[UnitModels, Sequence[int]]]],
         padded_vocab_size: int,
     ) -> Mapping[str, Any]:
-        """Choose what the settings leave open of the layout, before anything is built; a collective call.
+        """Choose partition, placement and chunks if the settings leave them open; a collective call before the build.
 
         Args:
             saved: the layout of the checkpoint from which the run goes on, whose numbers depend on it; None if the

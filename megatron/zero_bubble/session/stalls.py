@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.watchdog import RankState, Stall, Watchdog
 from megatron.zero_bubble.session.environment import host_name
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -54,7 +53,6 @@ def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: s
         report=lambda stall: print_error(program, describe(stall)),
         leave=_leave,
         host=host_name(os.environ),
-        device=own_device(),
     )
 
 

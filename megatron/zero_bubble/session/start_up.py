@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -15,18 +17,25 @@ from typing import NoReturn
 
 import torch
 
+from megatron.zero_bubble.runtime.copy_lane import HostMemoryError
 from megatron.zero_bubble.runtime.processes import end_children, end_with_parent, tie_children
 from megatron.zero_bubble.session.reports import print_error
 
 _SECONDS_FOR_RANK_0 = 5.0
-"""Seconds the other ranks wait for rank 0 to report the same mistake, so that it is printed once."""
+"""Seconds the other ranks wait for rank 0 to report the same mistake, and any rank for torchrun to end it."""
 _SECONDS_TO_END = 8
 """Seconds the interpreter has to exit after an error before the kernel ends it."""
 _STATUS = 2
+_LOST_WORKER = re.compile(r"DataLoader worker \(pid.*?\d\) (is killed|exited)[^.]*")
+_LOST_RANK = re.compile(r"Connection (closed|reset) by peer|remote worker crashing|Connection was likely closed")
 
 
 class SessionError(ValueError):
     """The run cannot begin or go on; the message is one line that tells the user why."""
+
+
+class _LostRankError(SessionError):
+    """Another rank of the job has ended."""
 
 
 @contextmanager
@@ -41,7 +50,18 @@ def users_mistakes() -> Iterator[None]:
 
 
 def quiet_start_up() -> None:
-    """Drop warnings that megatron-core prints on each rank at import: rank 0 on a GPU is enough to show them."""
+    """Drop repeated warnings of megatron-core: of each rank at import, and of each split of a dataset without a cache.
+
+    Rank 0 on a GPU is enough to show those of the import.
+    """
+    told: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        size = len(told)
+        told.add(record.getMessage())
+        return len(told) > size
+
+    logging.getLogger("megatron.core.datasets.gpt_dataset").addFilter(is_new)
     if os.environ.get("RANK", "0") == "0" and torch.cuda.is_available():
         return
     for message in (".*Apex (is|are) not installed", ".*full scope is deprecated", ".*lack of `?grouped_gemm"):
@@ -51,8 +71,10 @@ def quiet_start_up() -> None:
 def run_program(program: str, body: Callable[[], None], mistakes: type[ValueError] = ValueError) -> int:
     """Run `body` as the whole program of one rank, and leave no child process behind however it ends.
 
-    A user's mistake is printed as one line. Any other error also reaches torchrun, which repeats it in its summary.
-    Ctrl-C ends the process at once and silently, like SIGTERM, unless `body` handles these signals.
+    A user's mistake is printed as one line. So are a host without memory for activations, and the end of another
+    process: of one that loads data, or of a rank that this one talks to. Any other error also reaches torchrun, which
+    repeats it in its summary. Ctrl-C ends the process at once and silently, like SIGTERM, unless
+    `body` handles these signals.
 
     Args:
         program: name of the program as the user calls it, with which the line begins.
@@ -67,9 +89,11 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
         end_with_parent(signal.SIGTERM)
     try:
         body()
-    except mistakes as error:
+    except (mistakes, HostMemoryError) as error:
         return report(program, error)
-    except Exception:
+    except Exception as error:
+        if (loss := _lost_process(error)) is not None:
+            return report(program, loss)
         _tell_torchrun(traceback.format_exc())
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_SECONDS_TO_END)
@@ -80,14 +104,15 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
     return 0
 
 
-def report(program: str, error: ValueError) -> int:
-    """Print the user's mistake once, although every rank finds it, and return the program's exit status.
+def report(program: str, error: Exception) -> int:
+    """Print the reason for the program's end once, although every rank finds it, and return its exit status.
 
-    Rank 0 prints at once. The other ranks print only if they still run some seconds later: a mistake that all ranks
-    find ends the job with rank 0, and one that only another rank finds is still printed.
+    Rank 0 prints a mistake at once. The other ranks print only if they still run some seconds later: a mistake that all
+    ranks find ends the job with rank 0, and one that only another rank finds is still printed. A rank that has lost
+    another one waits, too: torchrun ends it as soon as the other one has ended.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if rank > 0:
+    if rank > 0 or isinstance(error, _LostRankError):
         # torchrun ends the other ranks by SIGTERM, which a trainer may have turned into a request to save.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_FOR_RANK_0)
@@ -96,6 +121,21 @@ def report(program: str, error: ValueError) -> int:
     if num_ranks > 1:
         _leave()
     return _STATUS
+
+
+def _lost_process(error: Exception) -> SessionError | None:
+    """The error as one line, if its cause is that another process has ended; None if the cause is in this one."""
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error)
+    if (worker := _LOST_WORKER.match(text)) is not None:
+        return SessionError(f"{worker[0]}; if memory ran out, which the system's log tells, give fewer --num-workers")
+    if _LOST_RANK.search(text) is not None:
+        rank = os.environ.get("RANK", "0")
+        return _LostRankError(
+            f"rank {rank} has lost another rank, whose error says why, if it had the time: {text.splitlines()[0]}"
+        )
+    return None
 
 
 def _tell_torchrun(reason: str) -> None:

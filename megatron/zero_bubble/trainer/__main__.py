@@ -13,24 +13,27 @@ import torch
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.session.start_up import quiet_start_up, run_program
 
+PROGRAM = "pretrain_gpt.py"
+
 
 def train() -> None:
     """Parse the command line, check the flags and train. Raises `ValueError` for a user's mistake."""
     quiet_start_up()
     substitute_cuda()
     # Imported after `substitute_cuda`: these modules import megatron-core, which looks for a device and compiles.
+    from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer.arguments import parse_arguments
     from megatron.zero_bubble.trainer.checks import complete_and_check
     from megatron.zero_bubble.trainer.pretrain import pretrain
 
     parsed = parse_arguments(sys.argv[1:])
     args, job = complete_and_check(parsed, os.environ, torch.cuda.is_available())
-    pretrain(args, job)
+    pretrain(args, Session(job, PROGRAM))
 
 
 def main() -> int:
     """Run the trainer; a user's mistake gives one line and exit status 2 on every rank."""
-    return run_program("pretrain_gpt.py", train)
+    return run_program(PROGRAM, train)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import random
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,30 +49,36 @@ from megatron.zero_bubble.trainer.checkpoint_files import (
 from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
 
 _OF_ONE_RANK = ("rank", "local_rank")
+"""Flags that differ between ranks, and are not saved."""
+
+
+@dataclass
+class Progress:
+    """The iterations and sequences that a training has done, including those before it was resumed."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+
+
+class TrainingState(NamedTuple):
+    """The part of a training on this rank that changes, and that checkpoints save."""
+
+    progress: Progress
+    model: list[Any]
+    """The model chunks, wrapped for data parallelism or not."""
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
 
 
 class Checkpointer:
-    """Saves and loads one run's state.
+    """Saves a training's state, and loads it into `state`."""
 
-    Args:
-        args: the run's flags.
-        progress: the run's progress, which `save` reads and `load` sets.
-        model: this rank's model chunks, wrapped or not.
-    """
-
-    def __init__(
-        self,
-        args: Arguments,
-        progress: Progress,
-        model: list[torch.nn.Module],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-    ) -> None:
+    def __init__(self, args: Arguments, state: TrainingState) -> None:
         self._args = args
-        self._progress = progress
-        self._chunks = [unwrap_model(chunk) for chunk in model]
-        self._optimizer = optimizer
-        self._scheduler = scheduler
+        self._progress, model, self._optimizer, self._scheduler = state
+        keys = ["model"] if len(model) == 1 else [f"model{index}" for index in range(len(model))]
+        self._chunks = dict(zip(keys, map(unwrap_model, model), strict=True))
         write_in_threads(keep_results=True)
 
     def save(self) -> None:
@@ -102,8 +108,9 @@ class Checkpointer:
         metadata = self._new_metadata()
         allocate_states(self._optimizer)
         state = self._sharded_state(metadata, is_loading=False)
+        flags = {**asdict(self._args), **asdict(self._progress)}  # under Megatron-LM's names
         state.update(
-            args=self._saved_args(),
+            args=argparse.Namespace(**{name: value for name, value in flags.items() if name not in _OF_ONE_RANK}),
             checkpoint_version=3.0,
             iteration=self._progress.iteration,
             opt_param_scheduler=self._scheduler.state_dict(),
@@ -186,10 +193,7 @@ class Checkpointer:
         self, metadata: dict[str, Any], *, is_loading: bool, with_optimizer: bool = True, with_rng: bool = True
     ) -> dict[str, Any]:
         """The sharded state dictionary of this rank in the form that megatron-core saves and loads."""
-        state: dict[str, Any] = {}
-        for index, chunk in enumerate(self._chunks):
-            key = "model" if len(self._chunks) == 1 else f"model{index}"
-            state[key] = sharded_state(chunk, metadata)
+        state: dict[str, Any] = {key: sharded_state(chunk, metadata) for key, chunk in self._chunks.items()}
         if with_optimizer:
             with shards_matched():
                 state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
@@ -198,8 +202,7 @@ class Checkpointer:
         return state
 
     def _restore(self, state: dict[str, Any], *, with_optimizer: bool, with_rng: bool) -> None:
-        for index, chunk in enumerate(self._chunks):
-            key = "model" if len(self._chunks) == 1 else f"model{index}"
+        for key, chunk in self._chunks.items():
             chunk.load_state_dict(shards_of(chunk, state[key]))
         if with_optimizer:
             self._optimizer.load_state_dict(state["optimizer"])
@@ -226,11 +229,6 @@ class Checkpointer:
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-
-    def _saved_args(self) -> argparse.Namespace:
-        """The flags under Megatron-LM's names, without what differs between ranks."""
-        values = {**asdict(self._args), **asdict(self._progress)}
-        return argparse.Namespace(**{name: value for name, value in values.items() if name not in _OF_ONE_RANK})
 
     def _same_layout(self, saved: argparse.Namespace) -> bool:
         names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
@@ -270,12 +268,3 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
-
-
-@dataclass
-class Progress:
-    """The iterations and sequences that a training has done, including those before it was resumed."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0

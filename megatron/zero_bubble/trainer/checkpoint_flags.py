@@ -36,7 +36,10 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
     """Raise `ValueError` if a checkpoint is of another model; `saved` are its flags, our trainer's or Megatron-LM's."""
     pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
     pairs["hybrid_layer_pattern"] = (_layers(args), _layers(saved))
-    pairs["num_query_groups"] = (args.num_query_groups, _saved_query_groups(saved))
+    # Without --group-query-attention a group is a head, though Megatron-LM then saves a 1.
+    is_grouped = getattr(saved, "group_query_attention", True)
+    saved_groups = getattr(saved, "num_query_groups" if is_grouped else "num_attention_heads", None)
+    pairs["num_query_groups"] = (args.num_query_groups, saved_groups)
     for name, (ours, theirs) in pairs.items():
         if theirs is not None and theirs != ours:
             raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
@@ -46,12 +49,6 @@ def _layers(args: Any) -> str | None:
     """The symbols of a hybrid model's layers, wherever they are; None for another model."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return None if pattern is None else HybridPattern.parse(pattern).symbols
-
-
-def _saved_query_groups(saved: argparse.Namespace) -> int | None:
-    """The query groups of a saved model: without `--group-query-attention` all heads, though Megatron-LM saves a 1."""
-    grouped = getattr(saved, "group_query_attention", True)
-    return getattr(saved, "num_query_groups" if grouped else "num_attention_heads", None)
 
 
 def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ and what would work.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def complete_and_check(
     args = completed(parsed, environment, has_cuda)
     _check_model(args)
     check_pattern(args)
-    _check_kernels(args, has_cuda)
+    _check_fp8(args, has_cuda)
     flags = JobFlags.of(args)
     if for_this_machine:
         check_implementation(flags)
@@ -62,6 +62,8 @@ def complete_and_check(
     source = "torchrun --nproc-per-node" if for_this_machine else "--world-size"
     check_num_ranks(args, args.world_size, source)
     _check_parallel(args, has_cuda)
+    _check_experts(args, has_cuda)
+    _check_replicas(args)
     check_fully_sharded(args)
     _check_batches(args)
     args = with_iterations(args)
@@ -79,210 +81,194 @@ def complete_and_check(
     return args, job
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "must be at least 1",
+        lambda value: value >= 1,
+        "num_layers hidden_size num_attention_heads seq_length num_query_groups micro_batch_size "
+        "max_position_embeddings ffn_hidden_size kv_channels make_vocab_size_divisible_by tensor_model_parallel_size "
+        "pipeline_model_parallel_size train_iters global_batch_size seed log_interval eval_interval save_interval "
+        "exit_interval tensorboard_log_interval log_memory_interval distributed_timeout_minutes vocab_size "
+        "ddp_bucket_size lr_decay_iters lr_decay_samples train_samples fp8_amax_history_len num_experts "
+        "expert_model_parallel_size context_parallel_size mtp_num_layers num_layers_per_virtual_pipeline_stage "
+        "num_virtual_stages_per_pipeline_rank recompute_num_layers microbatch_group_size_per_virtual_pipeline_stage "
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_distributed_optimizer_instances "
+        "expert_tensor_parallel_size moe_ffn_hidden_size moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank "
+        "qk_head_dim qk_pos_emb_head_dim v_head_dim",
+    ),
+    (
+        "must be at least 0",
+        lambda value: 0 <= value < math.inf,
+        "lr min_lr weight_decay clip_grad eval_iters num_workers lr_warmup_iters init_method_std exit_duration_in_mins "
+        "mtp_loss_scaling_factor lr_warmup_samples decoupled_lr decoupled_min_lr profile_step_start",
+    ),
+    (
+        "must be above 0",
+        lambda value: 0 < value < math.inf,
+        "norm_epsilon adam_eps rotary_base loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    ),
+    (
+        "must be in [0, 1)",
+        lambda value: 0 <= value < 1,
+        "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum",
+    ),
+    ("must be in (0, 1]", lambda value: 0 < value <= 1, "rotary_percent"),
+    ("must be 0, 1 or 2", lambda value: value in (0, 1, 2), "timing_log_level empty_unused_memory_level"),
+    ("must be at most 1000000", lambda value: value <= 10**6, "distributed_timeout_minutes"),
+)
+"""Conditions on values, in words and as functions, and the names of the flags that they hold for."""
 
 
 def _check_ranges(args: Arguments) -> None:
-    at_least_one = (
-        *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_query_groups", "micro_batch_size"),
-        *("max_position_embeddings", "ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by"),
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "train_iters", "global_batch_size", "seed"),
-        *("log_interval", "eval_interval", "save_interval", "exit_interval", "tensorboard_log_interval"),
-        "log_memory_interval",
-        *("distributed_timeout_minutes", "vocab_size", "ddp_bucket_size", "lr_decay_iters", "lr_decay_samples"),
-        *("train_samples", "fp8_amax_history_len"),
-        *("num_experts", "expert_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
-        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "recompute_num_layers"),
-        *("microbatch_group_size_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
-        *("decoder_last_pipeline_num_layers", "num_distributed_optimizer_instances", "expert_tensor_parallel_size"),
-        *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"),
-        *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    )
-    for name in at_least_one:
-        value = getattr(args, name)
-        _require(value is None or value >= 1, f"{flag_name(name)} must be at least 1, got {value}")
-    not_negative = (
-        *("lr", "min_lr", "weight_decay", "clip_grad", "eval_iters", "num_workers", "lr_warmup_iters"),
-        *("init_method_std", "exit_duration_in_mins", "mtp_loss_scaling_factor", "lr_warmup_samples"),
-        *("decoupled_lr", "decoupled_min_lr", "profile_step_start"),
-    )
-    for name in not_negative:
-        value = getattr(args, name)
-        _require(value is None or 0 <= value < math.inf, f"{flag_name(name)} must be at least 0, got {value}")
-    for name in ("norm_epsilon", "adam_eps", "rotary_base"):
-        value = getattr(args, name)
-        _require(0 < value < math.inf, f"{flag_name(name)} must be above 0, got {value}")
-    for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2", "sgd_momentum"):
-        value = getattr(args, name)
-        _require(0 <= value < 1, f"{flag_name(name)} must be in [0, 1), got {value}")
-    _require(0 < args.rotary_percent <= 1, f"--rotary-percent must be in (0, 1], got {args.rotary_percent}")
+    for expectation, holds, names in _RANGES:
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not holds(value):
+                raise ValueError(f"{flag_name(name)} {expectation}, got {value}")
     largest_seed = 2**32 - 1 - 100 * args.pipeline_model_parallel_size
-    _require(args.seed <= largest_seed, f"--seed must be at most {largest_seed} on these ranks, got {args.seed}")
-    minutes = args.distributed_timeout_minutes
-    _require(minutes <= 10**6, f"--distributed-timeout-minutes must be at most 1000000, got {minutes}")
-    for name in ("timing_log_level", "empty_unused_memory_level"):
-        value = getattr(args, name)
-        _require(value in (0, 1, 2), f"{flag_name(name)} must be 0, 1 or 2, got {value}")
+    if args.seed > largest_seed:
+        raise ValueError(f"--seed must be at most {largest_seed} on these ranks, got {args.seed}")
 
 
 def _check_model(args: Arguments) -> None:
     assert args.max_position_embeddings is not None
     assert args.kv_channels is not None
     require_multiple(args, "num_attention_heads", "num_query_groups")
-    _require(
-        args.max_position_embeddings >= args.seq_length,
-        f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length {args.seq_length}",
-    )
-    rotated = int(args.kv_channels * args.rotary_percent)
-    _require(
-        args.position_embedding_type != "rope" or rotated + rotated % 2 <= args.kv_channels,
-        f"--position-embedding-type rope rotates pairs of channels, but a head has {args.kv_channels}: "
-        f"choose another --kv-channels, or a --rotary-percent below {args.rotary_percent}",
-    )
-    _require(
-        not (args.save and args.mtp_num_layers and args.pipeline_model_parallel_size > 1)
-        or args.position_embedding_type == "rope",
-        f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} needs --position-embedding-type rope: the "
-        "first and the last stage learn positions of their own, of which a checkpoint holds one",
-    )
-    _require(
-        not args.reset_attention_mask or args.transformer_impl == "local",
-        f"--reset-attention-mask needs --transformer-impl local: attention of {args.transformer_impl} is causal, "
-        "whatever mask it is given",
-    )
-    _require(
-        args.attention_backend != "local" or args.transformer_impl == "local",
-        f"--attention-backend local needs --transformer-impl local: use unfused with {args.transformer_impl}",
-    )
+    if args.max_position_embeddings < args.seq_length:
+        raise ValueError(
+            f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length {args.seq_length}"
+        )
+    uses_rope, rotated = args.position_embedding_type == "rope", int(args.kv_channels * args.rotary_percent)
+    if uses_rope and rotated + rotated % 2 > args.kv_channels:
+        raise ValueError(
+            f"--position-embedding-type rope rotates pairs of channels, but a head has {args.kv_channels}: "
+            f"choose another --kv-channels, or a --rotary-percent below {args.rotary_percent}"
+        )
+    if args.save and args.mtp_num_layers and args.pipeline_model_parallel_size > 1 and not uses_rope:
+        raise ValueError(
+            f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} needs --position-embedding-type rope: the "
+            "first and the last stage learn positions of their own, of which a checkpoint holds one"
+        )
+    if args.reset_attention_mask and args.transformer_impl != "local":
+        raise ValueError(
+            f"--reset-attention-mask needs --transformer-impl local: attention of {args.transformer_impl} is causal, "
+            "whatever mask it is given"
+        )
+    if args.attention_backend == "local" and args.transformer_impl != "local":
+        raise ValueError(
+            f"--attention-backend local needs --transformer-impl local: use unfused with {args.transformer_impl}"
+        )
+    if args.no_position_embedding and not uses_rope:
+        raise ValueError(
+            "--no-position-embedding needs --position-embedding-type rope: a model without any positions is not "
+            "supported"
+        )
 
 
-def _check_kernels(args: Arguments, has_cuda: bool) -> None:
-    """Refuse flags that choose kernels or formats of numbers which the layers or the machine do not have."""
-    _require(
-        not args.no_position_embedding or args.position_embedding_type == "rope",
-        "--no-position-embedding needs --position-embedding-type rope: a model without any positions is not supported",
-    )
+def _check_fp8(args: Arguments, has_cuda: bool) -> None:
     if args.fp8_format is None:
         for name in ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_param_gather"):
-            is_default = getattr(args, name) == Arguments.__dataclass_fields__[name].default
-            _require(is_default, f"{flag_name(name)} needs --fp8-format")
+            if getattr(args, name) != Arguments.__dataclass_fields__[name].default:
+                raise ValueError(f"{flag_name(name)} needs --fp8-format")
         return
     fp8 = f"--fp8-format {args.fp8_format}"
-    _require(has_cuda, f"{fp8} needs a GPU with fp8 arithmetic, and torch finds none on this machine: use --bf16")
-    _require(
-        args.transformer_impl == "transformer_engine",
-        f"{fp8} needs --transformer-impl transformer_engine: megatron-core's local layers have no fp8",
-    )
-    _require(
-        not args.fp8_param_gather or args.use_distributed_optimizer,
-        "--fp8-param-gather needs --use-distributed-optimizer",
-    )
+    if not has_cuda:
+        raise ValueError(f"{fp8} needs a GPU with fp8 arithmetic, and torch finds none on this machine: use --bf16")
+    if args.transformer_impl != "transformer_engine":
+        raise ValueError(f"{fp8} needs --transformer-impl transformer_engine: megatron-core's local layers have no fp8")
+    if args.fp8_param_gather and not args.use_distributed_optimizer:
+        raise ValueError("--fp8-param-gather needs --use-distributed-optimizer")
 
 
 def _check_parallel(args: Arguments, has_cuda: bool) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    context = args.context_parallel_size
+    context, length = args.context_parallel_size, args.seq_length
     parts = 2 * context * (tensor if args.sequence_parallel else 1)
-    _require(
-        context == 1 or args.seq_length % parts == 0,
-        f"--context-parallel-size {context} needs a --seq-length that is a multiple of {parts}, got {args.seq_length}",
-    )
-    _require(
-        args.num_layers >= pipeline,
-        f"--pipeline-model-parallel-size {pipeline} has more stages than --num-layers {args.num_layers}",
-    )
+    if context > 1 and length % parts:
+        raise ValueError(
+            f"--context-parallel-size {context} needs a --seq-length that is a multiple of {parts}, got {length}"
+        )
+    if args.num_layers < pipeline:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {pipeline} has more stages than --num-layers {args.num_layers}"
+        )
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         require_multiple(args, name, "tensor_model_parallel_size")
-    experts, expert_ranks = args.num_experts, args.expert_model_parallel_size
-    _require(
-        args.data_parallel_size % expert_ranks == 0 and (experts or 1) % expert_ranks == 0,
-        f"--expert-model-parallel-size {expert_ranks} must divide the {args.data_parallel_size} data-parallel replicas "
-        f"and --num-experts {experts}",
-    )
-    _require(
-        experts is None or args.disable_bias_linear,
-        f"--num-experts {experts} needs --disable-bias-linear: megatron-core's local experts have no working bias",
-    )
-    _require(
-        not args.moe_grouped_gemm or has_cuda,
-        "--moe-grouped-gemm needs CUDA: its kernel computes a rank's experts together; leave it out",
-    )
-    _require(
-        experts is None or 1 <= args.moe_router_topk <= experts,
-        f"--moe-router-topk {args.moe_router_topk} is not between 1 and --num-experts {experts}",
-    )
-    _require(
-        not args.sequence_parallel or args.seq_length % tensor == 0,
-        f"--sequence-parallel splits --seq-length {args.seq_length} over --tensor-model-parallel-size {tensor}: "
-        "the size must divide the length",
-    )
-    _require(
-        not args.overlap_param_gather or (args.use_distributed_optimizer and args.overlap_grad_reduce),
-        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
-    )
-    instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * context
-    _require(
-        instances == 1 or args.use_distributed_optimizer,
-        f"--num-distributed-optimizer-instances {instances} needs --use-distributed-optimizer, whose state it copies",
-    )
-    _require(
-        replicas // expert_ranks % instances == 0 and replicas % instances == 0,
-        f"--num-distributed-optimizer-instances {instances} must divide the {replicas} data- and context-parallel ranks"
-        + (f" and the {replicas // expert_ranks} of them that share an expert" if expert_ranks > 1 else ""),
-    )
-    _require(
-        not args.use_distributed_optimizer or args.optimizer == "adam",
-        f"--use-distributed-optimizer needs --optimizer adam: megatron-core does not shard {args.optimizer}",
-    )
-    _require(
-        has_cuda or args.distributed_backend != "nccl",
-        "--distributed-backend nccl needs CUDA, and torch finds none on this machine: use gloo",
-    )
+    if args.sequence_parallel and length % tensor:
+        raise ValueError(
+            f"--sequence-parallel splits --seq-length {length} over --tensor-model-parallel-size {tensor}: the size "
+            "must divide the length"
+        )
+    if args.distributed_backend == "nccl" and not has_cuda:
+        raise ValueError("--distributed-backend nccl needs CUDA, and torch finds none on this machine: use gloo")
+
+
+def _check_experts(args: Arguments, has_cuda: bool) -> None:
+    experts, ranks = args.num_experts, args.expert_model_parallel_size
+    if args.data_parallel_size % ranks or (experts or 1) % ranks:
+        raise ValueError(
+            f"--expert-model-parallel-size {ranks} must divide the {args.data_parallel_size} data-parallel replicas "
+            f"and --num-experts {experts}"
+        )
+    if experts is not None and not args.disable_bias_linear:
+        raise ValueError(
+            f"--num-experts {experts} needs --disable-bias-linear: megatron-core's local experts have no working bias"
+        )
+    if args.moe_grouped_gemm and not has_cuda:
+        raise ValueError("--moe-grouped-gemm needs CUDA: its kernel computes a rank's experts together; leave it out")
+    if experts is not None and not 1 <= args.moe_router_topk <= experts:
+        raise ValueError(f"--moe-router-topk {args.moe_router_topk} is not between 1 and --num-experts {experts}")
+
+
+def _check_replicas(args: Arguments) -> None:
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+    instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * args.context_parallel_size
+    given, sharing = f"--num-distributed-optimizer-instances {instances}", replicas // args.expert_model_parallel_size
+    if instances > 1 and not args.use_distributed_optimizer:
+        raise ValueError(f"{given} needs --use-distributed-optimizer, whose state it copies")
+    if sharing % instances or replicas % instances:
+        of_experts = f" and the {sharing} of them that share an expert" if args.expert_model_parallel_size > 1 else ""
+        raise ValueError(f"{given} must divide the {replicas} data- and context-parallel ranks{of_experts}")
+    if args.use_distributed_optimizer and args.optimizer != "adam":
+        raise ValueError(
+            f"--use-distributed-optimizer needs --optimizer adam: megatron-core does not shard {args.optimizer}"
+        )
 
 
 def _check_batches(args: Arguments) -> None:
-    replicas = args.data_parallel_size
-    step = args.micro_batch_size * replicas
-    assert args.global_batch_size is not None
-    explanation = f"--micro-batch-size {args.micro_batch_size} x {replicas} data-parallel replicas = {step}"
-    _require(
-        args.global_batch_size % step == 0,
-        f"--global-batch-size {args.global_batch_size} is not a multiple of {explanation}",
+    step, whole = args.micro_batch_size * args.data_parallel_size, args.global_batch_size
+    assert whole is not None
+    explanation = (
+        f"--micro-batch-size {args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas = {step}"
     )
+    if whole % step:
+        raise ValueError(f"--global-batch-size {whole} is not a multiple of {explanation}")
     if args.rampup_batch_size is None:
         return
     start, increment, samples = args.rampup_batch_size
     ramp = f"--rampup-batch-size {start} {increment} {samples}"
-    _require(min(start, increment, samples) >= 1, f"{ramp}: all three must be at least 1")
-    _require(
-        start % step == 0 and increment % step == 0, f"{ramp}: start and increment must be multiples of {explanation}"
-    )
-    growth = args.global_batch_size - start
-    _require(
-        growth > 0 and growth % increment == 0,
-        f"{ramp}: {start} plus a multiple of {increment} is not --global-batch-size {args.global_batch_size}",
-    )
+    if min(start, increment, samples) < 1:
+        raise ValueError(f"{ramp}: all three must be at least 1")
+    if start % step or increment % step:
+        raise ValueError(f"{ramp}: start and increment must be multiples of {explanation}")
+    if whole <= start or (whole - start) % increment:
+        raise ValueError(f"{ramp}: {start} plus a multiple of {increment} is not --global-batch-size {whole}")
 
 
 def _check_training(args: Arguments) -> None:
-    _require(not (args.bf16 and args.fp16), "--bf16 and --fp16: give one of them")
-    _require(
-        not args.recompute_activations or args.recompute_granularity == "selective",
-        f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given",
-    )
-    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-        value = getattr(args, name)
-        _require(value is None or 0 < value < math.inf, f"{flag_name(name)} must be above 0, got {value}")
-    _require(
-        not args.grad_reduce_in_bf16 or args.bf16,
-        "--grad-reduce-in-bf16 needs --bf16: gradients of other models are reduced in the model's own precision",
-    )
-    _require(
-        not (args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32),
-        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32: give one of them",
-    )
+    if args.bf16 and args.fp16:
+        raise ValueError("--bf16 and --fp16: give one of them")
+    if args.recompute_activations and args.recompute_granularity != "selective":
+        raise ValueError(
+            f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given"
+        )
+    if args.grad_reduce_in_bf16 and not args.bf16:
+        raise ValueError(
+            "--grad-reduce-in-bf16 needs --bf16: gradients of other models are reduced in the model's own precision"
+        )
+    if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
+        raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32: give one of them")
     check_learning_rate(args)
     check_profile(args)
 
@@ -297,24 +283,21 @@ _NOT_OF_ONE_LENGTH = {
 
 def _check_data(args: Arguments) -> None:
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    given = [args.mock_data, bool(args.data_path), any(per_split)]
-    _require(
-        sum(given) == 1,
-        "give the data once: --data-path PREFIX, or --train-data-path PREFIX (and --valid-data-path), or --mock-data",
-    )
-    for name, problem in _NOT_OF_ONE_LENGTH.items():
-        _require(
-            not (args.variable_seq_lengths and getattr(args, name)),
-            f"{flag_name(name)} does not go with --variable-seq-lengths: {problem}",
+    if sum([args.mock_data, bool(args.data_path), any(per_split)]) != 1:
+        raise ValueError(
+            "give the data once: --data-path PREFIX, or --train-data-path PREFIX (and --valid-data-path), or "
+            "--mock-data"
         )
-    needs_model = args.tokenizer_type in ("HuggingFaceTokenizer", "Llama2Tokenizer")
-    _require(
-        not needs_model or bool(args.tokenizer_model), f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model"
-    )
-    _require(
-        not (args.no_create_attention_mask_in_dataloader and args.reset_attention_mask),
-        "--no-create-attention-mask-in-dataloader and --reset-attention-mask, which needs masks: give one of them",
-    )
-    _require(args.tokenizer_type is not None, "--tokenizer-type is missing: HuggingFaceTokenizer, for example")
-    if args.tokenizer_type == "NullTokenizer":
-        _require(args.vocab_size is not None, "--tokenizer-type NullTokenizer (or --mock-data) needs --vocab-size")
+    for name, problem in _NOT_OF_ONE_LENGTH.items():
+        if args.variable_seq_lengths and getattr(args, name):
+            raise ValueError(f"{flag_name(name)} does not go with --variable-seq-lengths: {problem}")
+    if args.tokenizer_type in ("HuggingFaceTokenizer", "Llama2Tokenizer") and not args.tokenizer_model:
+        raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model")
+    if args.no_create_attention_mask_in_dataloader and args.reset_attention_mask:
+        raise ValueError(
+            "--no-create-attention-mask-in-dataloader and --reset-attention-mask, which needs masks: give one of them"
+        )
+    if args.tokenizer_type is None:
+        raise ValueError("--tokenizer-type is missing: HuggingFaceTokenizer, for example")
+    if args.tokenizer_type == "NullTokenizer" and args.vocab_size is None:
+        raise ValueError("--tokenizer-type NullTokenizer (or --mock-data) needs --vocab-size")

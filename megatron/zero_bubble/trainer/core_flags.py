@@ -1,8 +1,8 @@
 """Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
 
-Whatever field the installed megatron-core has is a flag, with the name that Megatron-LM gives it: the one in the
-field's metadata, `--no-NAME` for a switch that is on by default, and otherwise `--NAME`. Fields that a command line
-cannot give, such as functions, and those that `_WITHOUT_FLAG` lists, have none.
+Every field of the installed megatron-core is a flag with the name that Megatron-LM gives it. The name is in the field's
+metadata, or it is `--no-NAME` for a switch that is on by default, and otherwise `--NAME`. Fields that no command line
+can give, such as functions, and those that `_WITHOUT_FLAG` lists, are not flags.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Defaults that are not the field's: Megatron-LM's own, and local layers, which need nothing but megatron-core."""
+"""Defaults that differ from the field's: Megatron-LM's, and local layers, which need no further package."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "normalization": ("LayerNorm", "RMSNorm"),
@@ -99,7 +99,7 @@ _WITHOUT_FLAG = re.compile(
 
 
 _FORMS: Mapping[str, tuple[Any, dict[str, Any]]] = MappingProxyType({"rotary_base": (int, {})})
-"""Types that are not the field's: `GPTModel` takes an integer."""
+"""Types of flags that differ from the field's, with options: `GPTModel` takes an integer."""
 
 
 class CoreFlag(NamedTuple):

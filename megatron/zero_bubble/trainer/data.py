@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,19 +30,11 @@ from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset
 from megatron.zero_bubble.trainer.data_files import fingerprint
-from megatron.zero_bubble.trainer.data_loader import MicrobatchIterator, build_data_iterator
 
-__all__ = [
-    "Batch",
-    "DataConfig",
-    "Datasets",
-    "MicrobatchIterator",
-    "build_data_iterator",
-    "build_datasets",
-    "get_batch",
-]
-
-
+# A line says already that indices of mock data stay in memory, of which megatron-core warns once a split.
+logging.getLogger(gpt_dataset.__name__).addFilter(
+    lambda record: "because path_to_cache is None" not in record.getMessage()
+)
 _LARGE_INDEX = 2**27
 """Bytes of sample indices from which the long time of building them is announced."""
 
@@ -106,8 +97,7 @@ def build_datasets(
         builder = BlendedMegatronDatasetBuilder(
             kinds[config.mock_data], list(requested), lambda: is_built, config.dataset_config(tokenizer)
         )
-        with _without_cache_warnings():
-            splits = builder.build()
+        splits = builder.build()
     except Exception as error:  # megatron-core wraps an OSError into a bare Exception
         cause = error.__cause__ or error
         if not isinstance(cause, (OSError, EOFError, ValueError, IndexError)):
@@ -118,21 +108,6 @@ def build_datasets(
     _check_lengths(config, num_samples)
     train, valid, test = splits
     return Datasets(train, valid, test, num_samples)
-
-
-@contextmanager
-def _without_cache_warnings() -> Iterator[None]:
-    """Drop megatron-core's warning, one a split, that indices of mock data stay in memory: a line says it already."""
-    logger = logging.getLogger(gpt_dataset.__name__)
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "because path_to_cache is None" not in record.getMessage()
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 def _by_split(num_samples: tuple[int, int, int]) -> str:

@@ -29,13 +29,13 @@ class DataConfig(DataFlags):
     global_batch_size: int
     train_iters: int
     train_samples: int | None = None
-    """Samples of the whole training, where the flags count them instead of iterations."""
+    """Samples of the whole training if the flags count them instead of iterations."""
     eval_interval: int = 1000
     eval_iters: int = 0
     """Iterations of one evaluation; 0 builds no validation and test data beyond what --split demands."""
     seed: int = 1234
     length_multiple: int = 1
-    """With `variable_seq_lengths`, microbatches have a multiple of so many tokens a sequence."""
+    """With `variable_seq_lengths`, the number of tokens of a sequence is a multiple of this."""
     create_attention_mask: bool = False
     """Send attention masks [b, 1, s, s] with the data: `reset_attention_mask` needs them, causal attention does not."""
 
@@ -86,7 +86,7 @@ class DataConfig(DataFlags):
         return 0 if one_epoch and not self.mock_data else 12 * num_samples
 
     def _blends(self) -> dict[str, Blend]:
-        """The blend that each given data flag names, by flag."""
+        """The blend of each data flag that is given, by flag."""
         paths = {"--data-path": self.data_path}
         paths |= {f"--{name}-data-path": getattr(self, f"{name}_data_path") for name in SPLITS}
         return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}
@@ -96,11 +96,8 @@ class DataConfig(DataFlags):
         """Samples that the run reads from train, valid and test, counted as Megatron does."""
         evaluations = self.train_iters // self.eval_interval + 1
         per_evaluation = self.eval_iters * self.global_batch_size
-        return self._train_samples, evaluations * per_evaluation, per_evaluation
-
-    @property
-    def _train_samples(self) -> int:
-        return self.train_samples or self.train_iters * self.global_batch_size
+        train = self.train_samples or self.train_iters * self.global_batch_size
+        return train, evaluations * per_evaluation, per_evaluation
 
     def check_rest(self, num_samples: tuple[int, int, int], iteration: int, used: tuple[int, int]) -> None:
         """Refuse to continue after `iteration` with data that would be used up before the last iteration.

@@ -57,7 +57,7 @@ def padded(samples: Sequence[dict[str, torch.Tensor]], multiple: int) -> dict[st
     """Join samples of different lengths to a microbatch, with zeros behind the shorter ones.
 
     Args:
-        multiple: of which the length is.
+        multiple: the length of the microbatch is a multiple of this.
     """
     longest = max(len(sample["tokens"]) for sample in samples)
     length = -(-longest // multiple) * multiple

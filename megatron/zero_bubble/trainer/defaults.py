@@ -17,6 +17,7 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     Raises:
         ValueError: a default cannot be derived.
     """
+    of_files = "GPT2BPETokenizer" if args.vocab_file and args.merge_file else None
     args = replace(
         args,
         rank=int(environment.get("RANK", "0")),
@@ -24,12 +25,14 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         max_position_embeddings=args.max_position_embeddings or args.seq_length,
         distributed_backend=args.distributed_backend or ("nccl" if has_cuda else "gloo"),
-        tokenizer_type=args.tokenizer_type or _tokenizer_type(args),
+        tokenizer_type=args.tokenizer_type or ("NullTokenizer" if args.mock_data else of_files),
     )
+    if not args.kv_channels:
+        require_multiple(args, "hidden_size", "num_attention_heads")
     of_the_model = {
         # One tensor rank has whole sequences; Megatron's scripts give the flag there, too.
         "sequence_parallel": args.sequence_parallel and args.tensor_model_parallel_size > 1,
-        "kv_channels": args.kv_channels or _channels_per_head(args),
+        "kv_channels": args.kv_channels or args.hidden_size // args.num_attention_heads,
         "ffn_hidden_size": args.ffn_hidden_size or _mlp_width(args),
         "num_query_groups": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
     }
@@ -41,17 +44,6 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     if args.global_batch_size is None:
         args = replace(args, global_batch_size=args.micro_batch_size * args.data_parallel_size)
     return args
-
-
-def _tokenizer_type(args: Arguments) -> str | None:
-    if args.mock_data:
-        return "NullTokenizer"
-    return "GPT2BPETokenizer" if args.vocab_file and args.merge_file else None
-
-
-def _channels_per_head(args: Arguments) -> int:
-    require_multiple(args, "hidden_size", "num_attention_heads")
-    return args.hidden_size // args.num_attention_heads
 
 
 def require_multiple(args: Arguments, name: str, divisor: str) -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.mcore.finite import spoil_if_infinite
-from megatron.zero_bubble.trainer.data import DataConfig, get_batch
+from megatron.zero_bubble.trainer.data import get_batch
+from megatron.zero_bubble.trainer.data_config import DataConfig
 
 DataIterator = Iterator[dict[str, torch.Tensor]] | None
 

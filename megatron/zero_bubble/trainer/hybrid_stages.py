@@ -27,6 +27,7 @@ from megatron.zero_bubble.mcore.hybrid_spec import (
     transformer_engine_spec,
 )
 from megatron.zero_bubble.mcore.placement import StagePosition
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 
@@ -86,12 +87,12 @@ def _check_symbols(given: str, pattern: HybridPattern) -> None:
 def build_hybrid_stage(
     args: Arguments, vp_stage: int | None, symbols: str, first_layer: int, described: dict[str, Any]
 ) -> Any:
-    """One stage of the model, wherever it is.
+    """Build one stage of the model, in any place of the pipeline.
 
     Args:
-        symbols: those of the stage's layers.
+        symbols: the symbols of the stage's layers.
         first_layer: number of layers before them.
-        described: arguments of the constructor that all models have.
+        described: arguments that the constructors of all models take.
     """
     config: TransformerConfig = described["config"]
     if config.transformer_impl == "local":
@@ -116,26 +117,19 @@ def build_hybrid_stage(
 
 @contextmanager
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """Let the one model that is built inside the `with` block have these layers, whichever stage megatron-core sees.
+    """Give the model that is built inside the `with` block these layers in the place of those of its stage.
 
-    Multi-token prediction is where the pattern of the stage has it.
+    It gets layers of multi-token prediction if its pattern has them.
     """
     if not HYBRID_TAKES_STAGES:
         yield
         return
-    replacements = {
-        (ALLOCATION_MODULE, "select_pipeline_segment"): lambda *args, **kwargs: (list(symbols), first_layer),
-        (HYBRID.__module__, "mtp_on_this_rank"): lambda *args, **kwargs: True,
-    }
-    owners = {key: importlib.import_module(key[0]) for key in replacements}
-    originals = {key: getattr(owner, key[1]) for key, owner in owners.items()}
-    for key, replacement in replacements.items():
-        setattr(owners[key], key[1], replacement)
-    try:
+    allocation, models = map(importlib.import_module, (ALLOCATION_MODULE, HYBRID.__module__))
+    with (
+        replaced(allocation, "select_pipeline_segment", lambda *args, **kwargs: (list(symbols), first_layer)),
+        replaced(models, "mtp_on_this_rank", lambda *args, **kwargs: True),
+    ):
         yield
-    finally:
-        for key, original in originals.items():
-            setattr(owners[key], key[1], original)
 
 
 def _chunk_class(vp_stage: int | None) -> Any:

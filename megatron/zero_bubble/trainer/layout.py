@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 
 from megatron.zero_bubble.mcore.checkpoint_reading import read_common
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, random_microbatch
 from megatron.zero_bubble.mcore.placement import adopt_placement
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
-from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layout_choice import ChosenLayout, saved_choice
-from megatron.zero_bubble.session.model_states import Parameters, States
 from megatron.zero_bubble.session.reports import print_rank_0
+from megatron.zero_bubble.session.running import units_of
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint_files import checkpoint_folder, latest_iteration
-from megatron.zero_bubble.trainer.data import DataConfig
+from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.initialize import seed_everything
 from megatron.zero_bubble.trainer.model import build_unit, layer_kinds, unit_config
-from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parameter_dtype, wrap_in_ddp
+from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_in_ddp
 
 
 def unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
@@ -41,31 +36,11 @@ def unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
     It is called inside of `initialized`, whose placement may be any of the job's pipeline ranks, with the size of the
     vocabulary known.
     """
-    states = States.of(args)
-    replicas = args.data_parallel_size * args.context_parallel_size
-
-    def state_bytes(dense: int, expert: int) -> float:
-        return states.of_rank(Parameters(dense, expert), replicas, args.expert_model_parallel_size)
-
-    [shape] = get_tensor_shapes(
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        decoder_seq_length=args.seq_length,
-        config=unit_config(args, Unit()),
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        cp_group=parallel_state.get_context_parallel_group(),
-    )
     microbatch = random_microbatch(
         args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=data_config.create_attention_mask
     )
-    return UnitModels(
-        build=partial(_build, args),
-        forward_step=make_forward_step(data_config, checks_finite=args.checks_finite),
-        data=itertools.repeat(microbatch),
-        message=TensorSpec(shape, parameter_dtype(args), torch.device(torch.cuda.current_device())),
-        context_parallel_size=args.context_parallel_size,
-        state_bytes=state_bytes,
-    )
+    forward_step = make_forward_step(data_config, checks_finite=args.checks_finite)
+    return units_of(args, unit_config(args, Unit()), partial(_build, args), forward_step, microbatch)
 
 
 def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDataParallel:

@@ -26,7 +26,7 @@ from megatron.zero_bubble.trainer.records import RunSummary, WandbWriter, Writer
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of one iteration. `lm_loss` is known on the rank that holds the loss, the others on every rank.
+    """The results of one iteration. Only the rank that holds the loss knows `lm_loss`; every rank knows the rest.
 
     The losses, the size of the batch and the prediction are known before the step is settled.
     """
@@ -55,9 +55,9 @@ class StepResult:
     is_local: bool = False
     """Whether losses and norm are those of this replica alone, which took the step without the others."""
     waits: Waits | None = None
-    orders: OrderTimes | None = None
-    """The steps since the last line whose microbatches ran in a planned order."""
     """Waits of replicas since the last log line, in iterations that print one; None with a single replica."""
+    orders: OrderTimes | None = None
+    """Times of the steps since the last line whose microbatches ran in a planned order."""
     finished_at: float | None = None
     """Time when the step was settled, in seconds of `time.perf_counter`; None for the time when it is recorded."""
 

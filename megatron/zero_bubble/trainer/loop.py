@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,21 +16,19 @@ from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     update_num_microbatches,
 )
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron.zero_bubble.mcore.finite import FiniteCheck
 from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
-from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.runtime.recorder import StepTime
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.running import RollbackWatch
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress
-from megatron.zero_bubble.trainer.data import DataConfig
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer, TrainingState
+from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
 from megatron.zero_bubble.trainer.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
 from megatron.zero_bubble.trainer.iteration_profile import profiled
@@ -48,6 +46,15 @@ class UnloggedIteration(NamedTuple):
     """Digest of this rank's parameters; None without `--log-numerics`."""
 
 
+class TrainingData(NamedTuple):
+    """The data of a training, with an iterator over microbatches, or None, for each model chunk of this rank."""
+
+    config: DataConfig
+    train: list[DataIterator]
+    valid: list[DataIterator] | None
+    """None if nothing is evaluated."""
+
+
 class Trainer:
     """Trains until the last iteration, an exit interval, a time limit or a signal.
 
@@ -55,33 +62,26 @@ class Trainer:
 
     Args:
         session: runs the steps; it is started.
-        train_data: iterators over microbatches, one for each model chunk; None for a chunk that needs no data.
-        valid_data: the same for evaluation; None for no evaluation.
     """
 
     def __init__(
         self,
         args: Arguments,
-        progress: Progress,
+        state: TrainingState,
         session: Session,
-        model: list[Any],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
         checkpointer: Checkpointer,
         log: TrainingLog,
-        data_config: DataConfig,
-        train_data: list[DataIterator],
-        valid_data: list[DataIterator] | None,
+        data: TrainingData,
     ) -> None:
         self._args = args
-        self._progress = progress
+        self._progress, self._model, self._optimizer, self._scheduler = progress, model, optimizer, _ = state
         self._session = session
-        self._model = model
-        self._optimizer = optimizer
-        self._scheduler = scheduler
+        self._checkpointer = checkpointer
+        self._log = log
+        self._data = data
         self._forward_backward = partial(
             session.forward_backward,
-            forward_step_func=make_forward_step(data_config, checks_finite=args.checks_finite),
+            forward_step_func=make_forward_step(data.config, checks_finite=args.checks_finite),
             model=model,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
@@ -100,10 +100,6 @@ class Trainer:
                 session.post_validation.check_norm = self._finite.check_norm
         elif self._finite is not None:
             self._finite.watch(optimizer)
-        self._train_data = train_data
-        self._valid_data = valid_data
-        self._checkpointer = checkpointer
-        self._log = log
         self._numerics: NumericsLog | None = None
         if args.log_numerics:
             self._numerics = NumericsLog(args.log_numerics, progress.iteration, session.job.log_rank)
@@ -133,7 +129,7 @@ class Trainer:
             if self._session.replicas.changes_after(self._progress.iteration):
                 self._settle()
             end_of_iteration()
-            if self._valid_data is not None and self._progress.iteration % args.eval_interval == 0:
+            if self._data.valid is not None and self._progress.iteration % args.eval_interval == 0:
                 self._pausing(self.evaluate)
             reason = self._exit_reasons.reason(self._progress.iteration)
             if args.save and (reason or (args.save_interval and self._progress.iteration % args.save_interval == 0)):
@@ -156,7 +152,7 @@ class Trainer:
         batch_size = get_current_global_batch_size()
         num_microbatches = get_num_microbatches()
         reports = self._forward_backward(
-            data_iterator=self._train_data, num_microbatches=num_microbatches, forward_only=False
+            data_iterator=self._data.train, num_microbatches=num_microbatches, forward_only=False
         )
         self._free_unused_memory(level=1)
         self._log_unlogged()
@@ -165,7 +161,9 @@ class Trainer:
         self._progress.iteration += 1
         self._progress.consumed_train_samples += batch_size
         sharing = parallel_state.get_context_parallel_group() if is_local else _all_replicas()
-        prediction = self._prediction(num_microbatches)
+        prediction = None
+        if self._zero_bubble is not None and self._prints_a_line():
+            prediction = self._zero_bubble.prediction(num_microbatches)
         result = StepResult(
             lm_loss=mean_loss(reports, sharing),
             further_losses=take_losses(num_microbatches, sharing),
@@ -238,7 +236,7 @@ class Trainer:
             assert self._zero_bubble is not None
             idle = self._zero_bubble.measured_idle(unlogged.mean_step)
             result = replace(result, idle=idle, orders=self._zero_bubble.take_order_times())
-        if self._progress.iteration % self._args.log_interval == 0:
+        if self._prints_a_line():
             result = replace(result, waits=self._session.replicas.take_waits())
         self._log.record(result)
         if warning := self._watch.warning(result.was_rolled_back):
@@ -266,13 +264,7 @@ class Trainer:
         self._log_unlogged()
 
     def _prints_a_line(self) -> bool:
-        return self._zero_bubble is not None and self._progress.iteration % self._args.log_interval == 0
-
-    def _prediction(self, num_microbatches: int) -> Prediction | None:
-        """The present schedule at measured costs in iterations that print a line, else None."""
-        if self._zero_bubble is None or not self._prints_a_line():
-            return None
-        return self._zero_bubble.prediction(num_microbatches)
+        return self._progress.iteration % self._args.log_interval == 0
 
     def evaluate(self) -> None:
         """Print the mean loss over `--eval-iters` iterations of validation data."""
@@ -285,7 +277,7 @@ class Trainer:
         with torch.no_grad():
             for _ in range(args.eval_iters):
                 reports += self._forward_backward(
-                    data_iterator=self._valid_data, num_microbatches=num_microbatches, forward_only=True
+                    data_iterator=self._data.valid, num_microbatches=num_microbatches, forward_only=True
                 )
         self._progress.consumed_valid_samples += args.eval_iters * get_current_global_batch_size()
         for chunk in self._model:
@@ -302,5 +294,5 @@ class Trainer:
 
 
 def _all_replicas() -> dist.ProcessGroup:
-    """The ranks that hold the same part of the model, with the parts of their sequences."""
+    """The data- and context-parallel ranks, which hold the same part of the model."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)

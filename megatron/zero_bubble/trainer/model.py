@@ -147,7 +147,7 @@ def build_stage(
     Args:
         embeds: whether it begins with the embedding.
         is_last: whether it ends with the output layer.
-        symbols: those of its layers, if the model is a hybrid one.
+        symbols: the symbols of its layers if the model is a hybrid one.
         first_layer: number of layers before them.
 
     Raises:
@@ -198,7 +198,7 @@ _PATTERNS = {
     "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
     "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
 }
-"""Flags by which layers differ, with the meaning of a number in the place of a list."""
+"""Flags by which layers differ. The function gives the value of a layer for a flag that is one number."""
 
 
 def layer_kinds(args: Arguments) -> list[int]:

@@ -20,7 +20,7 @@ from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.meta_device import on_meta_device
 from megatron.zero_bubble.mcore.model_units import Unit
 from megatron.zero_bubble.mcore.unit_costs import forget_losses
-from megatron.zero_bubble.runtime.profiler import SavedTensorMeter
+from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 from megatron.zero_bubble.session.model_states import Parameters, element_bytes
@@ -48,7 +48,7 @@ _PLAIN: dict[str, Any] = {
     "fp4_format": None,
     "deterministic_mode": False,
 }
-"""Flags of kernels that are not here and neither add to nor take from what is counted."""
+"""Values of flags that choose kernels of a GPU, which do not change the counts."""
 
 
 _ALONE: dict[str, Any] = {
@@ -71,10 +71,10 @@ class Flops(NamedTuple):
 
     f: float
     b: float
-    """With what selective recomputation computes again."""
+    """Includes what selective recomputation computes again."""
     w: float
     r: float = 0.0
-    """What full recomputation computes again."""
+    """Operations of full recomputation."""
 
     @property
     def total(self) -> float:
@@ -85,14 +85,14 @@ class Activations(NamedTuple):
     """Bytes of one microbatch."""
 
     after_f: float
-    """Bytes held from F to B where nothing is recomputed in full."""
+    """Bytes held from F to B without full recomputation."""
     after_b: float
     """Bytes held from B to W: the inputs of the linear layers and the gradients of their outputs."""
 
 
 @dataclass(frozen=True)
 class UnitCount:
-    """What one tensor-parallel rank holds and computes of a unit of the model."""
+    """Parameters, operations and activations of a unit of the model on one tensor-parallel rank."""
 
     parameters: Parameters
     flops: Flops
@@ -105,12 +105,12 @@ class UnitCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """What one rank holds and computes of every unit of a model, were the unit on that rank."""
+    """The counts of every unit of a model, each for a rank that has the unit."""
 
     embedding: UnitCount
     layers: tuple[UnitCount, ...]
     output: UnitCount
-    """All that follows the layers: multi-token prediction, final norm, output layer and loss."""
+    """Multi-token prediction, final norm, output layer and loss."""
     input_bytes: float
     """Bytes of a layer's input, which is also the message between stages."""
 
@@ -132,14 +132,16 @@ def count_model(args: Arguments) -> ModelCount:
     units = [Unit(embeds=True), *(Unit(layer=kind) for kind in range(max(kinds) + 1)), Unit(is_last=True)]
     with _place(args):
         embedding, *layers, output = (_count(args, unit) for unit in units)
-    return ModelCount(embedding, tuple(layers[kind] for kind in kinds), output, _input_bytes(args))
+    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    input_bytes = element_bytes(args) * rank_tokens(args) * args.hidden_size / split
+    return ModelCount(embedding, tuple(layers[kind] for kind in kinds), output, input_bytes)
 
 
 def flops_of_sequence(args: Arguments) -> float:
     """Count the floating-point operations of a training with one sequence, as Megatron-LM does.
 
-    Each product counts three times: for F, B and W. Half of attention's products are counted, as a causal mask leaves
-    them. Recomputation is not counted.
+    Each product counts three times: for F, B and W. Attention counts half of its products, because its mask is causal.
+    Recomputation is not counted.
     """
     fused = args.changed(
         {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True, **_ALONE}
@@ -266,8 +268,3 @@ def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
         elif not is_copy:
             whole += count
     return whole, further
-
-
-def _input_bytes(args: Arguments) -> float:
-    split = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    return element_bytes(args) * rank_tokens(args) * args.hidden_size / split

@@ -98,7 +98,9 @@ def lock_folder(
         deadline = time.monotonic() + patience
         while not _take(file, root, warn):
             if time.monotonic() >= deadline:
-                raise ValueError(f"--save {root}: {_holder(file)} saves there: let it end, or choose another folder")
+                file.seek(0)
+                holder = file.read(300).decode(errors="replace").partition("\n")[0] or "another job"
+                raise ValueError(f"--save {root}: {holder} saves there: let it end, or choose another folder")
             time.sleep(0.1)
         file.truncate(0)
         file.write(f"{_this_job(environment)}\n".encode())
@@ -118,12 +120,6 @@ def _take(file: BinaryIO, root: str | Path, warn: Callable[[str], None]) -> bool
             raise
         warn(f"  --save {root}: this file system has no locks ({error.strerror}): ensure that no other job saves there")
     return True
-
-
-def _holder(file: BinaryIO) -> str:
-    """The line with which the job that holds the lock describes itself."""
-    file.seek(0)
-    return file.read(300).decode(errors="replace").partition("\n")[0] or "another job"
 
 
 def _this_job(environment: Mapping[str, str]) -> str:

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
@@ -17,18 +16,19 @@ from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.session.features import check_shards
 from megatron.zero_bubble.session.reports import print_line, print_rank_0
 from megatron.zero_bubble.session.session import Session
-from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress
+from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState
 from megatron.zero_bubble.trainer.checkpoint_files import latest_iteration, tracked
-from megatron.zero_bubble.trainer.data import DataConfig, build_data_iterator, build_datasets, reads_data
+from megatron.zero_bubble.trainer.data import build_datasets, reads_data
+from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.data_loader import build_data_iterator
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
 from megatron.zero_bubble.trainer.forward_step import DataIterator
 from megatron.zero_bubble.trainer.initialize import initialized
 from megatron.zero_bubble.trainer.layout import settle_layout
 from megatron.zero_bubble.trainer.logging import TrainingLog
-from megatron.zero_bubble.trainer.loop import Trainer
+from megatron.zero_bubble.trainer.loop import Trainer, TrainingData
 from megatron.zero_bubble.trainer.model import build_model, transformer_config
 from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
@@ -38,8 +38,11 @@ from megatron.zero_bubble.trainer.size_checks import check_memory
 from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
 
 
-def pretrain(args: Arguments, job: JobSettings) -> None:
+def pretrain(args: Arguments, session: Session) -> None:
     """Train a GPT as the flags say, which `complete_and_check` has completed and checked.
+
+    Args:
+        session: made from the settings of the same flags; it is closed at the end.
 
     Raises:
         ValueError: the data, the tokenizer or the checkpoint does not fit, or a checkpoint cannot be written.
@@ -47,17 +50,17 @@ def pretrain(args: Arguments, job: JobSettings) -> None:
     data_config = make_data_config(args)
     tokenizer = load_tokenizer(args)
     args = with_vocabulary(args, tokenizer.vocab_size)
-    check_shards(job.flags, args.padded_vocab_size)
+    check_shards(session.job.flags, args.padded_vocab_size)
     check_memory(args)
     data_config.validate(tokenizer.vocab_size)
     args = without_first_load(args)
     if args.load:
         latest_iteration(args.load)
     flops = flops_of_sequence(args) if args.log_throughput else 0.0
-    with initialized(args, job.first_placement), ExitStack() as resources:
+    with initialized(args, session.job.first_placement), ExitStack() as resources:
         if args.save:
             on_rank(0, lambda: _hold_folder(str(args.save), resources))
-        session = resources.enter_context(Session(job, "pretrain_gpt.py"))
+        resources.enter_context(session)
         args = settle_layout(args, session, data_config)
         trainer = build_trainer(args, session, data_config, tokenizer, resources, flops)
         try:
@@ -96,7 +99,6 @@ def build_trainer(
     Raises:
         ValueError: megatron-core refuses the model, or a checkpoint or the data does not fit.
     """
-    progress = Progress()
     timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
     config = transformer_config(args, session.job.placement.num_chunks, timers)
     model = build_model(args, config, session)
@@ -104,38 +106,25 @@ def build_trainer(
     # The hooks of DDP hold the configuration. Where the optimizer's shards are views of parameters, Python's collector
     # does not see the cycle, and with it a later training in this process would keep this model and its groups.
     resources.callback(setattr, config, "grad_scale_func", None)
-    scheduler = build_lr_scheduler(args, optimizer)
-    checkpointer = Checkpointer(args, progress, model, optimizer, scheduler)
+    state = TrainingState(Progress(), model, optimizer, build_lr_scheduler(args, optimizer))
+    checkpointer = Checkpointer(args, state)
     if args.load:
         checkpointer.load()
     log_rank = session.job.log_rank
-    log = TrainingLog(args, progress, open_writers(args, log_rank), log_rank, flops_of_sequence)
-    session.start(model, optimizer, progress.iteration, log.write_plan)
-    return Trainer(
-        args,
-        progress,
-        session,
-        model,
-        optimizer,
-        scheduler,
-        checkpointer,
-        log,
-        data_config,
-        *open_data(args, progress, data_config, tokenizer, model, resources),
-    )
+    log = TrainingLog(args, state.progress, open_writers(args, log_rank), log_rank, flops_of_sequence)
+    session.start(model, optimizer, state.progress.iteration, log.write_plan)
+    data = open_data(args, state, data_config, tokenizer, resources)
+    return Trainer(args, state, session, checkpointer, log, data)
 
 
 def open_data(
     args: Arguments,
-    progress: Progress,
+    state: TrainingState,
     data_config: DataConfig,
     tokenizer: MegatronTokenizerBase,
-    model: list[torch.nn.Module],
     resources: ExitStack,
-) -> tuple[list[DataIterator], list[DataIterator] | None]:
-    """Open training and validation data, with an iterator or None for each model chunk; `resources` closes them.
-
-    The list for validation is None if there is no validation data.
+) -> TrainingData:
+    """Open training and validation data where those of the state end; `resources` closes them.
 
     Raises:
         ValueError: the data cannot be read, or the run of the checkpoint has left too little of it.
@@ -146,9 +135,10 @@ def open_data(
             embeds=get_attr_wrapped_model(chunk, "pre_process"),
             is_last=get_attr_wrapped_model(chunk, "post_process"),
         )
-        for chunk in model
+        for chunk in state.model
     ]
     datasets = build_datasets(data_config, tokenizer, any(reads), print_rank_0)
+    progress = state.progress
     used = (progress.consumed_train_samples, progress.consumed_valid_samples)
     data_config.check_rest(datasets.num_samples, progress.iteration, used)
     has_validation = args.eval_iters > 0 and datasets.num_samples[1] > 0
@@ -163,7 +153,8 @@ def open_data(
             iterators.append(None if iterator is None else resources.enter_context(iterator))
         return iterators
 
-    return (
+    return TrainingData(
+        data_config,
         open_split(datasets.train, progress.consumed_train_samples),
         open_split(datasets.valid, progress.consumed_valid_samples) if has_validation else None,
     )

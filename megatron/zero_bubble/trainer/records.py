@@ -98,7 +98,7 @@ class RunSummary:
     """Averages the log lines since the schedule was planned, of which the first is left out: planning is in its time.
 
     Attributes:
-        line: the summary, None as long as there is nothing to tell.
+        line: the summary; None before the second log line after a plan.
     """
 
     def __init__(self) -> None:

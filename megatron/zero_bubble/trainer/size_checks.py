@@ -1,4 +1,4 @@
-"""Refuses models that are too large, before planning and building them, which would take long and print nothing."""
+"""Refuses models that are too large before they are planned and built, which takes long and prints nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.trainer.model_count import attention_kernel, rank_toke
 
 
 def check_memory(args: Arguments) -> None:
-    """Refuse a model of which the least part that a rank must hold does not fit in its memory.
+    """Refuse a model that cannot fit in the memory of a rank, by lower bounds of what a rank holds.
 
     The vocabulary counts once the tokenizer is known.
 
@@ -42,7 +42,7 @@ def _memory() -> tuple[int, str]:
 
 
 def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
-    """Iterate over the least memory needs of a rank: bytes, what they hold, and the flags that set them."""
+    """Iterate over lower bounds of a rank's memory: bytes, their content, and the flags that determine them."""
     size, tensor = element_bytes(args), args.tensor_model_parallel_size
     states = 2 * size  # a parameter and its gradient
     layer = _least_parameters(args) / tensor * states
@@ -75,9 +75,9 @@ def _smallest_needs(args: Arguments) -> Iterator[tuple[float, str, str]]:
 
 
 def _least_parameters(args: Arguments) -> float:
-    """The least that a layer's matrices have on the ranks that share a tensor: of the layer's MLP, where all are alike.
+    """A lower bound of a layer's parameters, all tensor-parallel ranks together.
 
-    `model_count.py` counts what they have.
+    Parts that only some layers have are left out. `model_count.py` counts all parameters exactly.
     """
     assert args.kv_channels is not None
     assert args.ffn_hidden_size is not None

@@ -47,15 +47,11 @@ FAULTS = (
     ),
     Fault(
         name="last-sends-not-waited-for",
-        file="runtime/executor.py",
-        old="""            for send in self._sends:
-                send.wait()
-            self._sends.clear()
-            unused = self._exchanges.finish()
+        file="runtime/stage_messages.py",
+        old="""        for send in self._sends:
+            send.wait()
 """,
-        new="""            self._sends.clear()
-            unused = self._exchanges.finish()
-""",
+        new="",
         effect=(
             "A step or evaluation may end while its last messages are on their way; a message that is dropped "
             "then lets the next rank hang."

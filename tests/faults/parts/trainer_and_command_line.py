@@ -7,7 +7,7 @@ from tests.faults import Fault
 FAULTS = (
     Fault(
         name="cyclic-sampler-skips-in-every-epoch",
-        file="trainer/data_samplers.py",
+        file="trainer/data_loader.py",
         old="            epoch, skipped_strides = epoch + 1, 0",
         new="            epoch += 1",
         effect="After a resume within an epoch of cyclic data, every later epoch leaves out its first samples.",

@@ -55,11 +55,6 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
     return [_result(one, turns, competition, flags, costs) for one in competition.contestants if one.name in turns]
 
 
-def _environment() -> dict[str, str]:
-    """Return the trainings' environment; on a CPU each rank has one thread, because the ranks share the cores."""
-    return dict(os.environ) if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1", **os.environ}
-
-
 def _run_turn(
     one: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
@@ -68,8 +63,10 @@ def _run_turn(
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
     print(f"round {number + 1} of {flags.rounds}, {one.name}: trains ...", file=sys.stderr, flush=True)
     command = [*flags.launcher, *one.program, *one.words, *competition.flags, *output]
+    # On a CPU each rank has one thread, because the ranks share the cores.
+    threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}
     try:
-        turn = take_turn(command, _environment(), flags.warmup, flags.timeout)
+        turn = take_turn(command, {**threads, **os.environ}, flags.warmup, flags.timeout)
     except RuntimeError as error:
         if one.is_required:
             raise RuntimeError(f"{one.name}: {error}") from error

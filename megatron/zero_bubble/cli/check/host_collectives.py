@@ -49,7 +49,7 @@ class StagedWork:
 
 
 def stage_collectives(device_type: str) -> Callable[[], None]:
-    """Stage every collective on tensors of this device type from now on, and return a function that undoes it.
+    """Make every collective copy tensors of this device type to host memory, and return a function that undoes this.
 
     With `cpu` all tensors are copied, which tests the staging without a GPU.
     """

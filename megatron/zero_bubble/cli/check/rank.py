@@ -58,11 +58,13 @@ def _meet() -> None:
 
 
 def _train(flags: Sequence[str]) -> None:
+    from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer.arguments import parse_arguments
     from megatron.zero_bubble.trainer.checks import complete_and_check
     from megatron.zero_bubble.trainer.pretrain import pretrain
 
-    pretrain(*complete_and_check(parse_arguments(flags), os.environ, torch.cuda.is_available()))
+    args, job = complete_and_check(parse_arguments(flags), os.environ, torch.cuda.is_available())
+    pretrain(args, Session(job, "zero-bubble check"))
 
 
 def _note_progress(folder: Path, rank: int, what: str, title: str) -> None:

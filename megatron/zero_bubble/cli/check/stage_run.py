@@ -10,22 +10,20 @@ from statistics import median
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.cli.check.models import Model
+from megatron.zero_bubble.cli.check.one_process_numerics import NUM_MICROBATCHES, make_stage
 from megatron.zero_bubble.cli.trainings import one_process, rank_model
-from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
-from megatron.zero_bubble.runtime.profiler import Profiler, memory_meter
+from megatron.zero_bubble.runtime.memory_meter import memory_meter
+from megatron.zero_bubble.runtime.profiler import Profiler
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCosts, lower, simulate
-from megatron.zero_bubble.trainer.forward_step import make_forward_step
-from megatron.zero_bubble.trainer.pretrain import make_data_config
 
-NUM_RANKS, RANK, NUM_MICROBATCHES = 4, 1, 8
+NUM_RANKS, RANK = 4, 1
 
 
 @dataclass(frozen=True)
@@ -119,19 +117,7 @@ class MiddleStage:
 
     def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
         """Run one step and return its operations; their times are meaningless if `with_memory` is set."""
-        config = get_model_config(chunks[0])
-        args = self._args
-        stage = MegatronStage(
-            forward_step_func=make_forward_step(make_data_config(args)),
-            data_iterators=[None],
-            model_chunks=chunks,
-            placement=self._placement,
-            rank=RANK,
-            num_microbatches=NUM_MICROBATCHES,
-            output_shape=(args.seq_length, args.micro_batch_size, config.hidden_size),
-            cp_group_size=1,
-            device=self._device,
-        )
+        stage = make_stage(self._args, self._placement, RANK, chunks, self._device)
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter)
         Executor(schedule, RANK, MadeUpNeighbours(), self._store).run(stage, recorder)

@@ -9,7 +9,7 @@ from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.results import Results, by_reason
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, as_megatron_runs, gib
 from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, percent, table
-from megatron.zero_bubble.planner.layouts import SIMPLER
+from megatron.zero_bubble.planner.choice import SIMPLER
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.flags import flags_text, limit_flag
 from megatron.zero_bubble.session.layout_choice import megatrons_layout_flags

@@ -128,7 +128,7 @@ class EstimatedJob:
 
     @cached_property
     def costs(self) -> ModelCosts:
-        """The costs of the units in milliseconds and bytes, with every layer recomputed by itself; layers by a profile.
+        """The costs of the units in milliseconds and bytes, of the profile if there is one. R recomputes single layers.
 
         F and B are those without full recomputation.
         """
@@ -202,13 +202,13 @@ class EstimatedJob:
         return costs if self.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
 
     def _as_run(self, costs: StageCosts) -> StageCosts:
-        """The costs, without the exchanges between experts being told apart where nothing overlaps them."""
+        """The costs. Without overlap the exchanges between experts are a part of F and B."""
         if self.flags.overlap_moe_expert_parallel_comm:
             return costs
         return replace(costs, all_to_all_f=(), all_to_all_b=())
 
     def _recomputed(self, partition: Partition) -> list[bool]:
-        """Tell of every layer whether R computes it again, where a microbatch has an R."""
+        """For every layer, whether R recomputes it."""
         if self.flags.recompute is Recompute.NONE:
             return [False] * sum(partition)
         is_block = self.flags.recompute is Recompute.FULL and self.args.recompute_method == "block"
@@ -219,7 +219,7 @@ class EstimatedJob:
         ]
 
     def _restored(self, layer: UnitCosts) -> UnitCosts:
-        """The costs of a layer with its part of what R restores; uniform recomputation keeps the input of a unit."""
+        """The costs of a layer that R recomputes. With uniform recomputation several layers keep one input."""
         together = self.flags.layers_of_block
         shared = self.count.input_bytes * (1 - 1 / together)
         return replace(layer, memory_r=layer.memory_r + shared, num_blocks=layer.num_blocks / together)

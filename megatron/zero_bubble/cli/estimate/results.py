@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, LayoutEstimate, estimate, estimate_layout
@@ -68,12 +68,12 @@ class Results:
     estimates: list[Estimate]
     refused: dict[str, str]
     """By schedule that is not possible, the reason; under `layout`, why no layout is."""
-    ways_out: list[WayOut]
-    """The outcomes of other layouts and of recomputation where no schedule fits; otherwise empty."""
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if its flags fix one, or none is possible."""
     freed: LayoutEstimate | None = None
     """The layout that it would choose without the flags of Megatron that fix one; None where there are none."""
+    ways_out: Sequence[WayOut] = ()
+    """The outcomes of other layouts and of recomputation where no schedule fits; otherwise empty."""
     added_flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags that Megatron needs to cut the layers into stages, and with which the schedules were estimated."""
 
@@ -94,15 +94,16 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
     """
     names = chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]
     job = replace(job, is_quick=chosen is None and _size(job) >= LARGE_JOB)
-    estimates, refused, layout, freed = _estimates(job, names, frees_layout=bool(megatrons_layout_flags(job.flags)))
-    added: Mapping[str, Any] = {}
-    if not estimates and (chosen is None or "1f1b" in chosen):
+    results = _estimated(job, names, frees_layout=bool(megatrons_layout_flags(job.flags)))
+    if not results.estimates and (chosen is None or "1f1b" in chosen):
         added = _even_ends(job)
-        split, reasons, _, _ = _estimates(job.with_flags({**added, "zero_bubble_keep_layout": True}), names)
-        estimates, refused, added = (split, reasons, added) if split else (estimates, refused, {})
-    if not estimates and layout is None:
-        raise ValueError("; ".join(f"--schedule {names[0]}: {reason}" for reason, names in by_reason(refused).items()))
-    return Results(job, estimates, refused, list(_ways_out(job, estimates, layout)), layout, freed, added)
+        split = _estimated(job.with_flags({**added, "zero_bubble_keep_layout": True}), names)
+        if split.estimates:
+            results = replace(results, estimates=split.estimates, refused=split.refused, added_flags=added)
+    if not results.estimates and results.layout is None:
+        reasons = by_reason(results.refused).items()
+        raise ValueError("; ".join(f"--schedule {names[0]}: {reason}" for reason, names in reasons))
+    return replace(results, ways_out=list(_ways_out(results)))
 
 
 def by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
@@ -119,16 +120,7 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
     return {"allow_padding_num_layers": True}
 
 
-class _Answers(NamedTuple):
-    """The estimates of schedules, the reason by name for each schedule that is not possible, and the layouts found."""
-
-    estimates: list[Estimate]
-    refused: dict[str, str]
-    layout: LayoutEstimate | None
-    freed: LayoutEstimate | None
-
-
-def _estimates(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> _Answers:
+def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
     """Estimate the schedules, the layout if it is open and, if asked, the one without Megatron's flags for it."""
     for name in names:
         entry_of(name)
@@ -138,9 +130,8 @@ def _estimates(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = 
     answers = dict(zip(tasks, _in_processes(partial(_answer, job), tasks, _num_processes(job)), strict=True))
     estimates = [answer for answer in answers.values() if isinstance(answer, Estimate)]
     refused = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
-    layouts = [answers.get(task) for task in (_LAYOUT, _FREED)]
-    layout, freed = (one if isinstance(one, LayoutEstimate) else None for one in layouts)
-    return _Answers(estimates, refused, layout, freed)
+    layout, freed = (one if isinstance(one, LayoutEstimate) else None for one in map(answers.get, (_LAYOUT, _FREED)))
+    return Results(job, estimates, refused, layout, freed)
 
 
 def _answer(job: EstimatedJob, task: str) -> Estimate | LayoutEstimate | str:
@@ -184,7 +175,8 @@ def _in_processes(function: Callable[[str], T], names: Sequence[str], num_proces
         return list(processes.map(function, names))
 
 
-def _ways_out(job: EstimatedJob, estimates: Sequence[Estimate], layout: LayoutEstimate | None) -> Iterator[WayOut]:
+def _ways_out(results: Results) -> Iterator[WayOut]:
+    job, estimates, layout = results.job, results.estimates, results.layout
     if not estimates or any(candidate.fits for candidate in estimates):
         return
     reference = min(candidate.iteration_ms for candidate in estimates)
@@ -207,8 +199,8 @@ def _way_out(
     """Yield the outcome of `flags` in place of the job's own flags for recomputation, if any schedule is then
     possible."""
     other = job.with_flags({**_WITHOUT, **flags})
-    estimates, _, layout, _ = _estimates(other, names)
-    estimates += [] if layout is None else [layout.estimate]
+    results = _estimated(other, names)
+    estimates = [*results.estimates, *([] if results.layout is None else [results.layout.estimate])]
     fitting = [candidate for candidate in estimates if candidate.fits]
     if fitting:
         yield WayOut(flags_text(flags), min(fitting, key=lambda candidate: candidate.iteration_ms), reference_ms)

@@ -16,7 +16,7 @@ from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.cli.playground.pictures import picture_of, picture_of_run
 from megatron.zero_bubble.cli.playground.recorded_run import is_trace, recorded_run
 from megatron.zero_bubble.cli.schedule.arguments import SimulateFlags
-from megatron.zero_bubble.cli.schedule.figures import figures_of_source
+from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_source
 from megatron.zero_bubble.planner.request import EFFORT
 from megatron.zero_bubble.schedule import Infeasible, simulate
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_svg
@@ -55,7 +55,7 @@ def run(file: str, planned: bool) -> dict[str, Any]:
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
     """Return one point of the plot: bubble rate and time under a memory limit, or the smallest limit that works.
 
-    Those of the dial are of plans with the shortest time, as in `memory-curve --dial`.
+    A point of the dial is of the plan with the shortest time, as in `memory-curve --dial`.
     """
     try:
         figures = figures_of_source(_flags([*words, f"--memory-limit={limit}"]), takes_makespan=of_dial)

@@ -1,19 +1,13 @@
-"""Computes the figures of a schedule that `simulate`, `compare` and `memory-curve` print."""
+"""Simulates a schedule and computes the figures that `simulate`, `compare` and `memory-curve` print."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
 from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
-from megatron.zero_bubble.cli.shared_flags import CostFlags, PostValidationFlags, ScheduleFlags
-from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
-from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
-from megatron.zero_bubble.planner.request import EFFORT
+from megatron.zero_bubble.cli.shared_flags import CostFlags
 from megatron.zero_bubble.schedule import (
     HardwareQueues,
     Op,
@@ -29,12 +23,10 @@ from megatron.zero_bubble.schedule import (
     validate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
 from megatron.zero_bubble.schedule.ir import check_size
 from megatron.zero_bubble.schedule.kinds import SENDS
 from megatron.zero_bubble.schedule.recomputation import (
-    Recompute,
     num_recomputed,
     with_recomputation,
     without_recomputation,
@@ -136,133 +128,6 @@ class ScheduleFigures:
 
     def _name(self, op: Op | None) -> str | None:
         return None if op is None else operation_name(op, self.schedule.num_microbatches, self.steps)
-
-
-def make_schedule(
-    flags: ScheduleFlags,
-    name: str,
-    limit: Sequence[float] | None,
-    *,
-    post_validation: bool = False,
-    takes_makespan: bool = False,
-    effort: int = EFFORT,
-) -> tuple[Schedule, float]:
-    """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took.
-
-    `takes_makespan` and `effort` are as in `PlanRequest`.
-    """
-    placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
-    costs = stage_costs(flags, placement)
-    if flags.recomputation is not Recompute.NONE and not any(costs.memory_r):
-        source = "--memory-r is 0" if flags.costs is None else f"{flags.costs} has no memory_r"
-        raise ScheduleError(f"argument --recompute {flags.recompute}: {source}, so nothing can be dropped")
-    if flags.offloads and limit is None:
-        raise ScheduleError("argument --offload auto needs --memory-limit: without it nothing has to leave the device")
-    if flags.offloads and not any(costs.memory_d):
-        source = "--memory-d is 0" if flags.costs is None else f"{flags.costs} has no memory_d"
-        raise ScheduleError(f"argument --offload auto: {source}, so nothing can be copied to the host")
-    begin = time.perf_counter()
-    request = PlanRequest(
-        name,
-        flags.num_microbatches,
-        (placement,),
-        costs,
-        memory_limit=limit[0] if limit is not None and len(limit) == 1 else limit,
-        group_size=flags.microbatch_group_size,
-        overlap_communication=flags.overlap_communication,
-        post_validation=post_validation,
-        takes_makespan=takes_makespan,
-        recomputes=(flags.recomputation,),
-        vocabulary_parallel=costs.has_vocabulary,
-        pairs=costs.has_all_to_all,
-        offloads=flags.offloads,
-        effort=effort,
-    )
-    schedule = schedule_of(request)
-    return schedule, time.perf_counter() - begin
-
-
-def read_schedule(path: Path) -> Schedule:
-    """Read a schedule from a file of any supported format. Raises `ScheduleError`."""
-    try:
-        return schedule_from_text(path.read_text(encoding="utf-8"), name=path.stem)
-    except (ScheduleError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"{path}: {error}") from None
-
-
-def figures_of_source(flags: SimulationFlags, effort: int = EFFORT, *, takes_makespan: bool = False) -> ScheduleFigures:
-    """Return the figures of the schedule that --schedule or --input names; arguments are as in `PlanRequest`."""
-    schedule, seconds = source(flags, effort, takes_makespan=takes_makespan)
-    return simulated_figures(
-        flags,
-        schedule,
-        seconds,
-        post_validation=flags.post_validation,
-        steps=flags.steps,
-        queues=flags.queues,
-        lengths=flags.relative_lengths,
-    )
-
-
-def source(flags: SourceFlags, effort: int = EFFORT, *, takes_makespan: bool = False) -> tuple[Schedule, float]:
-    """Return the schedule that --schedule or --input names, and the seconds that generating it took.
-
-    `effort` and `takes_makespan` are as in `PlanRequest`.
-    """
-    if flags.input is not None:
-        return read_schedule(flags.input), 0.0
-    assert flags.schedule is not None
-    interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
-    return make_schedule(
-        flags,
-        flags.schedule,
-        flags.memory_limit,
-        post_validation=interlocks,
-        takes_makespan=takes_makespan,
-        effort=effort,
-    )
-
-
-def figures_of_all(
-    flags: ScheduleFlags,
-    chosen: Sequence[str] | None,
-    limit: Sequence[float] | None,
-    *,
-    leaves_out_slow: bool = False,
-    post_validation: bool = False,
-    queues: HardwareQueues | None = None,
-) -> list[ScheduleFigures]:
-    """Return the figures of the schedules `chosen`, or of all that are possible.
-
-    Args:
-        limit: memory limit in M_B, one for all ranks or one for each.
-        leaves_out_slow: whether to skip the slow schedules if none is chosen.
-
-    Raises:
-        ScheduleError: a schedule that was chosen by name is not possible, or none is.
-    """
-    all_figures: list[ScheduleFigures] = []
-    refusal: ScheduleError | None = None
-    for name in chosen or [name for name in ENTRIES if not (leaves_out_slow and ENTRIES[name].is_slow)]:
-        entry = entry_of(name)
-        own = replace(
-            flags,
-            num_chunks=flags.num_chunks if entry.takes_num_chunks else None,
-            placement=flags.placement if entry.takes_placement else None,
-        )
-        try:
-            placement = placement_for(name, own.pipeline_size, own.num_chunks, own.placement)
-            if placement.kind != "interleaved":
-                own = replace(own, microbatch_group_size=None)
-            made = make_schedule(own, name, limit, post_validation=post_validation)
-            all_figures.append(simulated_figures(own, *made, post_validation=post_validation, queues=queues))
-        except ScheduleError as error:
-            refusal = error
-            if chosen:
-                break
-    if refusal is not None and (chosen or not all_figures):
-        raise refusal
-    return all_figures
 
 
 def simulated_figures(

@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron.zero_bubble.cli.output import deliver, percent, table
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
-from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, make_schedule, simulated_figures
+from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, simulated_figures
+from megatron.zero_bubble.cli.schedule.planned_figures import lacking_costs, make_schedule
 from megatron.zero_bubble.cli.schedule.rank_costs import microbatch_bytes, stage_costs
 from megatron.zero_bubble.cli.shared_flags import to_json
 from megatron.zero_bubble.planner import placement_for
@@ -87,8 +88,7 @@ def curve_limits(flags: CurveFlags) -> list[float]:
 def _has_costs(flags: CurveFlags, name: str) -> bool:
     """Whether the costs have times for R and for copies, as far as the flags allow them; a profile may lack them."""
     costs = stage_costs(flags, placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement))
-    lacks_r = flags.recomputation is not Recompute.NONE and not any(costs.memory_r)
-    return not lacks_r and not (flags.offloads and not any(costs.memory_d))
+    return lacking_costs(flags, costs) is None
 
 
 def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> ScheduleFigures | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature, Refusal, is_on
 
-_POST_VALIDATION = (Feature.POST_VALIDATION,)
-_HIERARCHICAL = (Feature.HIERARCHICAL_SGD,)
-_SHARDS = (Feature.VOCABULARY_SHARDS,)
-_OFFLOAD = (Feature.OFFLOAD,)
+
+def _with(features: list[Feature], *rows: Refusal) -> Iterator[Refusal]:
+    """Yield rows that are refused with these features only."""
+    return (replace(row, features=tuple(features)) for row in rows)
 
 
 def _is_given(value: Any, settings: object) -> bool:
@@ -133,166 +135,152 @@ WITH_EVERY_SCHEDULE = (
     ),
 )
 WITH_FEATURES = (
-    Refusal(
-        "fp16 loss_scale",
-        "the script gets the result of a step before it is known whether the step is skipped",
-        "use --bf16",
-        (Feature.SCRIPT_POST_VALIDATION,),
+    *_with(
+        [Feature.SCRIPT_POST_VALIDATION],
+        Refusal(
+            "fp16 loss_scale",
+            "the script gets the result of a step before it is known whether the step is skipped",
+            "use --bf16",
+        ),
     ),
-    Refusal("log_params_norm", "it reads the parameters before a step is validated", "", _POST_VALIDATION),
-    Refusal("save_params_interval", "it saves the parameters before their step is validated", "", _POST_VALIDATION),
-    Refusal("log_num_zeros_in_grad", "the zeros are counted over all ranks before the step", "", _POST_VALIDATION),
-    Refusal("qk_clip", "it changes parameters before their step is validated", "", _POST_VALIDATION),
-    Refusal(
-        "log_max_attention_logit save_activations_interval save_tokens_per_expert_interval moe_routing_trace_path",
-        "it records forwards that may have to run again",
-        "",
-        _POST_VALIDATION,
+    *_with(
+        [Feature.POST_VALIDATION],
+        Refusal("log_params_norm", "it reads the parameters before a step is validated"),
+        Refusal("save_params_interval", "it saves the parameters before their step is validated"),
+        Refusal("log_num_zeros_in_grad", "the zeros are counted over all ranks before the step"),
+        Refusal("qk_clip", "it changes parameters before their step is validated"),
+        Refusal(
+            "log_max_attention_logit save_activations_interval save_tokens_per_expert_interval moe_routing_trace_path",
+            "it records forwards that may have to run again",
+        ),
+        Refusal(
+            "timing_log_level",
+            "its timers make every step wait for all ranks",
+            "use 0 or 1",
+            condition="2",
+            when=lambda value, settings: (value or 0) > 1,
+        ),
+        Refusal("mtp_detach_heads", "it clips the layers of --mtp-num-layers by a separate norm"),
+        Refusal("use_precision_aware_optimizer", "it keeps gradients and parameters in an unsupported form"),
+        Refusal("optimizer_cuda_graph", "its graph contains clipping and step, which post-validation runs separately"),
+        Refusal(
+            "grad_norm_skip_threshold",
+            "the norm is known only after the step",
+            condition="finite",
+            when=lambda value, settings: value is not None and math.isfinite(value),
+        ),
+        Refusal("use_layer_wise_distributed_optimizer", "each replica would undo the step of its own layers only"),
+        Refusal(
+            "optimizer",
+            "each replica would undo the step of its own layers only",
+            "use muon",
+            condition="`dist_muon`",
+            when=lambda value, settings: str(value).startswith("dist_"),
+        ),
+        Refusal(
+            "reuse_grad_buf_for_mxfp8_param_ag", "it overwrites the gradients with which a wrong step is taken again"
+        ),
+        Refusal(
+            "overlap_param_gather_with_optimizer_step",
+            "parameters are sent to the replicas before their step is validated",
+            "--overlap-param-gather alone works",
+        ),
+        Refusal(
+            "fp8",
+            "its scaling remembers the forwards that have to run again",
+            "use another --fp8-recipe",
+            condition="with the recipe `delayed`",
+            when=_remembers_forwards,
+        ),
+        Refusal("moe_expert_rank_capacity_factor", "both run steps again", when=_is_given),
+        Refusal("error_injection_rate", "both run steps again"),
     ),
-    Refusal(
-        "timing_log_level",
-        "its timers make every step wait for all ranks",
-        "use 0 or 1",
-        _POST_VALIDATION,
-        "2",
-        lambda value, settings: (value or 0) > 1,
+    *_with(
+        [Feature.POST_VALIDATION, Feature.HIERARCHICAL_SGD],
+        Refusal(
+            "optimizer_cpu_offload offload_optimizer_states chunked_optimizer_state_offload",
+            "it keeps the optimizer's parameters and states on the host",
+        ),
     ),
-    Refusal("mtp_detach_heads", "it clips the layers of --mtp-num-layers by a separate norm", "", _POST_VALIDATION),
-    Refusal(
-        "use_precision_aware_optimizer",
-        "it keeps gradients and parameters in an unsupported form",
-        "",
-        _POST_VALIDATION,
+    *_with(
+        [Feature.POST_VALIDATION, Feature.LAYER_SEEDS],
+        Refusal(
+            "rerun_mode",
+            "it runs every step twice, which counts as two",
+            "use validate_results or disabled",
+            condition="`report_stats`",
+            when=lambda value, settings: value == "report_stats",
+        ),
     ),
-    Refusal(
-        "optimizer_cpu_offload offload_optimizer_states chunked_optimizer_state_offload",
-        "it keeps the optimizer's parameters and states on the host",
-        "",
-        (Feature.POST_VALIDATION, Feature.HIERARCHICAL_SGD),
+    *_with(
+        [Feature.HIERARCHICAL_SGD],
+        Refusal(
+            "check_weight_hash_across_dp_replicas_interval",
+            "replicas have different weights between two averagings",
+            "leave it out",
+        ),
+        Refusal(
+            "use_distributed_optimizer",
+            "each replica keeps a shard of the others' parameters, so none can step alone",
+            "leave it out",
+        ),
+        Refusal(
+            "expert_model_parallel_size",
+            "replicas share experts, so none can step alone",
+            "use 1",
+            condition="above 1",
+            when=lambda value, settings: (value or 1) > 1,
+        ),
+        Refusal("fp16", "every replica would have a loss scale of its own", "use --bf16"),
+        Refusal(
+            "calculate_per_token_loss", "the number of tokens is summed over replicas in every step", "leave it out"
+        ),
     ),
-    Refusal(
-        "optimizer_cuda_graph",
-        "its graph contains clipping and step, which post-validation runs separately",
-        "",
-        _POST_VALIDATION,
+    *_with(
+        [Feature.VOCABULARY_SHARDS],
+        Refusal("mtp_num_layers", "its losses need the whole output layer on one rank", "leave it out"),
+        Refusal("variable_seq_lengths", "the collectives need one shape on all ranks"),
+        Refusal("logit_dtype", "the shards compute logits in the type of the model"),
+        Refusal("fp8_output_proj", "the shards have an output layer of their own"),
+        Refusal("logits_save_dir logits_load_dir", "no rank has all logits of a token"),
     ),
-    Refusal(
-        "grad_norm_skip_threshold",
-        "the norm is known only after the step",
-        "",
-        _POST_VALIDATION,
-        "finite",
-        lambda value, settings: value is not None and math.isfinite(value),
+    *_with(
+        [Feature.PLANNED_RECOMPUTATION],
+        Refusal(
+            "fp8 fp4",
+            "only Transformer Engine's backward can recompute",
+            "give --recompute-granularity, and leave out --zero-bubble-recompute",
+        ),
     ),
-    Refusal(
-        "use_layer_wise_distributed_optimizer",
-        "each replica would undo the step of its own layers only",
-        "",
-        _POST_VALIDATION,
+    *_with(
+        [Feature.OFFLOAD],
+        Refusal("variable_seq_lengths", "the order of microbatches is planned anew in every step"),
+        Refusal(
+            "transformer_impl",
+            "offload is not tested with Transformer Engine",
+            "use local",
+            condition="`transformer_engine`",
+            when=lambda value, settings: value == "transformer_engine",
+        ),
+        Refusal("fp8 fp4", "tensors of these types are not copied to the host", "leave it out"),
+        Refusal(
+            "overlap_moe_expert_parallel_comm",
+            "a forward that runs in a pair is not copied to the host",
+            "leave one of them out",
+        ),
     ),
-    Refusal(
-        "optimizer",
-        "each replica would undo the step of its own layers only",
-        "use muon",
-        _POST_VALIDATION,
-        "`dist_muon`",
-        lambda value, settings: str(value).startswith("dist_"),
-    ),
-    Refusal(
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "it overwrites the gradients with which a wrong step is taken again",
-        "",
-        _POST_VALIDATION,
-    ),
-    Refusal(
-        "overlap_param_gather_with_optimizer_step",
-        "parameters are sent to the replicas before their step is validated",
-        "--overlap-param-gather alone works",
-        _POST_VALIDATION,
-    ),
-    Refusal(
-        "fp8",
-        "its scaling remembers the forwards that have to run again",
-        "use another --fp8-recipe",
-        _POST_VALIDATION,
-        "with the recipe `delayed`",
-        _remembers_forwards,
-    ),
-    Refusal("moe_expert_rank_capacity_factor", "both run steps again", "", _POST_VALIDATION, when=_is_given),
-    Refusal("error_injection_rate", "both run steps again", "", _POST_VALIDATION),
-    Refusal(
-        "rerun_mode",
-        "it runs every step twice, which counts as two",
-        "use validate_results or disabled",
-        (Feature.POST_VALIDATION, Feature.LAYER_SEEDS),
-        "`report_stats`",
-        lambda value, settings: value == "report_stats",
-    ),
-    Refusal(
-        "check_weight_hash_across_dp_replicas_interval",
-        "replicas have different weights between two averagings",
-        "leave it out",
-        _HIERARCHICAL,
-    ),
-    Refusal(
-        "use_distributed_optimizer",
-        "each replica keeps a shard of the others' parameters, so none can step alone",
-        "leave it out",
-        _HIERARCHICAL,
-    ),
-    Refusal(
-        "expert_model_parallel_size",
-        "replicas share experts, so none can step alone",
-        "use 1",
-        _HIERARCHICAL,
-        "above 1",
-        lambda value, settings: (value or 1) > 1,
-    ),
-    Refusal("fp16", "every replica would have a loss scale of its own", "use --bf16", _HIERARCHICAL),
-    Refusal(
-        "calculate_per_token_loss",
-        "the number of tokens is summed over replicas in every step",
-        "leave it out",
-        _HIERARCHICAL,
-    ),
-    Refusal("mtp_num_layers", "its losses need the whole output layer on one rank", "leave it out", _SHARDS),
-    Refusal("variable_seq_lengths", "the collectives need one shape on all ranks", "", _SHARDS),
-    Refusal("logit_dtype", "the shards compute logits in the type of the model", "", _SHARDS),
-    Refusal("fp8_output_proj", "the shards have an output layer of their own", "", _SHARDS),
-    Refusal("logits_save_dir logits_load_dir", "no rank has all logits of a token", "", _SHARDS),
-    Refusal(
-        "fp8 fp4",
-        "only Transformer Engine's backward can recompute",
-        "give --recompute-granularity, and leave out --zero-bubble-recompute",
-        (Feature.PLANNED_RECOMPUTATION,),
-    ),
-    Refusal("variable_seq_lengths", "the order of microbatches is planned anew in every step", "", _OFFLOAD),
-    Refusal(
-        "transformer_impl",
-        "offload is not tested with Transformer Engine",
-        "use local",
-        _OFFLOAD,
-        "`transformer_engine`",
-        lambda value, settings: value == "transformer_engine",
-    ),
-    Refusal("fp8 fp4", "tensors of these types are not copied to the host", "leave it out", _OFFLOAD),
-    Refusal(
-        "overlap_moe_expert_parallel_comm",
-        "a forward that runs in a pair is not copied to the host",
-        "leave one of them out",
-        _OFFLOAD,
-    ),
-    Refusal(
-        "num_layers_per_virtual_pipeline_stage",
-        "it asks for megatron-core's interleaved placement, not a V",
-        "use --num-virtual-stages-per-pipeline-rank 2",
-        (Feature.V_PLACEMENT,),
-    ),
-    Refusal(
-        "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json",
-        "in a V, stages take their layers in another order",
-        "use a linear schedule",
-        (Feature.V_PLACEMENT,),
+    *_with(
+        [Feature.V_PLACEMENT],
+        Refusal(
+            "num_layers_per_virtual_pipeline_stage",
+            "it asks for megatron-core's interleaved placement, not a V",
+            "use --num-virtual-stages-per-pipeline-rank 2",
+        ),
+        Refusal(
+            "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json",
+            "in a V, stages take their layers in another order",
+            "use a linear schedule",
+        ),
     ),
 )
 REFUSALS = (*WITH_EVERY_SCHEDULE, *WITH_FEATURES)

@@ -34,7 +34,7 @@ def number(value: float, digits: int = 2) -> str:
 
 
 def figure(value: float) -> str:
-    """A number to read: six digits, however large or small it is."""
+    """The number as text with six significant digits."""
     return f"{float(value):.6g}"
 
 

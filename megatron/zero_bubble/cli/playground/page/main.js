@@ -1,6 +1,7 @@
 import { $, h } from './dom.js';
 import { Engine, Stale } from './engine.js';
 import { EXAMPLES } from './examples.js';
+import { SHARED } from './fields.js';
 import { receiveFiles, saveAs } from './files.js';
 import { idleTimes, Pane } from './pane.js';
 import { Plot } from './plot.js';
@@ -23,6 +24,7 @@ const ready = Promise.all([loaded, new Promise((resolve) => { drew = resolve; })
 const times = new Map(); // schedule -> milliseconds that planning it took, for each F
 const entryOf = (pane) => facts.schedules.find(({ name }) => name === pane.schedule);
 const startState = () => ({ ...copy(start), files: {} });
+const KNOWN = new Set(['costs', ...SHARED.flatMap(({ fields }) => fields.map(({ flag }) => flag))]);
 let state = await stateOf(location.hash.slice(1));
 let pictures = [];
 let rounds = [0, 0]; // of each pane, how often its picture was asked for
@@ -210,10 +212,13 @@ function notify(message) {
   $('notice').textContent = message;
 }
 
-/** The state that a link holds; of a damaged one what the page begins with, and a message. */
+/** The state that a link holds; of a damaged one what the page begins with or the settings that it knows, and a message. */
 async function stateOf(fragment) {
   const held = await fromFragment(fragment).catch(() => null);
-  notify(fragment && !held ? 'This link is damaged, so the page shows what it begins with.' : '');
+  const unknown = Object.keys(held?.shared ?? {}).filter((flag) => !KNOWN.has(flag));
+  for (const flag of unknown) delete held.shared[flag];
+  if (fragment && !held) notify('This link is damaged, so the page shows what it begins with.');
+  else notify(unknown.length ? `This link has settings that the page does not know and leaves out: ${unknown.join(', ')}.` : '');
   return held ?? startState();
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from megatron.zero_bubble.runtime.profiler import CudaMeter, SavedTensorMeter, memory_meter
+from megatron.zero_bubble.runtime.memory_meter import CudaMeter, SavedTensorMeter, memory_meter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 import torch
 
-from megatron.zero_bubble.trainer.data_samplers import CyclicSampler, SequentialSampler
+from megatron.zero_bubble.trainer.data_loader import CyclicSampler, SequentialSampler
 
 SAMPLERS = [SequentialSampler, CyclicSampler]
 

@@ -1,0 +1,100 @@
+"""Measures the costs of all stages while a run trains."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.device import own_device
+from megatron.zero_bubble.runtime.observer import Sink, StepObserver
+from megatron.zero_bubble.runtime.offload_store import OffloadStore
+from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
+from megatron.zero_bubble.runtime.recorder import MeasuredOp, step_time
+from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.formats import Profile, Setting
+
+
+class RunCosts:
+    """The measured costs of a run, of which each rank contributes those of its stages.
+
+    Args:
+        placement: of the run's stages.
+        rank: this process's pipeline rank.
+        observer: provides the measured operations of each step.
+        measure_edges: a collective call that measures the communication time of this rank's edges.
+        recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
+        offload: measures the copies to the host and back; None if nothing is offloaded.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        rank: int,
+        observer: StepObserver,
+        measure_edges: Callable[[], Mapping[int, float]],
+        recomputation: RecomputationStore | None = None,
+        offload: OffloadStore | None = None,
+    ) -> None:
+        self._placement, self._rank = placement, rank
+        self._observer, self._measure_edges = observer, measure_edges
+        self._recomputation, self._offload = recomputation, offload
+        self._profiler = Profiler(placement, rank)
+        self._edges: Mapping[int, float] = {}
+        self.center: Callable[[Sequence[float]], float] = statistics.median
+        """Makes one time of the samples of an operation."""
+
+    def send_steps_to(self, sink: Sink) -> None:
+        """Call `sink` with the measured operations of every step."""
+        self._observer.sinks.append(sink)
+
+    def add(self, ops: Sequence[MeasuredOp]) -> None:
+        """Add the operations of one step to the next profile."""
+        self._profiler.add(ops)
+
+    def measure_edges(self) -> None:
+        """Measure the time of messages for all later profiles; a collective call."""
+        self._edges = self._measure_edges()
+
+    def profile(
+        self,
+        model: Mapping[str, Setting],
+        groups: Sequence[int],
+        center: Callable[[Sequence[float]], float] | None = None,
+    ) -> Profile:
+        """Combine the steps added since the last profile on all ranks; a collective call.
+
+        Args:
+            model: the settings of the model that the costs depend on.
+            groups: of layers in the schedule that has run.
+            center: by default the run's own.
+        """
+        self._observer.flush()
+        chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
+        costs, noise, inside = gather_costs(self._placement, chunks, self._edges)
+        self._profiler = Profiler(self._placement, self._rank)
+        return Profile(self._placement, costs.with_memory_of_all_groups(groups), noise, model, inside)
+
+    def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
+        """Add these steps alone to the next profile, and return their mean milliseconds on the slowest rank.
+
+        A collective call. A step takes as long as all its operations, so the mean of the steps counts, not the median.
+        The slowest step of each rank is left out, because another process may have interrupted it.
+
+        Args:
+            steps: filled by a sink; empty after the call.
+        """
+        self._observer.flush()
+        self._profiler = Profiler(self._placement, self._rank)
+        spans = [step_time(ops).span * 1000.0 for ops in steps]
+        slowest = spans.index(max(spans))
+        del spans[slowest], steps[slowest]
+        for ops in steps:
+            self.add(ops)
+        steps.clear()
+        longest = torch.tensor([statistics.fmean(spans)], dtype=torch.float64, device=own_device())
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return longest.item()

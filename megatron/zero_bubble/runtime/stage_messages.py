@@ -1,0 +1,106 @@
+"""The tensors that the stages of one rank exchange with their neighbours during a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend
+from megatron.zero_bubble.runtime.stage import Stage
+from megatron.zero_bubble.runtime.variable_shapes import Announcing
+from megatron.zero_bubble.schedule import Op, OpKind, Schedule
+
+_Key = tuple[bool, int, int]
+"""Key of a message: (is forward, chunk, microbatch)."""
+
+
+class _LocalMessage:
+    """A tensor between two stages of the same rank."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        return self._tensor
+
+
+class StageMessages:
+    """Outputs and gradients between neighbouring stages: through channels, or directly on the same rank.
+
+    Args:
+        schedule: says which stages are neighbours.
+        rank: this process's pipeline rank.
+        communicator: the channels to the neighbouring ranks.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, communicator: Communicator) -> None:
+        self._placement, self._rank = schedule.placement, rank
+        self._stages = schedule.placement.stages_of(rank)
+        self._communicator = communicator
+        self._announcing = communicator if isinstance(communicator, Announcing) else None
+        self._incoming: dict[_Key, PendingReceive] = {}
+        self._outgoing: dict[_Key, torch.Tensor] = {}
+        self._sends: deque[PendingSend] = deque()
+
+    def input_of(self, op: Op, *, is_forward: bool) -> torch.Tensor | None:
+        """Wait for the input of a forward, or the output's gradient of a backward; None if no stage sends it."""
+        edge = 0 if is_forward else self._placement.num_stages - 1
+        if self._stages[op.chunk] == edge:
+            return None
+        return self._incoming.pop((is_forward, op.chunk, op.microbatch)).wait()
+
+    def hand_on(self, op: Op, tensor: torch.Tensor | None, *, is_forward: bool) -> bool:
+        """Give the result of `op` to the neighbouring stage: to the following send, or directly on the same rank.
+
+        Returns:
+            Whether the result has been passed on; a send does so later, and a result that no stage needs stays.
+        """
+        neighbour = self._stages[op.chunk] + (1 if is_forward else -1)
+        if tensor is None or neighbour == self._placement.num_stages:
+            return False
+        if self._placement.rank_of(neighbour) != self._rank:
+            self._outgoing[is_forward, op.chunk, op.microbatch] = tensor
+            return False
+        chunk = self._placement.chunk_of(neighbour)
+        self._incoming[is_forward, chunk, op.microbatch] = _LocalMessage(tensor.detach())
+        return True
+
+    def send(self, op: Op) -> torch.Tensor:
+        """Start to send the result that `op` is about, and return it."""
+        is_forward = op.kind is OpKind.SEND_FORWARD
+        tensor = self._outgoing.pop((is_forward, op.chunk, op.microbatch))
+        destination = self._placement.peer_of(self._rank, op)
+        if is_forward and self._announcing is not None:
+            self._sends.append(self._announcing.announce(tensor, destination))
+        self._sends.append(self._communicator.send(tensor, destination))
+        return tensor
+
+    def receive(self, stage: Stage, op: Op) -> None:
+        """Start to receive the message that `op` is about."""
+        source = self._placement.peer_of(self._rank, op)
+        key = (op.kind is OpKind.RECV_FORWARD, op.chunk, op.microbatch)
+        self._incoming[key] = self._communicator.receive(source, stage.message_spec(op))
+
+    def drop_received(self) -> None:
+        """Wait for all messages that have not been used, and forget them."""
+        for message in self._incoming.values():
+            message.wait()
+        self._incoming.clear()
+
+    def drop_finished_sends(self) -> None:
+        while self._sends and self._sends[0].is_done():
+            self._sends.popleft()
+
+    def finish_sends(self) -> None:
+        """Wait until all messages have been sent."""
+        for send in self._sends:
+            send.wait()
+        self._sends.clear()
+
+    def left(self) -> Iterator[str]:
+        """Describe the messages that a complete step would not have left."""
+        for words, messages in (("received, not used", self._incoming), ("computed, not sent", self._outgoing)):
+            for _, chunk, microbatch in messages:
+                yield f"a message of microbatch {microbatch}, chunk {chunk} was {words}"
