@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import safely_set_viewless_tensor_data
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import detach_variable
 
 from megatron.zero_bubble.mcore.replaced import replaced
@@ -112,10 +112,9 @@ def _recompute(ctx: Any) -> None:
         random._set_all_rng_states(*ctx.rng_states)
         outputs = ctx.run_function(*inputs)
     ctx.run_function = ctx.rng_states = ctx.divided_input = None
-    ctx.recomputed = inputs, tuple(map(_gradient_edge, outputs if isinstance(outputs, tuple) else (outputs,)))
-
-
-def _gradient_edge(output: Any) -> GradientEdge | None:
-    """Return the gradient edge at which the backward of a block's output starts. Unlike the output itself, it holds no
-    activations."""
-    return get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
+    # The backward of an output starts at its gradient edge, which, unlike the output, holds no activations.
+    edges = (
+        get_gradient_edge(output) if isinstance(output, torch.Tensor) and output.requires_grad else None
+        for output in (outputs if isinstance(outputs, tuple) else (outputs,))
+    )
+    ctx.recomputed = inputs, tuple(edges)

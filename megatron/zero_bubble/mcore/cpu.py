@@ -125,7 +125,9 @@ def _random_state() -> Iterator[Substitution]:
     from megatron.core.pipeline_parallel.utils import ScheduleNode
     from megatron.core.tensor_parallel import random
 
-    generator = _generator_in_use() or _DeviceGenerator()
+    applied = getattr(torch.cuda.get_rng_state, "__self__", None)
+    # Nested substitutions share the generator.
+    generator = applied if isinstance(applied, _DeviceGenerator) else _DeviceGenerator()
     reason = "the device has a generator of its own, with a state of its own"
     yield Substitution(torch.cuda, "get_rng_state", generator.get_state, reason)
     yield Substitution(torch.cuda.random, "get_rng_state", generator.get_state, reason)
@@ -204,12 +206,6 @@ class _DeviceGenerator:
                 yield
 
         return draw_in_fork
-
-
-def _generator_in_use() -> _DeviceGenerator | None:
-    """Return the generator of substitutions that are applied already, which nested substitutions share."""
-    owner = getattr(torch.cuda.get_rng_state, "__self__", None)
-    return owner if isinstance(owner, _DeviceGenerator) else None
 
 
 def _tensor_substitutions() -> Iterator[Substitution]:

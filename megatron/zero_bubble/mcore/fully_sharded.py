@@ -9,7 +9,7 @@ pipelines do it after the last backward. The sums are those of DDP, in the same 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -50,7 +50,9 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         reduces_every_microbatch: bool,
         gradient_dtype: torch.dtype,
     ) -> None:
-        hooks = _hooks_of_weights(module)
+        name = "register_wgrad_accumulation_and_reduce_hooks"
+        # For each weight whose gradient W computes, the function that sets its callback after W.
+        hooks = {(id(layer), "weight"): getattr(layer, name) for layer in module.modules() if hasattr(layer, name)}
         # Reduction begins layer by layer, while other layers' W are still to come.
         ddp_config = TorchFullyShardedDataParallelConfig(
             reshard_after_forward=not keeps_parameters,
@@ -197,9 +199,3 @@ def _fsdp_group(module: Any) -> Any:
 def _owner_and_name(parameter: Any) -> tuple[int, str]:
     """Return the module that holds the parameter, by its id, and the parameter's name there."""
     return id(parameter._module_info.module), parameter._module_info.param_name
-
-
-def _hooks_of_weights(module: torch.nn.Module) -> dict[tuple[int, str], Callable[[Callable[[], None]], None]]:
-    """Return, for each weight whose gradient W computes, the function that sets its callback after W."""
-    name = "register_wgrad_accumulation_and_reduce_hooks"
-    return {(id(layer), "weight"): getattr(layer, name) for layer in module.modules() if hasattr(layer, name)}

@@ -146,9 +146,9 @@ class _SplitLinear(torch.autograd.Function):
         ctx.weight_grad = weight_grad
         # The saved tensor is another object than the parameter while something counts saved tensors by hooks.
         ctx.weight = weight
-        *settings, tp_group = settings
+        *flags, tp_group = settings
         return LinearWithGradAccumulationAndAsyncCommunication.forward(
-            ctx, input, weight, *settings, None, None, tp_group, *_LATER_ARGUMENTS
+            ctx, input, weight, *flags, None, None, tp_group, *_LATER_ARGUMENTS
         )
 
     @staticmethod

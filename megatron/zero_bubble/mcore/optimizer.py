@@ -69,7 +69,8 @@ def allocate_states(optimizer: MegatronOptimizer) -> None:
             for parameter in group["params"]:
                 for name in _state_names(torch_optimizer, group):
                     if name not in torch_optimizer.state[parameter]:
-                        torch_optimizer.state[parameter][name] = _first_state(name, parameter)
+                        first = torch.zeros((), dtype=torch.float32) if name == "step" else torch.zeros_like(parameter)
+                        torch_optimizer.state[parameter][name] = first
 
 
 def _state_names(torch_optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
@@ -79,17 +80,13 @@ def _state_names(torch_optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]
     return ("momentum_buffer",) if group.get("momentum") else ()
 
 
-def _first_state(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.float32) if name == "step" else torch.zeros_like(parameter)
-
-
 @contextmanager
 def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Let megatron-core load a checkpoint into `optimizer` inside the `with` block, also with torch's Adam or SGD."""
     allocate_states(optimizer)
     for part in parts(optimizer):
         if part.init_state_fn is None:
-            part.init_state_fn = _nothing_to_allocate
+            part.init_state_fn = lambda *_: None  # megatron-core calls SGD's, but does not define it
     shards = [part for part in parts(optimizer) if _is_distributed(part) and _is_torch_adam(part.optimizer)]
     for shard in shards:
         shard._set_main_param_and_optimizer_states = _setter_that_keeps_steps(shard)
@@ -111,10 +108,6 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
             # Loading gives all parameters the same tensor, which every parameter's step would count up.
             for state in shard.optimizer.state.values():
                 state["step"] = state["step"].clone()
-
-
-def _nothing_to_allocate(*arguments: Any) -> None:
-    """Stands in for SGD's `init_state_fn`, which megatron-core calls but does not define."""
 
 
 def _is_torch_adam(torch_optimizer: Any) -> bool:

@@ -60,7 +60,9 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
         else:
             kind = f"{name} ({type(module).__name__})"
             unsplit[kind] += parameter.numel()
-            if _should_be_split(module, parameter) and module not in tied:
+            can_be_split = isinstance(module, _LINEAR) or hasattr(module, "backward_dw")
+            is_kept = parameter.dim() != 2 or getattr(module, "output_dtype", None) is not None or module in tied
+            if can_be_split and not is_kept:
                 missed.add(kind)
     return Gradients(
         counts["total"],
@@ -70,13 +72,6 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
         tuple(sorted(unsplit.items())),
         tuple(sorted(missed)),
     )
-
-
-def _should_be_split(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
-    """Tell whether a weight belongs to a layer of a kind whose W can be deferred, and no setting keeps it in B."""
-    if parameter.dim() != 2 or getattr(module, "output_dtype", None) is not None:
-        return False
-    return isinstance(module, _LINEAR) or hasattr(module, "backward_dw")
 
 
 def _trained_parameters(

@@ -7,7 +7,6 @@ rank: the pipeline would hang. Before the first step nothing is posted. The warm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +23,6 @@ from megatron.zero_bubble.mcore.restart import Restart, make_rewindable
 from megatron.zero_bubble.mcore.vocabulary_model import vocabulary_shard_of
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
-
-_Gradients = list[tuple[torch.nn.Parameter, torch.Tensor | None]]
 
 
 def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCollection) -> None:
@@ -49,7 +46,10 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
         post_validation=None,
         vocabulary=None if stage.vocabulary is None else stage.vocabulary.rehearsal(2),
     )
-    gradients = _take_gradients(stage.model_chunks)
+    # Taken away, because without DDP W would add to them.
+    gradients = [(parameter, parameter.grad) for chunk in stage.model_chunks for parameter in chunk.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
     shard = vocabulary_shard_of(stage.model_chunks)
     if shard is not None:
         _embed(rehearsal)
@@ -59,7 +59,12 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
         _compute_output(rehearsal)
         shard.forget_gradients()
     rehearsal.finish()
-    _restore_gradients(stage.model_chunks, gradients)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    for module in stage.model_chunks:
+        ddp: Any = module
+        if hasattr(module, "zero_grad_buffer"):
+            ddp.zero_grad_buffer()
     restart.apply()
     for iterator in rewindable:
         iterator.rewind()
@@ -122,20 +127,3 @@ def _compute_output(stage: MegatronStage) -> None:
     for kind in (OpKind.T, OpKind.EW):
         stage.before_gradients(Op(kind, 0))
         stage.run_on_shard(Op(kind, 0))
-
-
-def _take_gradients(model_chunks: Sequence[torch.nn.Module]) -> _Gradients:
-    """Remove and return every parameter's gradient, because without DDP W would add to it."""
-    gradients = [(parameter, parameter.grad) for chunk in model_chunks for parameter in chunk.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    return gradients
-
-
-def _restore_gradients(model_chunks: Sequence[torch.nn.Module], gradients: _Gradients) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-    for chunk in model_chunks:
-        ddp: Any = chunk
-        if hasattr(chunk, "zero_grad_buffer"):
-            ddp.zero_grad_buffer()

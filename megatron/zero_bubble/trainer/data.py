@@ -31,10 +31,6 @@ from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset
 from megatron.zero_bubble.trainer.data_files import fingerprint
 
-# A line says already that indices of mock data stay in memory, of which megatron-core warns once a split.
-logging.getLogger(gpt_dataset.__name__).addFilter(
-    lambda record: "because path_to_cache is None" not in record.getMessage()
-)
 _LARGE_INDEX = 2**27
 """Bytes of sample indices from which the long time of building them is announced."""
 
@@ -91,23 +87,31 @@ def build_datasets(
     index_bytes = sum(map(config.index_bytes, requested))
     if index_bytes > _LARGE_INDEX:
         log(f"> these indices are of {index_bytes / 2**30:.1f} GiB or more, and are built once: it takes minutes")
-    start = time.perf_counter()
+    start, logger = time.perf_counter(), logging.getLogger(gpt_dataset.__name__)
     kinds = (DocumentDataset, MockDocumentDataset) if config.variable_seq_lengths else _OF_ONE_LENGTH
     try:
         builder = BlendedMegatronDatasetBuilder(
             kinds[config.mock_data], list(requested), lambda: is_built, config.dataset_config(tokenizer)
         )
+        logger.addFilter(_is_other_warning)
         splits = builder.build()
     except Exception as error:  # megatron-core wraps an OSError into a bare Exception
         cause = error.__cause__ or error
         if not isinstance(cause, (OSError, EOFError, ValueError, IndexError)):
             raise
         raise ValueError(f"--data-cache-path: no dataset index in {where}: {one_line(cause)}") from error
+    finally:
+        logger.removeFilter(_is_other_warning)
     num_samples = _agree_on_lengths([0 if split is None else len(split) for split in splits])
     log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
     _check_lengths(config, num_samples)
     train, valid, test = splits
     return Datasets(train, valid, test, num_samples)
+
+
+def _is_other_warning(record: logging.LogRecord) -> bool:
+    """False for megatron-core's warning, one a split, that indices of mock data stay in memory: a line says it."""
+    return "because path_to_cache is None" not in record.getMessage()
 
 
 def _by_split(num_samples: tuple[int, int, int]) -> str:

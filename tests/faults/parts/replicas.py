@@ -37,12 +37,9 @@ FAULTS = (
     Fault(
         name="per-token-loss-no-longer-refused",
         file="mcore/compatibility/refusals.py",
-        old="""    Refusal(
-        "calculate_per_token_loss",
-        "the number of tokens is summed over replicas in every step",
-        "leave it out",
-        _HIERARCHICAL,
-    ),
+        old="""        Refusal(
+            "calculate_per_token_loss", "the number of tokens is summed over replicas in every step", "leave it out"
+        ),
 """,
         new="",
         effect=(
