@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from examples.finetune_conversations import build_stage, conversation, forward_backward, with_optimizer
+from examples.finetune_conversations import build_stage, forward_backward, microbatch, with_optimizer
 from megatron.zero_bubble import WeightGradStore, get_forward_backward_func, split_weight_gradients
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval
 from megatron.zero_bubble.cli.flag_values import at_least
@@ -74,7 +74,7 @@ def _measure(argv: list[str]) -> None:
     rows, predicted = [], []
     generator = random.Random(flags.seed)
     for step in range(_NOT_COUNTED + flags.steps):
-        batch = [conversation(generator) for _ in range(flags.num_microbatches)]
+        batch = [microbatch(generator) for _ in range(flags.num_microbatches)]
         # Another contestant begins each step.
         order = [(step + place) % len(contestants) for place in range(len(contestants))]
         seconds = {number: _seconds(contestants[number], model, batch) for number in order}
@@ -97,11 +97,11 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _seconds(run: ForwardBackward, model: Any, batch: list[torch.Tensor]) -> float:
+def _seconds(run: ForwardBackward, model: Any, batch: list[dict[str, torch.Tensor]]) -> float:
     """The time of a step of this contestant, until all ranks are done."""
     model.zero_grad_buffer()
     begin = _now()
-    forward_backward(run, model, batch)
+    forward_backward(run, model, iter(batch), len(batch))
     return _now() - begin
 
 

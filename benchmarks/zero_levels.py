@@ -166,6 +166,7 @@ def _train(args: Any, job: Any) -> Measured:
 
     from megatron.core import parallel_state
 
+    from megatron.zero_bubble.mcore.connections import Connections
     from megatron.zero_bubble.mcore.model_units import random_microbatch
     from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
     from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -184,7 +185,7 @@ def _train(args: Any, job: Any) -> Measured:
         optimizer = build_optimizer(args, model, config)
         chunks: list[Any] = list(model)
         meter = _Meter(model, optimizer, parallel_state.get_data_parallel_group())
-        forward_backward = ForwardBackward(job.plan, store, communicator=meter.counting_communicator())
+        forward_backward = ForwardBackward(job.plan, store, Connections(meter.counting_communicator()))
         data = random_microbatch(args.vocab_size, args.micro_batch_size, args.seq_length, has_mask=False)
         for _ in range(2):
             for chunk in chunks:

@@ -4,9 +4,10 @@
     torchrun --standalone --nproc-per-node 2 examples/finetune_conversations.py --schedule 1f1b --microbatch-order data
 
 Conversations are made up: questions about sums, with one turn or with dozens. A microbatch is one conversation, so that
-a long one takes twenty times as long as a short one. From the measured times of the first steps every later step takes
-its microbatches in the order with the least waiting. With `--microbatch-order data` they stay in the order of the data.
-With `--checkpoint FOLDER` the training saves each rank's state at the end, and goes on from there next time.
+a long one takes twenty times as long as a short one; with `--packed 3` it is three, of which none attends to another.
+From the measured times of the first steps every later step takes its microbatches in the order with the least waiting,
+planned while the step before runs. With `--microbatch-order data` they stay in the order of the data. With
+`--checkpoint FOLDER` the training saves each rank's state at the end, and goes on from there next time.
 """
 
 from __future__ import annotations
@@ -28,20 +29,39 @@ LONGEST = 512
 
 
 def conversation(generator: random.Random) -> torch.Tensor:
-    """Bytes [1, length] of a conversation with a long-tailed number of turns."""
+    """Bytes [length] of a conversation with a long-tailed number of turns."""
     turns = []
     for _ in range(1 + int(generator.lognormvariate(0.7, 1.0))):
         first, second = generator.randrange(100), generator.randrange(100)
         turns.append(f"Q: What is {first} + {second}?\nA: {first + second}.\n")
-    return torch.tensor([list("".join(turns).encode()[: LONGEST + 1])])
+    return torch.tensor(list("".join(turns).encode()[: LONGEST + 1]))
 
 
-def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    tokens = next(data).to(next(model.parameters()).device)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    length = inputs.shape[1]
-    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=inputs.device).triu(1)
-    losses = model(inputs, torch.arange(length, device=inputs.device)[None], mask, labels=labels)
+def microbatch(generator: random.Random, packed: int = 1) -> dict[str, torch.Tensor]:
+    """Conversations behind each other: tokens and labels [1, length], and where each begins and the last ends."""
+    conversations = [conversation(generator) for _ in range(packed)]
+    lengths = torch.tensor([0] + [len(tokens) - 1 for tokens in conversations])
+    tokens, labels = (torch.cat([each[part] for each in conversations]) for part in (slice(-1), slice(1, None)))
+    return {"tokens": tokens[None], "labels": labels[None], "cu_seqlens": lengths.cumsum(0)}
+
+
+def microbatches(step: int, count: int, packed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The microbatches of all steps from `step` on, each of which depends on the number of its step alone."""
+    while True:
+        generator = random.Random(step)
+        yield from [microbatch(generator, packed) for _ in range(count)]
+        step += 1
+
+
+def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+    batch = {name: tensor.to(next(model.parameters()).device) for name, tensor in next(data).items()}
+    lengths = batch["cu_seqlens"].diff()
+    conversation = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    place = torch.arange(len(conversation), device=lengths.device)
+    # True where attention is forbidden: to what comes later, and to other conversations.
+    mask = (place[:, None] < place) | (conversation[:, None] != conversation)
+    positions = place - batch["cu_seqlens"][conversation]
+    losses = model(batch["tokens"], positions[None], mask[None, None], labels=batch["labels"])
 
     def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = losses.float().mean()
@@ -50,13 +70,13 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
     return losses, loss_of
 
 
-def forward_backward(function: Any, model: Any, batch: list[torch.Tensor]) -> list[Any]:
+def forward_backward(function: Any, model: Any, data: Iterator[dict[str, torch.Tensor]], count: int) -> list[Any]:
     """Compute the gradients of a step with megatron-core's function or another one in its place."""
     return function(
         forward_step_func=forward_step,
-        data_iterator=iter(batch),
+        data_iterator=data,
         model=model,
-        num_microbatches=len(batch),
+        num_microbatches=count,
         seq_length=LONGEST,
         micro_batch_size=1,
         forward_only=False,
@@ -113,6 +133,7 @@ def main() -> None:
     parser.add_argument("--microbatch-order", default="planned", choices=["planned", "data"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--packed", type=int, default=1, help="conversations of a microbatch")
     parser.add_argument("--checkpoint", type=Path, help="folder to load from, if it has a checkpoint, and to save to")
     args = parser.parse_args()
     zb.enable(args.schedule, microbatch_order=args.microbatch_order, cpu=not torch.cuda.is_available())
@@ -140,20 +161,19 @@ def train(args: argparse.Namespace) -> None:
         begin = saved["step"]
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    seconds = []
+    seconds, count = [], args.num_microbatches
+    data = zb.LookAhead(microbatches(begin, count, args.packed))
     for step in range(begin, begin + args.steps):
-        generator = random.Random(step)
-        batch = [conversation(generator) for _ in range(args.num_microbatches)]
+        lengths = " ".join(str(batch["tokens"].shape[1]) for batch in data.peek(count))
         start = time.perf_counter()
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        losses = forward_backward(get_forward_backward_func(), model, batch)
+        losses = forward_backward(get_forward_backward_func(), model, data, count)
         optimizer.step()
         dist.barrier()
         seconds.append(time.perf_counter() - start)
         if losses:  # on the last stage
             mean = sum(each["loss"].item() for each in losses) / len(losses)
-            lengths = " ".join(str(tokens.shape[1]) for tokens in batch)
             print(f"step {step}: loss {mean:.4f}, {1000 * seconds[-1]:.0f} ms, lengths {lengths}")
     if dist.get_rank() == dist.get_world_size() - 1 and seconds:
         print(f"median step: {1000 * median(seconds[len(seconds) // 2 :]):.0f} ms in the second half")

@@ -24,7 +24,7 @@ def test_the_package_root_has_the_public_names_and_imports_nothing_before_they_a
     assert lines[1].split() == [
         f"{PACKAGE}.{module}"
         for module in (
-            *("pipeline.specs", "pipeline.pipeline", "pipeline.options", "pipeline.specs"),
+            *("pipeline.specs", "runtime.look_ahead", "pipeline.pipeline", "pipeline.options", "pipeline.specs"),
             *("runtime.weight_grad_store", "launcher.launch", "launcher.launch"),
             *("schedules", "mcore.vocabulary_model", "mcore.linear"),
         )

@@ -4,7 +4,7 @@
 - `Pipeline`, `PipelineOptions`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without
   Megatron.
 - `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` build it into a training loop of your own,
-  with `shard_vocabulary` for a vocabulary on all ranks.
+  with `shard_vocabulary` for a vocabulary on all ranks, and `LookAhead` for data of different lengths.
 - `megatron.zero_bubble.planner` plans, and `megatron.zero_bubble.schedule` simulates, validates and draws schedules;
   neither needs torch.
 """
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.pipeline.options import PipelineOptions
     from megatron.zero_bubble.pipeline.pipeline import Pipeline
     from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec
+    from megatron.zero_bubble.runtime.look_ahead import LookAhead
     from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
     from megatron.zero_bubble.schedules import get_forward_backward_func
 
 __all__ = [
     "LayerSpec",
+    "LookAhead",
     "Pipeline",
     "PipelineOptions",
     "TiedLayerSpec",
@@ -37,6 +39,7 @@ __all__ = [
 
 _MODULES = {
     "LayerSpec": "pipeline.specs",
+    "LookAhead": "runtime.look_ahead",
     "Pipeline": "pipeline.pipeline",
     "PipelineOptions": "pipeline.options",
     "TiedLayerSpec": "pipeline.specs",

@@ -15,7 +15,8 @@ from datetime import timedelta
 
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.mcore.schedule_runner import DEFAULT_TIMEOUT, ForwardBackward
+from megatron.zero_bubble.mcore.connections import DEFAULT_TIMEOUT, Connections
+from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -54,4 +55,5 @@ def get_forward_backward_func(
         schedule = schedule.requesting(recomputes=(Recompute(recompute),))
     if vocabulary_parallel:
         schedule = schedule.requesting(vocabulary_parallel=True)
-    return ForwardBackward(schedule, store, timeout, orders_microbatches=orders_microbatches)
+    connections = Connections(timeout=timeout)
+    return ForwardBackward(schedule, store, connections, orders_microbatches=orders_microbatches)

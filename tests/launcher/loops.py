@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,7 @@ import torch.distributed as dist
 
 import megatron.zero_bubble as zb
 from megatron.zero_bubble.planner.microbatch_order import MicrobatchOrder
-from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.planner.step_plan import StepPlan
+from megatron.zero_bubble.planner.step_plan import StepPlan, StepProblem
 from tests.ranks import be_rank
 from tests.trainings import process_group
 
@@ -109,20 +109,29 @@ def bridge_loop(num_steps: int = 3) -> Numbers:
     return [*numbers, digest_of(model)]
 
 
-def verl_loop(num_steps: int = 3) -> Numbers:
-    """As verl: an actor is trained on microbatches of varied lengths and number, a reference model only evaluated."""
+def verl_loop(steps: range = range(3)) -> Numbers:
+    """As verl: an actor is trained on microbatches of varied lengths and number, a reference model only evaluated.
+
+    Args:
+        steps: of which others than the first go on from the state that an earlier loop has saved.
+    """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     begin(1)
-    config = configuration(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
+    options = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    options |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # random states are not saved
+    config = configuration(**options)
     actor = in_ddp(config, [chunk_of(config, None)])
-    reference_config = configuration(variable_seq_lengths=True, moe_token_dispatcher_type="alltoall")
-    reference = [chunk_of(reference_config, None)]
+    reference = [chunk_of(configuration(**options), None)]
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), actor)
     config.finalize_model_grads_func = finalize_model_grads
-    numbers = []
-    for step in range(num_steps):
+    numbers, file = [], Path(f"verl.{dist.get_rank()}.pt")
+    if steps.start:
+        saved = torch.load(file, weights_only=False)
+        actor[0].load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    for step in steps:
         batches = microbatches(step, 3 + step, varied=True)
         for model, forward_only in ((reference, True), (actor, True), (actor, False)):
             optimizer.zero_grad()
@@ -131,6 +140,7 @@ def verl_loop(num_steps: int = 3) -> Numbers:
             numbers += losses_of(run_varied(batches, model, forward_only=forward_only))
         _, norm, _ = optimizer.step()
         numbers.append(float(norm).hex())
+    torch.save({"model": actor[0].state_dict(), "optimizer": optimizer.state_dict()}, file)
     return [*numbers, digest_of(actor)]
 
 
@@ -164,12 +174,10 @@ def lengths_loop(*, rotates: bool = False) -> Numbers:
     Args:
         rotates: whether the data already comes in that order.
     """
-    from megatron.zero_bubble.runtime import step_planner
-
     count = 5
 
-    def given(plan: RunSchedules, costs: Any, **rest: Any) -> StepPlan:
-        return StepPlan(0, plan.schedule(count), MicrobatchOrder(rotated(count), 1.0, 2.0))
+    def given(problem: StepProblem) -> StepPlan:
+        return StepPlan(0, problem.rules.plan.schedule(count), MicrobatchOrder(rotated(count), 1.0, 2.0))
 
     def steps() -> Iterator[tuple[list[torch.Tensor], tuple[int, ...]]]:
         for step in range(5):
@@ -178,7 +186,7 @@ def lengths_loop(*, rotates: bool = False) -> Numbers:
                 order = rotated(count)
             yield [batches[number] for number in order], order
 
-    with mock.patch.object(step_planner, "plan_step", given):
+    with mock.patch.object(StepProblem, "solve", given):
         return train_steps(steps())
 
 
@@ -238,6 +246,8 @@ LOOPS: dict[str, Callable[[], Numbers]] = {
     "simple": simple_loop,
     "bridge": bridge_loop,
     "verl": verl_loop,
+    "verl, stopped": partial(verl_loop, range(2)),
+    "verl, resumed": partial(verl_loop, range(2, 3)),
     "hybrid": hybrid_loop,
     "lengths": lengths_loop,
     "lengths, rotated": partial(lengths_loop, rotates=True),
@@ -369,6 +379,7 @@ def run_rank(
     import contextlib
 
     be_rank(rank, num_ranks)
+    os.chdir(folder)
     with process_group(rank, num_ranks, dist.TCPStore("localhost", port)), contextlib.ExitStack() as resources:
         from megatron.core import parallel_state
 

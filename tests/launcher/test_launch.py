@@ -307,7 +307,10 @@ def test_an_order_that_is_planned_for_lengths_changes_no_more_than_the_rounding_
     fields = [line.partition("microbatch order: ")[2] for line in trainings.log("ordered").splitlines()]
     said = [field for field in fields if field]
     assert len(said) == 2
-    assert all(re.fullmatch(r"\d\.\d\d times as fast, planned in \d+\.\d ms, not hidden \|", field) for field in said)
+    assert all(
+        re.fullmatch(r"\d\.\d\d times as fast, planned in \d+\.\d ms, not hidden in \d of \d steps \|", field)
+        for field in said
+    )
 
 
 def test_start_up_plan_and_timeline_are_those_of_our_own_trainer(trainings: ScriptTrainings) -> None:

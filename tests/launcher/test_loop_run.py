@@ -47,6 +47,13 @@ def test_numbers_are_those_of_the_loop_alone(folder: Path, loop: str, settings: 
     assert numbers_of(folder, loop, settings) == expected
 
 
+def test_a_loop_on_varied_lengths_goes_on_from_what_it_saved(folder: Path) -> None:
+    settings, whole = SCHEDULES["verl"][1], numbers_of(folder, "verl", None)
+    stopped, resumed = (numbers_of(folder, f"verl, {part}", settings) for part in ("stopped", "resumed"))
+    for rank in range(2):
+        assert stopped[rank][:-1] + resumed[rank] == whole[rank]
+
+
 def test_microbatches_of_varied_lengths_run_in_a_planned_order(folder: Path) -> None:
     """From the step on whose costs are measured; results come back in the order of the data."""
     settings = {"schedule": "auto", "profile_iters": [1, 2]}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.runtime.look_ahead import LookAhead
 from megatron.zero_bubble.runtime.step_planner import StepDecision
 from megatron.zero_bubble.schedule import Infeasible
 from tests.ranks import be_rank, run_on_ranks
@@ -30,6 +32,22 @@ def test_data_that_ends_early_stays_in_its_order():
 
     (given,) = StepData([iter("ab")], 3).ordered(StepDecision(None, (2, 0, 1)))
     assert "".join(given) == "ab"
+
+
+def test_the_next_microbatches_are_seen_where_the_data_allows_it():
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    from megatron.zero_bubble.mcore.microbatch_orders import StepData
+
+    def microbatches() -> list[dict[str, torch.Tensor]]:
+        return [{"tokens": torch.zeros(1, length, dtype=torch.long)} for length in (3, 5, 2, 7, 4)]
+
+    assert StepData([iter(microbatches())], 2).sizes_ahead() == []
+    for data in (LookAhead(microbatches()), RerunDataIterator(iter(microbatches()))):
+        step = StepData([None, data], 2)
+        assert [size.tokens for size in step.sizes() if size] == [3, 5]
+        assert [size.tokens for size in step.sizes_ahead() if size] == [2, 7]
+        assert next(data)["tokens"].shape[1] == 2
 
 
 def as_replica(rank: int, num_ranks: int, port: int) -> None:

@@ -121,7 +121,8 @@ def _train(training: Training, words: Sequence[str], num_ranks: int) -> Outcome:
         if store is not None:
             run = get_forward_backward_func(plan.name, store, vocabulary_parallel=training.is_sharded)
             if training.warms_up:
-                run = ForwardBackward(plan, store, warms_up=True)
+                run = ForwardBackward(plan, store)
+                run.warms_up = True
         progress = Progress(iteration=training.num_steps)
         state = TrainingState(progress, chunks, optimizer, build_lr_scheduler(args, optimizer))
         checkpointer = Checkpointer(args, state)

@@ -1,13 +1,14 @@
 """Trains with the `megatron.training` of a wheel of megatron-core: a GPT, or with a pattern of layers a hybrid model.
 
 The wheels, from 0.18 on, lack Megatron-LM's own scripts. This one calls the `pretrain()` of each version as they do. It
-takes the flags of Megatron-LM, for pipelines without tensor or context parallelism.
+takes the flags of Megatron-LM, for pipelines without tensor or context parallelism. With `--varied-lengths` each sample
+has a length of its own.
 """
 
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -41,6 +42,14 @@ def loss_function(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tenso
     return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1)])}
 
 
+class CutSamples(MockGPTDataset):
+    """Mock samples, each cut to a length that depends on its number alone."""
+
+    def __getitem__(self, index: int | None) -> dict[str, torch.Tensor]:
+        sample, length = super().__getitem__(index), 3 + 5 * (index or 0) % 13
+        return {name: tensor[:length] for name, tensor in sample.items()}
+
+
 def datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -57,7 +66,8 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
     )
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    mock = CutSamples if args.varied_lengths else MockGPTDataset
+    kind = mock if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(
         kind, num_samples, lambda: is_first_or_last_pipeline_stage(vp_stage), config
     ).build()
@@ -96,8 +106,16 @@ def model_config(args: Namespace) -> Any:
     return None if from_args is None else from_args(args)
 
 
+def add_flags(parser: ArgumentParser) -> ArgumentParser:
+    parser.add_argument("--varied-lengths", action="store_true")
+    return parser
+
+
 def main() -> None:
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    defaults = {"tokenizer_type": "NullTokenizer"}
+    args = parse_and_validate_args(extra_args_provider=add_flags, args_defaults=defaults)
+    # Megatron has no flag for it: scripts set it whose data has samples of several lengths.
+    args.variable_seq_lengths = args.varied_lengths
     config = argument_utils.pretrain_cfg_container_from_args(args, model_config(args))
     # Optional since 0.19, where only an unusual script gives it.
     provider = inspect.signature(pretrain).parameters["model_provider"]

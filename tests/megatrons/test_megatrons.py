@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,11 @@ class Case:
 ZB_H1 = "--zero-bubble-schedule zb-h1"
 BY_LAYER = "--zero-bubble-seed-by-layer"
 """Initial weights that do not depend on the layout."""
+LENGTHS = f"{GPT} --varied-lengths --moe-token-dispatcher-type alltoall"
+DATA_ORDER = "--zero-bubble-microbatch-order data"
+ORDER_FREE = f"{LENGTHS} --optimizer sgd --hidden-dropout 0 --attention-dropout 0"
+"""In another order of microbatches dropout draws other numbers, and Adam makes large steps of gradients near zero."""
+PLANNED_ORDER = f"{ZB_H1} --zero-bubble-profile-iters 1 2"
 CASES = {
     "zb-h1": Case(GPT, ZB_H1),
     "zb-2p, post-validated": Case(
@@ -51,6 +57,8 @@ CASES = {
     "chosen layout": Case(
         GPT, f"--zero-bubble {BY_LAYER}", base=f"--zero-bubble-schedule 1f1b {BY_LAYER}", rounding=1e-4
     ),
+    "lengths": Case(LENGTHS, f"{ZB_H1} {DATA_ORDER}"),
+    "lengths, planned order": Case(ORDER_FREE, PLANNED_ORDER, rounding=1e-5),
     "vocabulary shards": Case(GPT, f"{ZB_H1} --zero-bubble-vocabulary-parallel on", rounding=1e-4),
 }
 
@@ -112,6 +120,23 @@ def test_a_checkpoint_does_not_depend_on_the_schedule(trainings: MegatronTrainin
     resumed = f"{GPT} --load {trainings.folder(stopped)} {then}"
     assert trainings.losses(resumed) == trainings.losses(f"{GPT} --load {trainings.folder(own)}")
     assert different(trainings.tensors(resumed), trainings.tensors(f"{GPT} ")) == []
+
+
+def test_a_training_on_varied_lengths_resumes(trainings: MegatronTrainings) -> None:
+    """In the order of the data with the numbers of Megatron's schedule without a stop; otherwise it ends, too."""
+    stopped = f"{LENGTHS} --exit-interval 4 {ZB_H1} {DATA_ORDER}"
+    trainings.output(stopped)
+    resumed = f"{LENGTHS} --load {trainings.folder(stopped)} {ZB_H1}"
+    assert different(trainings.tensors(f"{resumed} {DATA_ORDER}"), trainings.tensors(f"{LENGTHS} ")) == []
+
+
+def test_an_order_is_planned_while_the_step_before_runs(trainings: MegatronTrainings) -> None:
+    """Of six iterations the first two are measured, and the third is planned at its beginning."""
+    output = trainings.output(f"{ORDER_FREE} {PLANNED_ORDER}")
+    hidden = re.findall(r"microbatch order: \S+ times as fast, planned in \S+ ms, (.*?) \|", output)
+    assert len(hidden) == 4
+    assert hidden[0] == "not hidden in 1 of 1 steps"
+    assert "hidden" in hidden[1:]
 
 
 def test_torchrun_starts_it(trainings: MegatronTrainings) -> None:

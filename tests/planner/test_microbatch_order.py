@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.planner.microbatch_order import WORTHWHILE, order_microbatches
+from megatron.zero_bubble.planner.microbatch_order import WORTHWHILE, like_order, order_microbatches
 from megatron.zero_bubble.schedule import Infeasible, Schedule, StageCosts, lower, simulate
 
 
@@ -41,6 +41,11 @@ def test_a_long_microbatch_goes_where_all_ranks_have_work():
     order = order_microbatches(planned("zb-h1", 3, 9), costs_of([8.0] + [1.0] * 8, 3))
     assert 0 < order.places.index(0) < 8
     assert order.time < order.time_in_data_order * 0.95
+
+
+def test_an_earlier_order_is_taken_over_by_size():
+    assert like_order((2, 0, 1), (30, 10, 20), (5, 7, 6)) == (2, 1, 0)
+    assert like_order((1, 2, 0), (9, 9, 9), (4, 4, 4)) == (1, 2, 0)
 
 
 @settings(max_examples=20, deadline=None)

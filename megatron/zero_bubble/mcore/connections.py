@@ -18,12 +18,13 @@ from megatron.zero_bubble.runtime.channel_memory import (
     VariableChannels,
     open_channels,
 )
-from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
 from megatron.zero_bubble.runtime.profiler import measure_edges
 from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
 
+DEFAULT_TIMEOUT = timedelta(minutes=10)
 _STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
 """Settings with which several streams pass between stages, so that a message is wider than the configuration says."""
 
@@ -33,14 +34,17 @@ class Connections:
 
     Args:
         communicator: the class of the channels.
-        timeout: for one message or collective.
+        timeout: for one message or collective, by default megatron-core's.
         report: called with the channels' memory once they are open.
     """
 
     def __init__(
-        self, communicator: type[ChannelCommunicator], timeout: timedelta, report: Callable[[ChannelMemory], None]
+        self,
+        communicator: type[ChannelCommunicator] = TorchCommunicator,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        report: Callable[[ChannelMemory], None] = lambda memory: None,
     ) -> None:
-        self._communicator, self._timeout, self._report = communicator, timeout, report
+        self._communicator, self.timeout, self._report = communicator, timeout, report
         self._channels: ChannelCommunicator | VariableChannels | None = None
         self._vocabulary: VocabularyRun | None = None
         self.shapes_vary = False
@@ -54,7 +58,7 @@ class Connections:
             config = get_model_config(chunks[0])
             self.shapes_vary = config.variable_seq_lengths or any(getattr(config, name, False) for name in _STREAMS)
         if self._vocabulary is None:
-            self._vocabulary = open_vocabulary(chunks, placement, groups, own_device(), self._timeout)
+            self._vocabulary = open_vocabulary(chunks, placement, groups, own_device(), self.timeout)
 
     def channels(self, schedule: Schedule, group: dist.ProcessGroup) -> ChannelCommunicator | VariableChannels:
         """Return the channels that a schedule's messages go through; the first call opens them, on all ranks together.
@@ -75,7 +79,7 @@ class Connections:
                 group,
                 schedule.placement,
                 own_device(),
-                self._timeout,
+                self.timeout,
                 self._report,
                 shapes_vary=self.shapes_vary,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
@@ -11,11 +12,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import RerunDataIterator
 
+from megatron.zero_bubble.planner.step_plan import StepRules
+from megatron.zero_bubble.runtime.look_ahead import LookAhead
 from megatron.zero_bubble.runtime.microbatch_sizes import size_of
+from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.process_group import Membership, connect
-from megatron.zero_bubble.runtime.step_planner import StepDecision
-from megatron.zero_bubble.schedule import Infeasible
+from megatron.zero_bubble.runtime.replanner import PlanningOptions
+from megatron.zero_bubble.runtime.running_plan import RunningPlan
+from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, OrderTimes, StepDecision, StepPlanner, whole_limits
+from megatron.zero_bubble.schedule import Infeasible, StageCosts
+from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
 
 Iterators = Sequence[Iterator[Any] | None]
@@ -26,12 +34,21 @@ class StepData:
     """The microbatches of a step, read from the iterators of this rank's chunks, None where a chunk needs no data."""
 
     def __init__(self, iterators: Iterators, count: int) -> None:
-        self._count = count
-        self._read = [None if source is None else list(islice(source, count)) for source in iterators]
+        self._sources, self._count = iterators, count
+        self._read = [None if source is None else list(islice(_items(source), count)) for source in iterators]
 
     def sizes(self) -> list[MicrobatchSize | None]:
         """The size of every microbatch, None where it cannot be told."""
         return [size_of(item) for item in next((items for items in self._read if items is not None), [])]
+
+    def sizes_ahead(self) -> list[MicrobatchSize | None]:
+        """The sizes of the next microbatches, as many as there are in this step; none where they cannot be seen."""
+        source = next((source for source in self._sources if source is not None), None)
+        if isinstance(source, RerunDataIterator):
+            if not isinstance(source.iterable, LookAhead):
+                source.iterable = LookAhead(source.iterable)
+            source = source.iterable
+        return [size_of(item) for item in source.peek(self._count)] if isinstance(source, LookAhead) else []
 
     def ordered(self, decision: StepDecision) -> list[Iterator[Any] | None]:
         """Iterators over the microbatches in the order of a decision; data that ended too early stays in its order."""
@@ -41,6 +58,13 @@ class StepData:
             else iter([items[number] for number in decision.places] if len(items) == self._count else items)
             for items in self._read
         ]
+
+
+def _items(source: Iterator[Any]) -> Iterator[Any]:
+    """The items of an iterator; Megatron-LM's `RerunDataIterator` has a `__next__` alone."""
+    with suppress(StopIteration):
+        while True:
+            yield next(source)
 
 
 class JobPeers:
@@ -96,3 +120,81 @@ class JobPeers:
         highest = torch.tensor([level])
         self._firsts.allreduce([highest], dist.ReduceOp.MAX).wait()
         return int(highest)
+
+
+class StepPlans:
+    """The plans of a job's training steps.
+
+    Args:
+        running: the plan of the run.
+        observer: of its steps.
+        planning: how the run is profiled; None if it is not.
+        timeout: for a message about a plan.
+        reorders: whether microbatches may run in another order than that of the data; by default they may where the
+            model's configuration says `variable_seq_lengths`.
+        interlocks: whether iterations interlock.
+    """
+
+    def __init__(
+        self,
+        running: RunningPlan,
+        observer: StepObserver,
+        planning: PlanningOptions | None,
+        timeout: timedelta,
+        *,
+        reorders: bool | None,
+        interlocks: bool,
+    ) -> None:
+        self._running, self._observer, self._planning, self._timeout = running, observer, planning, timeout
+        self._may_reorder, self._interlocks = reorders, interlocks
+        self._planner: StepPlanner | None = None
+
+    def are_made(self, config: Any) -> bool:
+        """Whether the microbatches of a step are read before it, to plan it."""
+        return self._reorders(config) or (config.variable_seq_lengths and self._has_limit)
+
+    def _reorders(self, config: Any) -> bool:
+        return config.variable_seq_lengths if self._may_reorder is None else self._may_reorder
+
+    @property
+    def _has_limit(self) -> bool:
+        return self._planning is not None and self._planning.has_absolute_limit
+
+    def decide(
+        self, step: int, config: Any, iterators: Iterators, num_microbatches: int
+    ) -> tuple[StepDecision, list[Iterator[Any] | None]]:
+        """Plan a step; return the decision, and iterators over its data in the planned order. A collective call."""
+        planner, data = self._prepare_planner(), StepData(iterators, num_microbatches)
+        plan, profile, limits = self._running.plan, self._running.profile, None
+        if self._has_limit and profile is not None and plan.request.limits:
+            limits = whole_limits(plan.request.limits, profile.inside_ranks)
+        rules = StepRules(plan, limits, self._reorders(config), self._interlocks)
+        decision = planner.decide(step, rules, num_microbatches, data.sizes, data.sizes_ahead)
+        return decision, data.ordered(decision)
+
+    def _prepare_planner(self) -> StepPlanner:
+        if self._planner is None:
+            planning, placement = self._planning, self._running.plan.placement
+            is_profiled = planning is not None and planning.last_step > 0
+            measured = (planning.first_step, planning.last_step) if planning and is_profiled else FIRST_STEPS
+            rank, peers = parallel_state.get_pipeline_model_parallel_rank(), JobPeers(self._timeout)
+            self._planner = StepPlanner(placement, rank, self._observer, measured, peers)
+        return self._planner
+
+    def after_step(self, step: int) -> None:
+        """Fit the costs of sizes after the steps that measure them; a collective call of the job."""
+        if self._planner is not None:
+            self._planner.after_step(step, self._usual_costs)
+
+    def _usual_costs(self) -> StageCosts:
+        plan, profile = self._running.plan, self._running.profile
+        return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
+
+    def take_times(self) -> OrderTimes | None:
+        """Return the predicted times of the steps since the last call whose order was planned; None without any."""
+        return None if self._planner is None else self._planner.take_times()
+
+    def close(self) -> None:
+        """End the process that plans ahead."""
+        if self._planner is not None:
+            self._planner.close()

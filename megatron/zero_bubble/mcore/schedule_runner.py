@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules as mcore
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
-from megatron.zero_bubble.mcore.microbatch_orders import JobPeers, StepData
+from megatron.zero_bubble.mcore.microbatch_orders import StepPlans
 from megatron.zero_bubble.mcore.paired_stage import PairedStage
-from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.post_validation import PostValidation
-from megatron.zero_bubble.mcore.step_settings import (
-    default_groups,
-    overlaps_reduction,
-    refuse_unsplit_recomputation,
-    refuse_unsupported,
-)
+from megatron.zero_bubble.mcore.step_call import StepCall
+from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.warm_up import warm_up
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ChannelMemory
-from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
+from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.copy_lane import copy_lane
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.executor import Executor
@@ -43,23 +32,13 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, device_c
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.runtime.running_plan import RunningPlan
-from megatron.zero_bubble.runtime.step_planner import (
-    FIRST_STEPS,
-    OrderTimes,
-    StepDecision,
-    StepPlanner,
-    whole_limits,
-)
+from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError, StageCosts
-from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
-
-DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""Time after which a missing message between two stages fails the job: megatron-core's default."""
 
 
 class ForwardBackward:
@@ -69,30 +48,28 @@ class ForwardBackward:
     The process groups of the channels are created at the first call.
 
     Args:
+        connections: the channels; by default over torch.distributed, with megatron-core's timeout.
         planning: profile the run and plan again from measured costs; None keeps the plan.
         report: called with each decision of that planning, on every rank.
         post_validation: takes the optimizer's steps within the schedule; None if they come after it.
-        communicator: the class of the channels.
-        report_channels: called with the channels' memory once they are open.
         pairs: whether a forward and a backward may run as one (see `PairedStage`).
         orders_microbatches: whether the microbatches of a step that differ in size run in an order that is planned for
             their sizes (see `StepPlanner`); by default they do where the model's configuration says
             `variable_seq_lengths`.
-        warms_up: whether each stage computes once before the first training step (see `mcore/warm_up.py`); by default
-            it does on a GPU only.
+
+    Attributes:
+        warms_up: whether each stage computes once before the next training step (see `mcore/warm_up.py`): at first, and
+            only on a GPU.
     """
 
     def __init__(
         self,
         plan: RunSchedules,
         store: WeightGradStore,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        connections: Connections | None = None,
         planning: PlanningOptions | None = None,
         report: Callable[[Report], None] = lambda report: None,
         post_validation: PostValidation | None = None,
-        communicator: type[ChannelCommunicator] = TorchCommunicator,
-        report_channels: Callable[[ChannelMemory], None] = lambda memory: None,
-        warms_up: bool | None = None,
         *,
         pairs: bool = False,
         orders_microbatches: bool | None = None,
@@ -108,11 +85,11 @@ class ForwardBackward:
         self._offload_store = OffloadStore(copy_lane(own_device())) if plan.offloads else None
         self._post_validation = post_validation
         self._stage_class = PairedStage if pairs else MegatronStage
-        self._connections = Connections(communicator, timeout, report_channels)
+        self._connections = connections or Connections()
         self._usual_message: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
         self._num_calls, self._num_steps = 0, 0
-        self._is_to_warm_up = own_device().type == "cuda" if warms_up is None else warms_up
+        self.warms_up = own_device().type == "cuda"
         self._last_executor: Executor | None = None
         self._is_in_step = False
         self.observer = StepObserver(device_clock(own_device()))
@@ -124,9 +101,16 @@ class ForwardBackward:
                 offload=self._offload_store,
             )
             replanner = Replanner(plan, planning, measured, report, own_device())
-        self._orders_microbatches, self._planning, self._timeout = orders_microbatches, planning, timeout
-        self._step_planner: StepPlanner | None = None
-        self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=post_validation is not None)
+        interlocks = post_validation is not None
+        self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=interlocks)
+        self._step_plans = StepPlans(
+            self._running,
+            self.observer,
+            planning,
+            self._connections.timeout,
+            reorders=orders_microbatches,
+            interlocks=interlocks,
+        )
 
     @property
     def plan(self) -> RunSchedules:
@@ -179,135 +163,77 @@ class ForwardBackward:
 
     def take_order_times(self) -> OrderTimes | None:
         """Return the predicted times of the steps since the last call whose order of microbatches was planned."""
-        return None if self._step_planner is None else self._step_planner.take_times()
+        return self._step_plans.take_times()
 
-    def __call__(
-        self,
-        *,
-        forward_step_func: Any,
-        data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Any = None,
-        p2p_communicator: Any = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        force_all_reduce: bool | None = False,
-    ) -> list[Any]:
+    def __call__(self, **arguments: Any) -> list[Any]:
         """Run forward and backward of one step.
 
-        The arguments are those of megatron-core's forward-backward functions. `p2p_communicator` is not used, because
-        messages go through the project's own channels.
+        Args:
+            arguments: those of `StepCall`, which megatron-core's forward-backward functions take.
 
         Returns: The results of the loss function for each microbatch, on the rank that holds the last stage.
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules cannot honour.
         """
-        chunks = list(model) if isinstance(model, Sequence) else [model]
-        iterators = list(data_iterator) if isinstance(data_iterator, Sequence) else [data_iterator]
-        config = get_model_config(chunks[0])
-        refuse_unsupported(config, chunks, adjust_tensor_shapes_fn)
-        if self._recomputation_store is not None:
-            refuse_unsplit_recomputation(config)
-        groups = pg_collection or default_groups()
-        if forward_only:
-            self.settle()
-        else:
-            self._running.before_step(num_microbatches)
-        self._connections.prepare(chunks, self.plan.placement, groups)
-        if self._connections.shapes_vary:
-            self._running.let_microbatches_differ()
-        decision = None
-        if not forward_only and self._plans_steps(config):
-            data = StepData(iterators, num_microbatches)
-            decision = self._decide(data, num_microbatches, reorders=self._reorders(config))
-            iterators = data.ordered(decision)
+        call = StepCall(**arguments)
+        refuse_unsupported(call.config, call.chunks, call.adjust_tensor_shapes_fn)
+        self._prepare(call)
+        iterators, decision = call.data_iterators, None
+        if not call.forward_only and self._step_plans.are_made(call.config):
+            decision, iterators = self._step_plans.decide(
+                self._num_steps + 1, call.config, iterators, call.num_microbatches
+            )
         executor = self._running.executor(
-            groups.pp,
-            num_microbatches,
-            forward_only=forward_only,
-            overlaps_reduction=overlaps_reduction(chunks, groups),
+            call.groups.pp,
+            call.num_microbatches,
+            forward_only=call.forward_only,
+            overlaps_reduction=call.overlaps_reduction,
             less_memory=(decision.level, decision.schedule) if decision and decision.schedule else None,
         )
-        shapes = mcore.get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )
-        stage = self._stage_class(
-            forward_step_func=forward_step_func,
+        stage = self._make_stage(call, iterators, executor)
+        if self.warms_up and not call.forward_only:
+            self.warms_up = False
+            warm_up(stage, self._store, call.groups)
+        self._run(executor, stage)
+        if not call.forward_only:
+            self._running.after_step(self._num_steps, call.num_microbatches)
+            self._step_plans.after_step(self._num_steps)
+        return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
+
+    def _prepare(self, call: StepCall) -> None:
+        """Make the last step valid or the next plan the current one, and open the connections."""
+        if self._recomputation_store is not None:
+            refuse_unsplit_recomputation(call.config)
+        if call.forward_only:
+            self.settle()
+        else:
+            self._running.before_step(call.num_microbatches)
+        self._connections.prepare(call.chunks, self.plan.placement, call.groups)
+        if self._connections.shapes_vary:
+            self._running.let_microbatches_differ()
+
+    def _make_stage(self, call: StepCall, iterators: Sequence[Any], executor: Executor) -> MegatronStage:
+        shape, forward_only = call.output_shape, call.forward_only
+        return self._stage_class(
+            forward_step_func=call.forward_step_func,
             data_iterators=iterators,
-            model_chunks=chunks,
+            model_chunks=call.chunks,
             placement=executor.schedule.placement,
             rank=executor.rank,
-            num_microbatches=num_microbatches,
-            output_shape=tuple(shapes[0]),
+            num_microbatches=call.num_microbatches,
+            output_shape=shape,
             shapes_vary=self._connections.shapes_vary,
-            cp_group_size=groups.cp.size(),
+            cp_group_size=call.groups.cp.size(),
             device=own_device(),
             forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            finalize=partial(self._finalize, groups=groups, force_all_reduce=force_all_reduce),
+            collect_non_loss_data=call.collect_non_loss_data,
+            first_val_step=call.first_val_step,
+            finalize=call.finalize,
             post_validation=None if forward_only else self._post_validation,
             num_early_forwards=num_forwards_before_validation(executor.schedule),
             recomputation_store=self._recomputation_store,
-            vocabulary=self._connections.vocabulary_step(num_microbatches, tuple(shapes[0]), forward_only=forward_only),
-        )
-        if self._is_to_warm_up and not forward_only:
-            self._is_to_warm_up = False
-            warm_up(stage, self._store, groups)
-        self._run(executor, stage)
-        if not forward_only:
-            self._running.after_step(self._num_steps, num_microbatches)
-            if self._step_planner is not None:
-                self._step_planner.after_step(self._num_steps, self._usual_costs)
-        return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
-
-    def _usual_costs(self) -> StageCosts:
-        plan, profile = self._running.plan, self._running.profile
-        return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
-
-    def _reorders(self, config: Any) -> bool:
-        """Whether the microbatches of a step may run in another order."""
-        return config.variable_seq_lengths if self._orders_microbatches is None else self._orders_microbatches
-
-    def _plans_steps(self, config: Any) -> bool:
-        """Whether the microbatches of a step are read before it, to plan it."""
-        return self._reorders(config) or (config.variable_seq_lengths and self._has_limit)
-
-    @property
-    def _has_limit(self) -> bool:
-        return self._planning is not None and self._planning.has_absolute_limit
-
-    def _decide(self, data: StepData, num_microbatches: int, *, reorders: bool) -> StepDecision:
-        """Plan a training step for the sizes of its microbatches."""
-        plan, planning, profile = self._running.plan, self._planning, self._running.profile
-        if self._step_planner is None:
-            is_profiled = planning is not None and planning.last_step > 0
-            measured = (planning.first_step, planning.last_step) if planning and is_profiled else FIRST_STEPS
-            peers = JobPeers(self._timeout)
-            self._step_planner = StepPlanner(plan.placement, self._rank, self.observer, measured, peers)
-        limits = None
-        if self._has_limit and profile is not None and plan.request.limits:
-            limits = whole_limits(plan.request.limits, profile.inside_ranks)
-        return self._step_planner.decide(
-            self._num_steps + 1,
-            data.sizes,
-            plan,
-            num_microbatches,
-            limits,
-            reorders=reorders,
-            interlocks=self._post_validation is not None,
+            vocabulary=self._connections.vocabulary_step(call.num_microbatches, shape, forward_only=forward_only),
         )
 
     def _run(self, executor: Executor, stage: MegatronStage) -> None:
@@ -336,14 +262,9 @@ class ForwardBackward:
         if self._post_validation is not None:
             self._post_validation.validate()
 
-    def _finalize(self, stage: MegatronStage, *, groups: ProcessGroupCollection, force_all_reduce: bool | None) -> None:
-        config, chunks = get_model_config(stage.model_chunks[0]), list(stage.model_chunks)
-        if config.finalize_model_grads_func is not None and not stage.forward_only:
-            num_tokens = stage.num_tokens if config.calculate_per_token_loss else None
-            finalize_gradients(config, stage.placement, chunks, num_tokens, groups, force_all_reduce)
-
     def close(self) -> None:
         """Close the channels, before the job's process groups are destroyed."""
+        self._step_plans.close()
         self._connections.close()
         self._running.drop_executors()
 

@@ -66,12 +66,6 @@ def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:
         )
 
 
-def overlaps_reduction(chunks: Sequence[Any], groups: ProcessGroupCollection) -> bool:
-    """Tell whether gradients are reduced over replicas while the backward runs (`--overlap-grad-reduce`)."""
-    ddp_config = getattr(chunks[0], "ddp_config", None)
-    return ddp_config is not None and ddp_config.overlap_grad_reduce and groups.dp_cp.size() > 1
-
-
 def default_groups() -> ProcessGroupCollection:
     """Return the process groups that megatron-core's own schedules use by default."""
     groups = ProcessGroupCollection()

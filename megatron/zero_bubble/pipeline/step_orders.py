@@ -13,9 +13,10 @@ from megatron.zero_bubble.pipeline.batches import sizes_of
 from megatron.zero_bubble.pipeline.interconnect import Agreement
 from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.planner.step_plan import StepRules
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
-from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, StepPlanner
+from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, ReadSizes, StepPlanner
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.default_costs import default_costs
 
@@ -49,7 +50,7 @@ class StepOrders:
     """
 
     def __init__(self, schedule: Schedule, rank: int, agreement: Agreement, device: torch.device) -> None:
-        self._plan = RunSchedules.of(schedule).with_shared(schedule)
+        self._rules = StepRules(RunSchedules.of(schedule).with_shared(schedule))
         self._count, self._rank = schedule.num_microbatches, rank
         self._observer = StepObserver(device_clock(device))
         peers = _Peers(agreement, schedule.placement.rank_of(0))
@@ -57,17 +58,20 @@ class StepOrders:
         self._step = 0
 
     @contextmanager
-    def step(self, stage: LayerStage, recorder: OpRecorder | None) -> Iterator[OpRecorder | None]:
+    def step(
+        self, stage: LayerStage, recorder: OpRecorder | None, ahead: ReadSizes = lambda: ()
+    ) -> Iterator[OpRecorder | None]:
         """Order the data of `stage`; a collective call. The training step runs inside of the `with` block.
 
         Args:
             recorder: what the caller measures the step with; the planner then does not.
+            ahead: returns the sizes of the next step's microbatches; none if they are not known.
 
         Yields:
             The recorder of the step.
         """
         self._step += 1
-        decision = self._planner.decide(self._step, lambda: sizes_of(stage.inputs), self._plan, self._count)
+        decision = self._planner.decide(self._step, self._rules, self._count, lambda: sizes_of(stage.inputs), ahead)
         stage.reorder(decision.places)
         if decision.order is not None and self._rank == 0:
             logger.debug("microbatch order %s: %.3f times as fast", decision.places, decision.order.gain)
@@ -75,4 +79,4 @@ class StepOrders:
         yield self._observer.start(self._step) if measures else recorder
         if measures:
             self._observer.stop()
-        self._planner.after_step(self._step, lambda: default_costs(self._plan.placement))
+        self._planner.after_step(self._step, lambda: default_costs(self._rules.plan.placement))

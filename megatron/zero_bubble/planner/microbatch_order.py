@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
 from megatron.zero_bubble.planner.problem import Problem, tolerance
@@ -88,6 +88,18 @@ def order_microbatches(
     if best_time > time * (1 - WORTHWHILE) and step.fits(in_data_order, limits):
         best, best_time = in_data_order, time
     return MicrobatchOrder(best, best_time, time)
+
+
+def like_order(places: Sequence[int], before: Sequence[Any], sizes: Sequence[Any]) -> tuple[int, ...]:
+    """The order that takes the k-th smallest microbatch where an earlier order took the k-th smallest of its own.
+
+    Args:
+        places: the earlier order.
+        before: sizes of its microbatches, in the order of their data.
+        sizes: of as many microbatches.
+    """
+    rising, rising_before = (sorted(range(len(each)), key=each.__getitem__) for each in (sizes, before))
+    return tuple(rising[rising_before.index(number)] for number in places)
 
 
 def _sorted_orders(costs: Sequence[StageCosts]) -> Iterator[_Places]:

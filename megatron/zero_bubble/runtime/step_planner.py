@@ -5,31 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import add
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from megatron.zero_bubble.planner.microbatch_order import MicrobatchOrder
-from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.planner.step_plan import plan_step
+from megatron.zero_bubble.planner.microbatch_order import MicrobatchOrder, like_order
+from megatron.zero_bubble.planner.step_plan import StepPlan, StepProblem, StepRules
 from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.planning_process import PlanningProcess
 from megatron.zero_bubble.runtime.size_profile import SizeProfile
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, StageCosts
-from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
 
 FIRST_STEPS = (1, 3)
 """Steps that are measured where none are profiled."""
 REFITTED_AFTER = 8
 """Steps between the first fit of costs to sizes and the second, which has more samples."""
-PLANNING_SHARE, MOST_SECONDS = 0.02, 0.025
-"""Planning may take about this share of a step, and at most about so many seconds."""
-_SECONDS_PER_OPERATION = 0.5e-6
-"""Time to simulate one operation; the number of orders that are tried follows from it."""
-_FEWEST, _MOST = 12, 200
-"""Number of orders that are tried."""
+_WAITED = 1.0
+"""Milliseconds for which a step waits for its plan, above which planning was not hidden."""
 
 T = TypeVar("T")
+ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
+"""Returns the sizes of a step's microbatches in the order of the data, None for one that cannot be told."""
 
 
 class Peers(Protocol):
@@ -56,6 +52,10 @@ class OrderTimes:
     predicted: float = 0.0
     predicted_in_data_order: float = 0.0
     planning: float = 0.0
+    num_not_hidden: int = 0
+    """Steps that waited for their plan."""
+    num_late: int = 0
+    """Further steps that took the order of an earlier one, because their own was not planned in time."""
     num_in_less_memory: int = 0
     """Steps that ran another schedule because their microbatches did not fit."""
 
@@ -72,9 +72,13 @@ class StepDecision(NamedTuple):
     schedule: Schedule | None = None
     """That schedule for less memory; None at level 0."""
     order: MicrobatchOrder | None = None
-    """The order as it was planned, if it was."""
+    """The order as it was planned for these sizes; None for the order of the data, or that of an earlier plan."""
     milliseconds: float = 0.0
     """Time of planning."""
+    waited: float = 0.0
+    """Milliseconds for which the step waited for its plan."""
+    is_late: bool = False
+    """Whether its plan was not ready, so that it has the order of an earlier one."""
 
     def in_data_order(self, results: list[Any]) -> list[Any]:
         """Results by place in the schedule, brought into the order of the data."""
@@ -103,6 +107,10 @@ class StepPlanner:
         self._fits_after = {last, last + REFITTED_AFTER}
         self._costs: SizedCosts | None = None
         self._times = OrderTimes()
+        self._decides = False
+        self._last_orders: dict[int, tuple[tuple[int, ...], Sequence[MicrobatchSize]]] = {}
+        """Number of microbatches -> the last order that was planned for as many, and their sizes."""
+        self._process: PlanningProcess | None = None
         observer.sinks.append(self._profile.collect)
 
     def measures(self, step: int) -> bool:
@@ -117,30 +125,27 @@ class StepPlanner:
     def decide(
         self,
         step: int,
-        read_sizes: Callable[[], Sequence[MicrobatchSize | None]],
-        plan: RunSchedules,
+        rules: StepRules,
         num_microbatches: int,
-        limits: Sequence[float] | None = None,
-        *,
-        reorders: bool = True,
-        interlocks: bool = False,
+        read_sizes: ReadSizes,
+        read_next_sizes: ReadSizes = lambda: (),
     ) -> StepDecision:
         """Plan a step; a collective call of the ranks of a pipeline, and with limits of all pipelines.
 
         Args:
             step: its number.
+            rules: what it is planned with.
+            num_microbatches: of the step.
             read_sizes: returns the sizes of its microbatches; called on the first rank.
-            plan: the schedules of the run, without post-validation.
-            limits: bytes that the operations of every rank may need; None for no limit.
-            reorders: whether its microbatches may run in another order than that of the data.
-            interlocks: whether iterations interlock.
+            read_next_sizes: returns those of the next step, which is then planned while this one runs; none if they are
+                not known. Called on the first rank, too, after the other ranks have the decision.
 
         Raises:
             Infeasible: the microbatches do not fit into the limits, even one after the other.
         """
-        decision = self._peers.on_first(
-            lambda: self._decide(read_sizes(), plan, num_microbatches, limits, reorders, interlocks)
-        )
+        decision = self._peers.on_first(lambda: self._decide(rules, num_microbatches, read_sizes()))
+        if self._decides:
+            self._plan_ahead(rules, num_microbatches, read_next_sizes())
         if decision.sizes is not None and self.measures(step):
             self._profile.note(step, [decision.sizes[number] for number in decision.places])
         if decision.order is not None:
@@ -148,53 +153,70 @@ class StepPlanner:
             self._times.predicted += decision.order.time
             self._times.predicted_in_data_order += decision.order.time_in_data_order
             self._times.planning += decision.milliseconds
+            self._times.num_not_hidden += decision.waited > _WAITED
             self._times.num_in_less_memory += decision.level > 0
+        self._times.num_late += decision.is_late
         return decision
 
-    def _decide(
-        self,
-        sizes: Sequence[MicrobatchSize | None],
-        plan: RunSchedules,
-        count: int,
-        limits: Sequence[float] | None,
-        reorders: bool,
-        interlocks: bool,
-    ) -> StepDecision:
+    def close(self) -> None:
+        """End the process that plans ahead."""
+        if self._process is not None:
+            self._process.close()
+
+    def _problem(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepProblem | None:
+        """The problem that a step of these sizes is; None if nothing can be decided."""
+        known = tuple(size for size in sizes if size is not None)
+        if self._costs is None or len(known) != count:
+            return None
+        problem = StepProblem(rules, self._costs, known)
+        return problem if problem.is_open else None
+
+    def _plan_ahead(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> None:
+        if sizes and self._process is None:
+            self._process = PlanningProcess()
+        problem = self._problem(rules, count, sizes)
+        if problem is not None and self._process is not None and not self._process.is_busy:
+            self._process.ask(problem)
+
+    def _decide(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepDecision:
+        self._decides = True
+        begin, problem = time.perf_counter(), self._problem(rules, count, sizes)
         known = [size for size in sizes if size is not None]
-        is_known = len(known) == count
-        as_it_comes = StepDecision(known if is_known else None, tuple(range(count)))
-        is_alike = limits is None and len(set(known)) == 1
-        if self._costs is None or not plan.schedule(count).kinds.isdisjoint(PAIRED):
-            return as_it_comes
-        begin, planned, problem = time.perf_counter(), None, None
-        costs = [self._costs.of(size) for size in known]
-        plan_at = partial(
-            plan_step,
-            plan,
-            costs,
-            limits=None if limits is None else tuple(limits),
-            inside=[[curve.at(size) for curve in self._costs.inside] for size in known],
-            names=[f"microbatch {number} ({size.tokens} tokens)" for number, size in enumerate(known)],
-            num_tried=_num_tried(costs) if reorders and is_known else 1,
-            interlocks=interlocks,
-        )
-        if is_known and not is_alike:
-            try:
-                planned = plan_at()
-            except Infeasible as error:
-                problem = error
-        if limits is not None:
+        as_it_comes = StepDecision(known if len(known) == count else None, tuple(range(count)))
+        if problem is not None and self._is_late(problem):
+            places, before = self._last_orders[count]
+            return as_it_comes._replace(places=like_order(places, before, known), is_late=True)
+        answer = None if problem is None else self._answer(problem)
+        if rules.limits is not None and self._costs is not None:
             # Pipelines reduce gradients together, so that they run the same schedule.
-            level = self._peers.highest(planned.level if planned is not None else 0)
-            if planned is not None and level > planned.level:
-                planned = plan_at(least_level=level)
-        if problem is not None:
-            raise problem
-        if planned is None:
+            level = self._peers.highest(answer.level if isinstance(answer, StepPlan) else 0)
+            if problem is not None and isinstance(answer, StepPlan) and level > answer.level:
+                answer = problem.solve(least_level=level)
+        if isinstance(answer, Infeasible):
+            raise answer
+        if answer is None:
             return as_it_comes
-        milliseconds = 1000.0 * (time.perf_counter() - begin)
-        schedule = planned.schedule if planned.level else None
-        return StepDecision(known, planned.order.places, planned.level, schedule, planned.order, milliseconds)
+        level, schedule, order, milliseconds = answer
+        self._last_orders[count] = order.places, known
+        waited = 1000.0 * (time.perf_counter() - begin)
+        return StepDecision(known, order.places, level, schedule if level else None, order, milliseconds, waited)
+
+    def _is_late(self, problem: StepProblem) -> bool:
+        """Whether the step takes an earlier order, which is safe for memory where there is no limit."""
+        process, rules = self._process, problem.rules
+        is_planned = process is not None and process.is_busy and process.plans(problem)
+        return is_planned and rules.limits is None and len(problem.sizes) in self._last_orders
+
+    def _answer(self, problem: StepProblem) -> StepPlan | Infeasible:
+        """The plan that was made ahead, if it was made for this problem; else one that is made now."""
+        if self._process is not None and self._process.plans(problem):
+            answer = self._process.answer()
+            if answer is not None:
+                return answer
+        try:
+            return problem.solve()
+        except Infeasible as error:
+            return error
 
     def after_step(self, step: int, usual: Callable[[], StageCosts]) -> None:
         """Fit costs to sizes after the steps that measure them; a collective call of the whole job.
@@ -205,14 +227,6 @@ class StepPlanner:
         if step in self._fits_after:
             self._observer.flush()
             self._costs = self._profile.fit(usual(), self._peers.gather)
-
-
-def _num_tried(costs: Sequence[StageCosts]) -> int:
-    """The number of orders that are tried for a step of microbatches of these costs."""
-    num_stages = costs[0].num_stages
-    longest = max(sum(each.work(stage) for each in costs) for stage in range(num_stages))
-    seconds, each = PLANNING_SHARE * longest / 1000.0, 3 * num_stages * len(costs) * _SECONDS_PER_OPERATION
-    return min(max(_FEWEST, round(min(seconds, MOST_SECONDS) / each)), _MOST)
 
 
 def whole_limits(limits: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:

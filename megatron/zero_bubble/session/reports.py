@@ -230,13 +230,16 @@ def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
 def order_fields(times: OrderTimes | None) -> str:
     """Return the gain of planned orders of microbatches as text for the end of a log line; empty without any.
 
-    The gain is the simulated time in the order of the data over that in the planned order. Ranks wait while a step is
-    planned.
+    The gain is the simulated time in the order of the data over that in the planned order. Planning is hidden where it
+    ends before the step begins.
     """
     if times is None or times.num_steps == 0:
         return ""
     gain, planning = times.predicted_in_data_order / times.predicted, times.planning / times.num_steps
-    line = f" microbatch order: {gain:.2f} times as fast, planned in {planning:.1f} ms, not hidden |"
+    line = f" microbatch order: {gain:.2f} times as fast, planned in {planning:.1f} ms, "
+    line += f"not hidden in {times.num_not_hidden} of {times.num_steps} steps |" if times.num_not_hidden else "hidden |"
+    if times.num_late:
+        line += f" steps with an earlier order: {times.num_late} |"
     if times.num_in_less_memory:
         line += f" steps in less memory: {times.num_in_less_memory} of {times.num_steps} |"
     return line

@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.transformer import TransformerConfig
 
+from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
 from megatron.zero_bubble.mcore.optimizer import check_optimizer, torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
@@ -77,12 +78,14 @@ def run_plan(
     return ForwardBackward(
         job.plan,
         store,
-        timeout=timedelta(minutes=flags.distributed_timeout_minutes),
+        Connections(
+            communicator_of(flags),
+            timedelta(minutes=flags.distributed_timeout_minutes),
+            report=lambda memory: print_rank_0(channels_line(memory)),
+        ),
         planning=job.planning,
         report=report,
         post_validation=post_validation,
-        communicator=communicator_of(flags),
-        report_channels=lambda memory: print_rank_0(channels_line(memory)),
         pairs=flags.overlap_moe_expert_parallel_comm,
         orders_microbatches={None: None, "planned": True, "data": False}[flags.zero_bubble_microbatch_order],
     )

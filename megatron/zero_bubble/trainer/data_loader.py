@@ -19,6 +19,7 @@ from types import TracebackType
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.zero_bubble.runtime.look_ahead import LookAhead
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.data_documents import padded
@@ -27,7 +28,7 @@ _SECONDS_TO_DIE = 1.0
 """Time from the first error of a loader to the end of the worker that caused it."""
 
 
-class MicrobatchIterator(Iterator[dict[str, torch.Tensor]]):
+class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     """Iterates over the microbatches of a loader, inside a `with` block or until `close()`.
 
     The owner must close the iterator. Otherwise the workers live on while a traceback, a cycle or a signal handler
@@ -40,8 +41,9 @@ class MicrobatchIterator(Iterator[dict[str, torch.Tensor]]):
     def __init__(self, loader: DataLoader) -> None:
         self._batches = iter(loader)
         self._workers = getattr(self._batches, "_workers", [])  # with num_workers 0 this process loads
+        super().__init__(iter(self._load, None))
 
-    def __next__(self) -> dict[str, torch.Tensor]:
+    def _load(self) -> dict[str, torch.Tensor]:
         try:
             return next(self._batches)
         except (OSError, EOFError, RuntimeError) as error:

@@ -1,0 +1,87 @@
+"""One call of the forward-backward function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules as mcore
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.placement import finalize_gradients
+from megatron.zero_bubble.mcore.step_settings import default_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """The arguments of one call of the forward-backward function: those of megatron-core's own functions.
+
+    `p2p_communicator` is not used, because messages go through the project's own channels.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None
+    model: torch.nn.Module | Sequence[torch.nn.Module]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Any = None
+    p2p_communicator: Any = None
+    pg_collection: ProcessGroupCollection | None = None
+    force_all_reduce: bool | None = False
+
+    @cached_property
+    def chunks(self) -> list[torch.nn.Module]:
+        """This rank's modules, by chunk."""
+        return list(self.model) if isinstance(self.model, Sequence) else [self.model]
+
+    @property
+    def data_iterators(self) -> list[Iterator[Any] | None]:
+        """By chunk."""
+        data = self.data_iterator
+        return list(data) if isinstance(data, Sequence) else [data]
+
+    @cached_property
+    def config(self) -> Any:
+        """The configuration of the model."""
+        return get_model_config(self.chunks[0])
+
+    @cached_property
+    def groups(self) -> ProcessGroupCollection:
+        """The process groups, by default those that megatron-core's own schedules use."""
+        return self.pg_collection or default_groups()
+
+    @property
+    def overlaps_reduction(self) -> bool:
+        """Whether gradients are reduced over replicas while the backward runs (`--overlap-grad-reduce`)."""
+        ddp_config = getattr(self.chunks[0], "ddp_config", None)
+        return ddp_config is not None and ddp_config.overlap_grad_reduce and self.groups.dp_cp.size() > 1
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that passes between stages."""
+        shapes = mcore.get_tensor_shapes(
+            seq_length=self.seq_length,
+            micro_batch_size=self.micro_batch_size,
+            decoder_seq_length=self.decoder_seq_length,
+            config=self.config,
+            tp_group=self.groups.tp,
+            cp_group=self.groups.cp,
+        )
+        return tuple(shapes[0])
+
+    def finalize(self, stage: MegatronStage) -> None:
+        """Reduce the gradients of this rank, as megatron-core does at the end of a step."""
+        config = self.config
+        if config.finalize_model_grads_func is not None and not self.forward_only:
+            num_tokens = stage.num_tokens if config.calculate_per_token_loss else None
+            finalize_gradients(config, stage.placement, self.chunks, num_tokens, self.groups, self.force_all_reduce)

@@ -1,0 +1,33 @@
+"""An iterator whose next items can be seen before they are taken."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class LookAhead(Iterator[T]):
+    """The items of an iterable, of which the next ones can be seen.
+
+    A training step whose data is one plans the next step while it runs, because it sees the lengths of the next step's
+    microbatches. Use the same object in all steps.
+
+    Args:
+        items: are read when they are seen, or taken.
+    """
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._source = iter(items)
+        self._seen: deque[T] = deque()
+
+    def __next__(self) -> T:
+        return self._seen.popleft() if self._seen else next(self._source)
+
+    def peek(self, count: int) -> list[T]:
+        """Return the next `count` items, which stay; fewer if there are no more."""
+        self._seen.extend(islice(self._source, max(0, count - len(self._seen))))
+        return list(islice(self._seen, count))
