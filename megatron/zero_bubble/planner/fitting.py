@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -44,16 +45,19 @@ def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
     held = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]
     """Position -> memory of the rank while it runs that operation."""
     drops = list(_possible_drops(graph, rank))
-    dropped = set()
-    while exceeding := [position for position, amount in enumerate(held) if amount > limit + tolerance(limit)]:
-        choices = [drop for drop in drops if drop.f <= exceeding[0] < drop.b]
+    dropped, most = set(), limit + tolerance(limit)
+    exceeding = [position for position, amount in enumerate(held) if amount > most]
+    while exceeding:
+        drops = [drop for drop in drops if drop.b > exceeding[0]]
+        choices = [drop for drop in drops if drop.f <= exceeding[0]]
         if not choices:
             return None
-        chosen = max(choices, key=lambda drop: drop.room * sum(drop.f <= position < drop.b for position in exceeding))
+        chosen = max(choices, key=lambda drop: drop.room * bisect_left(exceeding, drop.b))
         drops.remove(chosen)
         dropped.add(lane[chosen.f])
-        for position in range(chosen.f, chosen.b):
+        for position in exceeding[: bisect_left(exceeding, chosen.b)]:
             held[position] -= chosen.room
+        exceeding = [position for position in exceeding if held[position] > most]
     return dropped
 
 

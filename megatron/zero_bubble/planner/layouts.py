@@ -52,6 +52,9 @@ COMPARED = 1.5
 """Plans that take at most so much longer than the best are compared with durations that vary."""
 MOVED = 4
 """So many of the best plans are tried with other partitions."""
+MOVED_OF_SMALL, WORTH_MOVING = 8, 1.2
+"""In small problems so many are, and they may take this much longer than the best: where memory is short, a layer less
+on the fullest rank changes much."""
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried where unlimited memory would make a plan faster by this factor, or where nothing fits."""
 PROMISING_PARTITION = 1.02
@@ -97,10 +100,10 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         infeasible = [error for error in search.refused if isinstance(error, Infeasible)]
         raise min(infeasible, key=lambda error: error.smallest_limit) if infeasible else search.refused[0]
     if request.partition is None:
-        for plan in search.best(MOVED):
+        for plan in search.best(MOVED_OF_SMALL, WORTH_MOVING) if search.is_small else search.best(MOVED, PROMISING):
             search.move_layers(plan)
     for num_best, divisor in search.rounds:
-        for plan in search.best(num_best):
+        for plan in search.best(num_best, PROMISING**2 if search.is_small else PROMISING):
             search.improve(plan, request.effort // divisor)
     search.improve_usual()
     plans = search.expected()
@@ -144,14 +147,14 @@ class _Search:
         """The shortest time of all plans; infinity before there is one."""
         return min((plan.time for plan in self.plans.values()), default=inf)
 
-    def best(self, count: int) -> list[Plan]:
-        """The best plans, as far as they are promising, one of each placement and place of the vocabulary.
+    def best(self, count: int, factor: float) -> list[Plan]:
+        """The best plans, up to `factor` times the shortest time, one of each placement and place of the vocabulary.
 
         In a small problem it is one of each way to recompute, too. The usual layout does not count among the candidates
         that are improved, because it is improved separately.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
-        longest = min(plan.time for plan in others) * (PROMISING**2 if self.is_small else PROMISING)
+        longest = min(plan.time for plan in others) * factor
         best: dict[tuple[Placement, bool, Recompute | None], Plan] = {}
         for plan in sorted(others, key=lambda plan: (plan.time, plan.layout.complexity)):
             layout = plan.layout
