@@ -12,7 +12,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,16 +50,16 @@ class AtReducedGradients(Change):
     def applied(self, run: Run) -> Iterator[None]:
         from megatron.core import parallel_state
 
-        from megatron.zero_bubble.mcore import schedule_runner
+        from megatron.zero_bubble.mcore import step_call
 
-        finalize, iterations = schedule_runner.finalize_gradients, count(1)
+        finalize, iterations = step_call.finalize_gradients, count(1)
 
         def finalize_and_happen(config: Any, placement: Any, chunks: list[Any], *more: Any) -> None:
             finalize(config, placement, chunks, *more)
             if (next(iterations), parallel_state.get_pipeline_model_parallel_rank()) == (self.iteration, self.rank):
                 self.happen(chunks)
 
-        with mock.patch.object(schedule_runner, "finalize_gradients", finalize_and_happen):
+        with mock.patch.object(step_call, "finalize_gradients", finalize_and_happen):
             yield
 
 
@@ -230,8 +229,13 @@ class WarmedUp(Change):
             warm_up(*args)
             print_rank_0("warmed up")
 
+        def warming_up(*args: Any, **settings: Any) -> schedule_runner.ForwardBackward:
+            run = schedule_runner.ForwardBackward(*args, **settings)
+            run.warms_up = True
+            return run
+
         with (
-            mock.patch.object(running, "ForwardBackward", partial(running.ForwardBackward, warms_up=True)),
+            mock.patch.object(running, "ForwardBackward", warming_up),
             mock.patch.object(schedule_runner, "warm_up", warm_up_and_tell),
         ):
             yield

@@ -71,7 +71,7 @@ def test_a_fixed_distance_does_not_do(ahead):
     assert (
         standing_still
         == {
-            0: {"zb-2p", "zb-v"},
+            0: {"zb-v"},
             2: {"gpipe", "interleaved-1f1b", "interleaved-zb", "v-min"},
         }[ahead]
     )
