@@ -260,7 +260,7 @@ def test_a_long_computation_that_nobody_waits_for_any_more_is_ended(playground: 
     page = playground.page
     started: list[str] = []
     page.on("worker", lambda worker: started.append(worker.url))
-    fragment = f"#pipeline-size=16&num-microbatches=512&{'&'.join(flag.removeprefix('--') for flag in TIMES)}"
+    fragment = f"#pipeline-size=32&num-microbatches=1024&{'&'.join(flag.removeprefix('--') for flag in TIMES)}"
     page.evaluate("fragment => { location.hash = fragment; }", f"{fragment}&a.schedule=v-min")
     page.wait_for_selector(".pane.busy")
     playground.field("pipeline-size").fill("4")
