@@ -138,15 +138,17 @@ class PlanFlags(TableFlags):
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:
             possible = (Placement("interleaved", size, chunks), Placement("v", size, 2))
-        found = tuple(
-            one for one in possible if self.placement in (None, one.kind) and chunks in (None, one.num_chunks)
+        allowed = tuple(
+            placement
+            for placement in possible
+            if self.placement in (None, placement.kind) and chunks in (None, placement.num_chunks)
         )
-        if not found:
+        if not allowed:
             needed = {"linear": "1 chunk a rank", "v": "2 chunks a rank", "interleaved": "at least 2 chunks a rank"}
             raise ValueError(
                 f"argument --num-chunks {chunks}: --placement {self.placement} has {needed[str(self.placement)]}"
             )
-        return found
+        return allowed
 
 
 def main(argv: list[str] | None = None) -> int:

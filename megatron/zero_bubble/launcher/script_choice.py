@@ -112,8 +112,8 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
     @contextlib.contextmanager
     def measurable_units() -> Iterator[tuple[UnitModels, list[int]]]:
         try:
-            with units.models(setup) as found:
-                yield found
+            with units.models(setup) as models:
+                yield models
         except SessionError as error:
             raise _Unmeasured(str(error)) from error
         spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)

@@ -124,8 +124,8 @@ class FiniteCheck:
     def _end(self, occasion: str, finding: _Finding | None, group: dist.ProcessGroup | None = None) -> NoReturn:
         findings: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(findings, finding, group=group)
-        found = [finding for finding in findings if finding is not None]
-        what = f"{min(found).what} on rank {min(found).rank}" if found else "the norm of all gradients"
+        present = [finding for finding in findings if finding is not None]
+        what = f"{min(present).what} on rank {min(present).rank}" if present else "the norm of all gradients"
         raise self._error(
             f"{occasion}: {what} is not finite: the training ends before this changes parameters or a checkpoint; "
             f"to continue in spite of it, give {SWITCH_OFF}"

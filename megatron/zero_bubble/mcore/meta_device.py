@@ -116,8 +116,8 @@ def _mask(length: int) -> torch.Tensor:
     return torch.nn.Parameter(torch.empty(length, length, dtype=torch.bool), requires_grad=False)
 
 
-def _itself(one: Any, *args: Any, **kwargs: Any) -> Any:
-    return one
+def _itself(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -88,7 +88,7 @@ def measure_model(
     everyone: list[list[MeasuredUnit]] = [measured] * dist.get_world_size()
     dist.all_gather_object(everyone, measured)
     embedding, *of_layers, output = (
-        _median([one.costs for one in replicas]) for replicas in zip(*everyone, strict=True)
+        _median([replica.costs for replica in replicas]) for replicas in zip(*everyone, strict=True)
     )
     one_layer = [measured for replicas in everyone for measured in replicas[1:-1]]
     spread = statistics.median(measured.spread for measured in one_layer)

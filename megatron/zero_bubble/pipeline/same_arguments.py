@@ -59,5 +59,5 @@ def _difference(first: str | list[str], other: str | list[str], rank: int) -> st
         return f"rank 0 has {first}, rank {rank} has {other}"
     if len(first) != len(other):
         return f"rank 0 has {len(first)}, rank {rank} has {len(other)}"
-    index = next(index for index, (one, two) in enumerate(zip(first, other, strict=True)) if one != two)
+    index = next(index for index, (mine, two) in enumerate(zip(first, other, strict=True)) if mine != two)
     return f"layer {index} is {first[index]} on rank 0 and {other[index]} on rank {rank}"

@@ -86,8 +86,8 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
             k = far.first
             if k < a:
                 continue
-            way = path.forward(a, k) + path.backward(k, a)
-            longest = max(longest, way + far.window + path.costs.time_w[a])
+            path_time = path.forward(a, k) + path.backward(k, a)
+            longest = max(longest, path_time + far.window + path.costs.time_w[a])
         longest = max(longest, near.work + max(0, near.idle - near.recomputation - near.vocabulary))
     return longest
 

@@ -82,7 +82,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
     entry = entry_of(request.schedule)
     request = request.checked()
     if request.offloads and not entry.uses_costs:
-        able = ", ".join(name for name, one in ENTRIES.items() if one.uses_costs)
+        able = ", ".join(name for name, known in ENTRIES.items() if known.uses_costs)
         raise ScheduleError(f"schedule {request.schedule} does not plan offload: choose one of {able}")
     if not request.offloads or request.limits is None:
         return _without_copies(request)
@@ -149,7 +149,7 @@ def _in_one_group(request: PlanRequest) -> Schedule:
     name, entry = request.schedule, entry_of(request.schedule)
     placement, num_microbatches, recompute = request.placement, request.num_microbatches, request.recompute
     if recompute is Recompute.PLANNED and not entry.uses_costs:
-        able = ", ".join(name for name, one in ENTRIES.items() if one.uses_costs)
+        able = ", ".join(name for name, known in ENTRIES.items() if known.uses_costs)
         raise ScheduleError(f"schedule {name} does not plan recomputation: choose one of {able}")
     if recompute is not Recompute.NONE and entry.has_pairs:
         raise ScheduleError(f"schedule {name} does not recompute: its forwards and backwards run in pairs")

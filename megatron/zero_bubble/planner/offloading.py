@@ -123,7 +123,7 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
     schedule = without_copies(timed.schedule)
     ranks = []
     for rank, lane in enumerate(timed.lanes):
-        computed = [one for one in lane if one.op.kind not in COPIES]
+        computed = [timed for timed in lane if timed.op.kind not in COPIES]
         ops = _RankCopies(schedule, problem, rank, computed, rule).ops()
         if ops is None:
             return None
@@ -153,15 +153,15 @@ class _RankCopies:
         self._size = [costs.memory_d[stage] for stage in stages]
         self._out = [costs.time_d[stage] for stage in stages]
         self._back = [costs.time_h[stage] for stage in stages]
-        self._starts = [one.start for one in lane]
+        self._starts = [timed.start for timed in lane]
         self._backward = {
-            (one.op.microbatch, one.op.chunk): k for k, one in enumerate(lane) if one.op.kind in BACKWARDS
+            (timed.op.microbatch, timed.op.chunk): k for k, timed in enumerate(lane) if timed.op.kind in BACKWARDS
         }
-        fixed = {(one.op.microbatch, one.op.chunk) for one in lane if one.op.kind is OpKind.R}
+        fixed = {(timed.op.microbatch, timed.op.chunk) for timed in lane if timed.op.kind is OpKind.R}
         self._movable = {key for key in self._backward if key not in fixed and self._size[key[1]] > 0}
         held = [after for _, _, after in memory_held(schedule, problem.costs, rank)]
         self._changes = [after - before for before, after in zip([0, *held[:-1]], held, strict=True)]
-        self._weights = [k for k, one in enumerate(lane) if one.op.kind is OpKind.W]
+        self._weights = [k for k, timed in enumerate(lane) if timed.op.kind is OpKind.W]
         """Positions of the W that have not run."""
         self._early: set[int] = set()
         """Positions of the W that have run before their turn."""
@@ -206,15 +206,15 @@ class _RankCopies:
         if self._held + amount <= self._limit:
             return True
         now, last = self._starts[at], at if last is None else last
-        self._kept = [one for one in self._kept if one.backward > at]
-        able = sorted((one for one in self._kept if one.backward > last), key=lambda one: one.backward)
+        self._kept = [kept for kept in self._kept if kept.backward > at]
+        able = sorted((kept for kept in self._kept if kept.backward > last), key=lambda kept: kept.backward)
         weights = self._next_weights(at)
         missing = self._held + amount - self._limit
-        possible = sum(self._size[one.key[1]] for one in able) - sum(self._changes[k] for k in weights)
+        possible = sum(self._size[kept.key[1]] for kept in able) - sum(self._changes[k] for k in weights)
         if missing > possible:
             return False
-        copied = [one for one in able if one.copied <= now]
-        others = sorted((one for one in able if one.copied > now), key=lambda one: -one.copied)
+        copied = [kept for kept in able if kept.copied <= now]
+        others = sorted((kept for kept in able if kept.copied > now), key=lambda kept: -kept.copied)
         while self._held + amount > self._limit:
             if copied:
                 self._release(copied.pop(), at)
@@ -243,9 +243,9 @@ class _RankCopies:
         self._placed.append(self._lane[position].op)
         self._held += self._changes[position]
 
-    def _release(self, one: _Kept, at: int) -> None:
-        self._kept.remove(one)
-        backward, copied, key = one
+    def _release(self, kept: _Kept, at: int) -> None:
+        self._kept.remove(kept)
+        backward, copied, key = kept
         if copied == inf:
             self._link = max(self._link, self._starts[at]) + self._out[key[1]]
         self._placed.append(Op(OpKind.D, *key))

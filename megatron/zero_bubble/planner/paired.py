@@ -102,15 +102,15 @@ def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]
-        found: list[tuple[Op, ...]] = []
+        operations: list[tuple[Op, ...]] = []
         for op in ops:
-            before = found[-1] if found else ()
+            before = operations[-1] if operations else ()
             fits_before = len(before) == 1 and before[0].kind is first and before[0].microbatch != op.microbatch
             if fits_before and op.kind is not first:
-                found[-1] = (op, *before) if op.kind is OpKind.F else (*before, op)
+                operations[-1] = (op, *before) if op.kind is OpKind.F else (*before, op)
             else:
-                found.append((op,))
-        paired.append(found)
+                operations.append((op,))
+        paired.append(operations)
     return paired
 
 

@@ -154,7 +154,7 @@ def balanced_partition(balance: Balance) -> Partition | None:
     if sum(least) > num_layers:
         return None
     few, more = divmod(num_layers - sum(least), num_stages)
-    partition = tuple(one + few + (stage < more) for stage, one in enumerate(least))
+    partition = tuple(fewest + few + (stage < more) for stage, fewest in enumerate(least))
     partition = _improved(balance, partition, lambda now: balance.stages_of[balance.busiest(now)])
     return _improved(balance, partition, lambda now: range(num_stages), within_rank=True)
 
@@ -207,9 +207,9 @@ def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list
     return sorted(near, key=orders.__getitem__)
 
 
-def _is_less(one: Sequence[float], other: Sequence[float]) -> bool:
+def _is_less(first: Sequence[float], other: Sequence[float]) -> bool:
     """Whether `one` comes before `other`, by more than rounding."""
-    for mine, theirs in zip(one, other, strict=True):
+    for mine, theirs in zip(first, other, strict=True):
         if abs(mine - theirs) > 1e-9 * max(mine, theirs):
             return mine < theirs
     return False

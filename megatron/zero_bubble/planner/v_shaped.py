@@ -140,7 +140,7 @@ class _Tried(NamedTuple):
 def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> None:
     """Try random blocks, and random changes of the best ones."""
     generator, held = Random(problem.num_ops), _num_held(problem)
-    best = sorted(tried, key=lambda one: one.cost)[:NUM_VARIED]
+    best = sorted(tried, key=lambda plan: plan.cost)[:NUM_VARIED]
     for number in range(NUM_VARIATIONS if best else 0):
         if portfolio.finished:
             return
@@ -150,8 +150,8 @@ def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> No
         if is_new or generator.random() < RULE_VARIES:
             rule = generator.choice(list(GapRule))
         cost = portfolio.fill(problem, repeated(problem, block), rule, keeping=keeping)
-        if all(cost != one.cost for one in best):
-            best = sorted([*best, _Tried(cost, block, rule, keeping)], key=lambda one: one.cost)[:NUM_VARIED]
+        if all(cost != plan.cost for plan in best):
+            best = sorted([*best, _Tried(cost, block, rule, keeping)], key=lambda plan: plan.cost)[:NUM_VARIED]
 
 
 def _preferences(problem: Problem) -> Iterator[Preference]:
@@ -202,7 +202,10 @@ def _num_held(problem: Problem) -> float:
         each, once = _whole(problem.placement, problem.costs, rank), 0.0
         if problem.recomputes:
             footprints = [problem.footprints[stage] for stage in problem.stages_of[rank]]
-            each, once = sum(one.dropped for one in footprints), max(one.restored for one in footprints)
+            each, once = (
+                sum(footprint.dropped for footprint in footprints),
+                max(footprint.restored for footprint in footprints),
+            )
         if each > 0:
             fitting.append((limit - once) / each)
     return min(fitting, default=problem.num_ranks)

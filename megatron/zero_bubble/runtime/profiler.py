@@ -74,7 +74,7 @@ class Profiler:
     def add(self, ops: Sequence[MeasuredOp]) -> None:
         """Add the operations of one step, but for pairs, whose time is not the time of either operation."""
         paired = {op for pair in pairs([measured.op for measured in ops]) for op in pair}
-        recomputed = {(one.op.chunk, one.op.microbatch) for one in ops if one.op.kind is OpKind.R}
+        recomputed = {(run.op.chunk, run.op.microbatch) for run in ops if run.op.kind is OpKind.R}
         for measured in ops:
             kind, microbatch, chunk = measured.op
             if measured.op in paired:
@@ -259,7 +259,7 @@ def combine_costs(
         memory_w=tuple(map(operator.sub, left, waiting)),
         memory_r=tuple(max(0.0, restored) for restored in most(memory, OpKind.R)),
         **{
-            KINDS[kind].link: tuple(max(one.copied.get(kind, 0.0) for one in replicas) for replicas in stages)
+            KINDS[kind].link: tuple(max(replica.copied.get(kind, 0.0) for replica in replicas) for replicas in stages)
             for kind in COPIES
         },
         memory_d=tuple(max(0.0, min(replica.released for replica in replicas)) for replicas in stages),

@@ -247,8 +247,8 @@ class Replanner:
         without_waits = simulate(running, costs).cost
         if span > without_waits * (1 + TOLERANCE):
             costs = with_measured_span(costs, running, span)
-        found = tuple(differences(old.costs, costs))
-        if not found:
+        changes = tuple(differences(old.costs, costs))
+        if not changes:
             return None
         self._profile, self._step = replace(old, costs=costs, noise=measured.noise), self._check_at
         if self._megatrons is not None:
@@ -264,7 +264,7 @@ class Replanner:
         is_new = self._plan.adapts and before > after * (1 + _WORTHWHILE)
         self._adopt(plan if is_new else self._current, num_microbatches)
         prediction = self.predict(self._current.schedule(num_microbatches))
-        self._report(Report(prediction, is_new, limit, self._step, found))
+        self._report(Report(prediction, is_new, limit, self._step, changes))
         return plan if is_new else None
 
     def predict(self, schedule: Schedule) -> Prediction:

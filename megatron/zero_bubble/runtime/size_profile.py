@@ -57,7 +57,7 @@ class SizeProfile:
         sizes = self._sizes.pop(step, None)
         if sizes is None:
             return
-        restored = {(one.op.chunk, one.op.microbatch): one.held for one in ops if one.op.kind is OpKind.R}
+        restored = {(run.op.chunk, run.op.microbatch): run.held for run in ops if run.op.kind is OpKind.R}
         for measured in ops:
             kind, microbatch, chunk = measured.op
             if not KINDS[kind].time:
@@ -148,10 +148,10 @@ def _fit(samples: Sequence[tuple[MicrobatchSize, float]]) -> Curve:
     for count in (1, 2, 3):
         for parts in map(list, combinations((1, 2, 0), count)):
             columns = (features / scale)[:, parts]
-            found = nonnegative_least_squares(columns, values)
-            residual = float(np.square(columns @ found - values).sum())
+            coefficients = nonnegative_least_squares(columns, values)
+            residual = float(np.square(columns @ coefficients - values).sum())
             if residual < least * _BETTER:
                 whole = np.zeros(3)
-                whole[parts] = found / scale[parts]
+                whole[parts] = coefficients / scale[parts]
                 best, least = Curve(*(sign * whole).tolist()), residual
     return best

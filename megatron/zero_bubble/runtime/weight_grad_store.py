@@ -102,7 +102,7 @@ class WeightGradStore:
     def bytes_since(self, num_put: int) -> int:
         """Bytes held by the weight gradients that the current B has put after the first `num_put`."""
         deferred = self._bundle[num_put:]
-        return sum({cdata: size for one in deferred for cdata, size in one.held.items()}.values())
+        return sum({cdata: size for gradient in deferred for cdata, size in gradient.held.items()}.values())
 
     def _start_bundle(self) -> None:
         self.num_flushed += 1

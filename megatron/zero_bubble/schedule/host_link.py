@@ -92,7 +92,7 @@ def check_copies(schedule: Schedule, rank: int) -> None:
         if op._replace(kind=OpKind.H) not in ops:
             raise schedule.invalid(f"rank {rank} lacks {op._replace(kind=OpKind.H)} for {op}")
         others = (op._replace(kind=kind) for kind in (OpKind.R, *sorted(PAIRED)))
-        other = next((one for one in others if one in ops), None)
+        other = next((candidate for candidate in others if candidate in ops), None)
         if op._replace(kind=OpKind.F) in in_pairs:
             other = op._replace(kind=OpKind.F)
         if other is not None:

@@ -226,24 +226,24 @@ class _Simulation:
             time, plain_waits, waits, slots, sending = step
             start = free
             for slot, transit in plain_waits:
-                made = ends[slot + microbatch]
-                if made is None:
+                result_at = ends[slot + microbatch]
+                if result_at is None:
                     blocked.setdefault(slot + microbatch, []).append(rank)
                     return free
-                if transit is not None and made + transit > start:
-                    start = made + transit
+                if transit is not None and result_at + transit > start:
+                    start = result_at + transit
             for slot, num_before, is_optional, transit, occupies in waits:
                 if microbatch < num_before or (is_optional and not is_made[slot + microbatch]):
                     continue
-                made = ends[slot + microbatch]
-                if made is None:
+                result_at = ends[slot + microbatch]
+                if result_at is None:
                     blocked.setdefault(slot + microbatch, []).append(rank)
                     return free
                 if transit is not None:
                     if occupies:
-                        start = max(start, made) + transit
-                    elif made + transit > start:
-                        start = made + transit
+                        start = max(start, result_at) + transit
+                    elif result_at + transit > start:
+                        start = result_at + transit
             if in_pairs and ops[position] in in_pairs:
                 free = self._run_in_pair(rank, position, start, lane, steps, blocked, runnable)
                 continue

@@ -120,9 +120,9 @@ def simulate_reduction(
 
 def _last_gradients(lane: Sequence[TimedOp], num_chunks: int, by_parameter: bool) -> list[tuple[TimedOp, TimedOp]]:
     """For each chunk, the first and the last of the operations that together complete its gradients."""
-    timed = {one.op: one for one in lane}
+    timed = {timed.op: timed for timed in lane}
     last: dict[int, tuple[TimedOp, TimedOp]] = {}
-    ops = [one.op for one in lane]
+    ops = [timed.op for timed in lane]
     for group in run_together(ops) if by_parameter else [(op,) for op in ops]:
         if OpKind.W in KINDS[group[0].kind].makes:
             last[group[0].chunk] = timed[group[0]], timed[group[-1]]

@@ -235,7 +235,7 @@ def _placements(flags: JobFlags, name: str, *, frees_layout: bool) -> tuple[Plac
     if own and not frees_layout:
         return own
     every = all_placements(num_ranks, flags.num_layers)
-    return tuple(dict.fromkeys((*(one for one in every if kind in (None, one.kind)), *own)))
+    return tuple(dict.fromkeys((*(placement for placement in every if kind in (None, placement.kind)), *own)))
 
 
 def _can_recompute(flags: JobFlags) -> bool:

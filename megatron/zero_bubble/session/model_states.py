@@ -122,7 +122,7 @@ def _precision_aware(args: Any) -> int:
     """
     dtypes = [getattr(args, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
     # Megatron-LM's names, or torch's types.
-    copied, *moments = ({"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}.get(one) or one.itemsize for one in dtypes)
+    copied, *moments = ({"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}.get(dtype) or dtype.itemsize for dtype in dtypes)
     has_remainders = args.bf16 and copied == 4 and not getattr(args, "no_store_param_remainders", False)
     return (2 if has_remainders else copied) + sum(moments)
 

@@ -122,9 +122,9 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
     """
     seen, groups = set(listed), []
     for config_class, title in _TITLES.items():
-        new = [one for one in core_flags(config_class) if one.name not in seen]
-        seen.update(one.name for one in new)
-        entries = [(one.name, *one.entry) for one in new]
+        new = [known_flag for known_flag in core_flags(config_class) if known_flag.name not in seen]
+        seen.update(known_flag.name for known_flag in new)
+        entries = [(known_flag.name, *known_flag.entry) for known_flag in new]
         group = make_dataclass(f"{config_class.__name__}Flags", entries, frozen=True, kw_only=True)
         group.__doc__ = title
         groups.append(group)
@@ -134,11 +134,13 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
 def config_values(args: Any, config_class: type) -> dict[str, Any]:
     """The values that the flags give to the fields of a configuration."""
     values = {}
-    for one in core_flags(config_class):
-        value = getattr(args, one.name)
-        if value is None and one.field in ("rope_type", "offload_modules"):
+    for known_flag in core_flags(config_class):
+        value = getattr(args, known_flag.name)
+        if value is None and known_flag.field in ("rope_type", "offload_modules"):
             continue  # the configuration has a default that no flag gives
-        values[one.field] = not value if one.is_negated else _of_field(value, _hints(config_class)[one.field])
+        values[known_flag.field] = (
+            not value if known_flag.is_negated else _of_field(value, _hints(config_class)[known_flag.field])
+        )
     return values
 
 
@@ -192,7 +194,7 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
 
 def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
     """The type of a flag's attribute and the options of `flag` for a field of type `kind`; None if there is no flag."""
-    arguments = [one for one in get_args(kind) if one is not type(None)]
+    arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:
         return bool, {}
     if kind in (int, float, str):
@@ -270,7 +272,7 @@ def _pair(text: str) -> tuple[int, ...]:
 
 def _without_none(hint: Any) -> Any:
     if get_origin(hint) in (Union, UnionType):
-        rest = tuple(one for one in get_args(hint) if one is not type(None))
+        rest = tuple(member for member in get_args(hint) if member is not type(None))
         return Union[rest]  # noqa: UP007
     return hint
 
@@ -282,12 +284,12 @@ def _hints(config_class: type) -> dict[str, Any]:
 
 def _explanations(config_class: type) -> dict[str, str]:
     """For each field the first sentence of the string below it in the source."""
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for owner in reversed(config_class.__mro__[:-1]):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         assert isinstance(definition, ast.ClassDef)
         for field, text in pairwise(definition.body):
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as words)):
-                    found[name] = re.split(r"(?<=[a-z\)])\.\s", " ".join(words.split()))[0].rstrip(".")
-    return found
+                    sentences[name] = re.split(r"(?<=[a-z\)])\.\s", " ".join(words.split()))[0].rstrip(".")
+    return sentences

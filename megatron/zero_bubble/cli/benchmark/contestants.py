@@ -72,18 +72,18 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     batch = flags.num_microbatches * args.micro_batch_size * args.data_parallel_size
     shared += ["--global-batch-size", str(batch)]
     contestants = []
-    for one in (*_chosen(flags), *peers):
-        checked = [*one.words, *shared] if one.program == flags.program else shared
+    for contestant in (*_chosen(flags), *peers):
+        checked = [*contestant.words, *shared] if contestant.program == flags.program else shared
         try:
             finished = _complete(checked, flags, has_cuda)
         except ValueError as error:
-            if one.is_required:
-                raise ValueError(f"{one.name}: {error}") from error
-            print(f"{one.name} left out: {error}", file=sys.stderr)
+            if contestant.is_required:
+                raise ValueError(f"{contestant.name}: {error}") from error
+            print(f"{contestant.name} left out: {error}", file=sys.stderr)
             continue
-        if one.name == BASELINE:
+        if contestant.name == BASELINE:
             args = finished
-        contestants.append(replace(one, spreads_vocabulary=finished.vocabulary_parallel))
+        contestants.append(replace(contestant, spreads_vocabulary=finished.vocabulary_parallel))
     return Competition(tuple(contestants), tuple(shared), args)
 
 

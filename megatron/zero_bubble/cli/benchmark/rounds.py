@@ -34,46 +34,51 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
         RuntimeError: a schedule that the user asked for by name failed.
     """
     competition = gather(flags, torch.cuda.is_available(), peers)
-    turns: dict[str, list[Turn]] = {one.name: [] for one in competition.contestants}
+    turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in competition.contestants}
     costs: _Costs = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(flags.rounds):
-            for one in competition.contestants:
-                if one.name not in turns:
+            for contestant in competition.contestants:
+                if contestant.name not in turns:
                     continue
-                profile = Path(folder) / "profile.json" if one.measures_costs else None
-                turn = _run_turn(one, competition, flags, profile, number)
+                profile = Path(folder) / "profile.json" if contestant.measures_costs else None
+                turn = _run_turn(contestant, competition, flags, profile, number)
                 if turn is None:
-                    del turns[one.name]
+                    del turns[contestant.name]
                     continue
-                turns[one.name].append(turn)
+                turns[contestant.name].append(turn)
                 if profile is not None and profile.exists():
                     costs.setdefault(
-                        (one.placement, one.spreads_vocabulary), profile_from_json(profile.read_text()).costs
+                        (contestant.placement, contestant.spreads_vocabulary),
+                        profile_from_json(profile.read_text()).costs,
                     )
                     profile.unlink()
-    return [_result(one, turns, competition, flags, costs) for one in competition.contestants if one.name in turns]
+    return [
+        _result(contestant, turns, competition, flags, costs)
+        for contestant in competition.contestants
+        if contestant.name in turns
+    ]
 
 
 def _run_turn(
-    one: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
+    contestant: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
     """Run one turn of a contestant. Returns None if it failed and is not required; it then takes no further turn."""
     begin = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
-    print(f"round {number + 1} of {flags.rounds}, {one.name}: trains ...", file=sys.stderr, flush=True)
-    command = [*flags.launcher, *one.program, *one.words, *competition.flags, *output]
+    print(f"round {number + 1} of {flags.rounds}, {contestant.name}: trains ...", file=sys.stderr, flush=True)
+    command = [*flags.launcher, *contestant.program, *contestant.words, *competition.flags, *output]
     # On a CPU each rank has one thread, because the ranks share the cores.
     threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}
     try:
         turn = take_turn(command, {**threads, **os.environ}, flags.warmup, flags.timeout)
     except RuntimeError as error:
-        if one.is_required:
-            raise RuntimeError(f"{one.name}: {error}") from error
-        print(f"{one.name} left out: {error}", file=sys.stderr)
+        if contestant.is_required:
+            raise RuntimeError(f"{contestant.name}: {error}") from error
+        print(f"{contestant.name} left out: {error}", file=sys.stderr)
         return None
     print(
-        f"round {number + 1} of {flags.rounds}, {one.name}: {median(turn.iteration_ms):.1f} ms an iteration "
+        f"round {number + 1} of {flags.rounds}, {contestant.name}: {median(turn.iteration_ms):.1f} ms an iteration "
         f"({time.monotonic() - begin:.0f} s){'' if turn.layout is None else f'; {turn.layout}'}",
         file=sys.stderr,
     )
@@ -81,7 +86,7 @@ def _run_turn(
 
 
 def _result(
-    one: Contestant,
+    contestant: Contestant,
     turns: Mapping[str, list[Turn]],
     competition: Competition,
     flags: BenchmarkFlags,
@@ -91,39 +96,41 @@ def _result(
     batch, length = args.global_batch_size, args.seq_length
     assert batch is not None
     return TrainResult(
-        contestant=one,
-        turns=tuple(turns[one.name]),
+        contestant=contestant,
+        turns=tuple(turns[contestant.name]),
         baseline=tuple(turns[BASELINE]),
         pipeline_size=flags.pipeline_size,
         num_microbatches=flags.num_microbatches,
         tokens=None if length is None else batch * length,
         flops=batch * flops_of_sequence(args) if isinstance(args, Arguments) else None,
         world_size=flags.num_ranks,
-        simulated=_simulated_schedule(one, flags, _stage_costs(one, costs)),
+        simulated=_simulated_schedule(contestant, flags, _stage_costs(contestant, costs)),
     )
 
 
-def _stage_costs(one: Contestant, measured: _Costs) -> StageCosts | None:
+def _stage_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
     """Return the costs of a contestant's stages; those of a whole vocabulary also follow from those of its shards."""
-    if (own := measured.get((one.placement, one.spreads_vocabulary))) is not None or one.spreads_vocabulary:
+    if (
+        own := measured.get((contestant.placement, contestant.spreads_vocabulary))
+    ) is not None or contestant.spreads_vocabulary:
         return own
-    spread = measured.get((one.placement, True))
+    spread = measured.get((contestant.placement, True))
     return None if spread is None else spread.with_whole_vocabulary()
 
 
-def _simulated_schedule(one: Contestant, flags: BenchmarkFlags, costs: StageCosts | None) -> Timeline | None:
-    if one.schedule is None or one.placement is None or costs is None:
+def _simulated_schedule(contestant: Contestant, flags: BenchmarkFlags, costs: StageCosts | None) -> Timeline | None:
+    if contestant.schedule is None or contestant.placement is None or costs is None:
         return None
     try:
         schedule = generate(
-            one.schedule,
-            one.placement.num_ranks,
+            contestant.schedule,
+            contestant.placement.num_ranks,
             flags.num_microbatches,
             costs=costs,
-            num_chunks=one.placement.num_chunks,
-            placement_kind=one.placement.kind,
-            group_size=flags.microbatch_group_size if one.placement.kind == "interleaved" else None,
-            vocabulary_parallel=one.spreads_vocabulary,
+            num_chunks=contestant.placement.num_chunks,
+            placement_kind=contestant.placement.kind,
+            group_size=flags.microbatch_group_size if contestant.placement.kind == "interleaved" else None,
+            vocabulary_parallel=contestant.spreads_vocabulary,
         )
     except ScheduleError:
         return None

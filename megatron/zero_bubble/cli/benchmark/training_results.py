@@ -64,8 +64,8 @@ class TrainResult:
     @property
     def idle(self) -> Idle | None:
         """The median of each part of the measured idle share; None if the training does not measure it."""
-        found = [idle for turn in self.turns for idle in turn.idle]
-        return Idle(median(one.imbalance for one in found), median(one.bubble for one in found)) if found else None
+        idles = [idle for turn in self.turns for idle in turn.idle]
+        return Idle(median(idle.imbalance for idle in idles), median(idle.bubble for idle in idles)) if idles else None
 
     @property
     def predicted_bubble_rate(self) -> float | None:
@@ -143,19 +143,19 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
         *("predicted", "memory (MiB)", "to 1F1B", "95% interval"),
     )
     rows = []
-    for one in results:
-        interval = bootstrap_interval(one.ratios)
+    for result in results:
+        interval = bootstrap_interval(result.ratios)
         rows.append(
             (
-                one.contestant.name,
-                "" if one.tokens_per_second is None else f"{one.tokens_per_second:.0f}",
-                "" if one.tflops is None else f"{one.tflops:.4g}",
-                f"{one.measured:.1f}",
-                f"{one.spread:.1f}",
-                *idle_cells(one.idle),
-                _percent(one.predicted_bubble_rate),
-                f"{one.peak_bytes / 2**20:.0f}",
-                f"{one.ratio:.3f}",
+                result.contestant.name,
+                "" if result.tokens_per_second is None else f"{result.tokens_per_second:.0f}",
+                "" if result.tflops is None else f"{result.tflops:.4g}",
+                f"{result.measured:.1f}",
+                f"{result.spread:.1f}",
+                *idle_cells(result.idle),
+                _percent(result.predicted_bubble_rate),
+                f"{result.peak_bytes / 2**20:.0f}",
+                f"{result.ratio:.3f}",
                 f"{interval[0]:.3f} .. {interval[1]:.3f}" if interval else "",
             )
         )
@@ -174,8 +174,8 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
     baseline, *others = results
     expected = dict(baseline.turns[-1].losses)
     lines = []
-    for one in others:
-        pairs = [(loss, expected[at]) for at, loss in one.turns[-1].losses if at in expected]
+    for result in others:
+        pairs = [(loss, expected[at]) for at, loss in result.turns[-1].losses if at in expected]
         largest = max((abs(loss - other) / abs(other) for loss, other in pairs), default=None)
         if largest is None:
             said = "printed no losses to compare"
@@ -183,16 +183,16 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
             said = f"the same in every digit of all {len(pairs)} lines, up to iteration {max(expected)}"
         else:
             said = f"the same up to {largest:.1e} of their value in {len(pairs)} lines, up to iteration {max(expected)}"
-        lines.append(f"losses of {one.contestant.name} and of {baseline.contestant.name}: {said}")
+        lines.append(f"losses of {result.contestant.name} and of {baseline.contestant.name}: {said}")
     return "\n".join(lines)
 
 
 def train_plot(results: list[TrainResult]) -> str:
     """Return an SVG that plots throughput over peak memory, with a mark for each schedule."""
     series = []
-    for one in results:
-        assert one.tokens_per_second is not None
-        series.append(Series(one.contestant.name, ((one.peak_bytes / 2**20, one.tokens_per_second),)))
+    for result in results:
+        assert result.tokens_per_second is not None
+        series.append(Series(result.contestant.name, ((result.peak_bytes / 2**20, result.tokens_per_second),)))
     first = results[0]
     title = f"{first.pipeline_size} pipeline ranks, {first.num_microbatches} microbatches"
     return to_plot(series, title=title, x_label="peak memory (MiB)", y_label="tokens/s/GPU")

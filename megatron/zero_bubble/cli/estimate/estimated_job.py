@@ -133,10 +133,10 @@ class EstimatedJob:
         F and B are those without full recomputation.
         """
         embedding, *layers, output = (self._unit_costs(unit) for unit in self.count.units)
-        restored = [one.memory_f - self.count.input_bytes for one in layers]
+        restored = [layer.memory_f - self.count.input_bytes for layer in layers]
         layers = [
-            replace(one, time_r=one.time_f, memory_r=memory, num_blocks=1)
-            for one, memory in zip(layers, restored, strict=True)
+            replace(layer, time_r=layer.time_f, memory_r=memory, num_blocks=1)
+            for layer, memory in zip(layers, restored, strict=True)
         ]
         message = self.cluster.message_ms(self.count.input_bytes)
         is_tied = not self.args.untie_embeddings_and_output_weights

@@ -130,7 +130,9 @@ def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = 
     answers = dict(zip(tasks, _in_processes(partial(_answer, job), tasks, _num_processes(job)), strict=True))
     estimates = [answer for answer in answers.values() if isinstance(answer, Estimate)]
     refused = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
-    layout, freed = (one if isinstance(one, LayoutEstimate) else None for one in map(answers.get, (_LAYOUT, _FREED)))
+    layout, freed = (
+        answer if isinstance(answer, LayoutEstimate) else None for answer in map(answers.get, (_LAYOUT, _FREED))
+    )
     return Results(job, estimates, refused, layout, freed)
 
 

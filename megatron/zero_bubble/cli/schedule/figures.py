@@ -157,15 +157,15 @@ def simulated_figures(
     check_size(schedule.placement, schedule.num_microbatches * steps)
     schedules = [schedule, without_post_validation(schedule)]
     if queues is not None:
-        schedules = [one if one.is_lowered else lower(one, costs=costs) for one in schedules]
+        schedules = [schedule if schedule.is_lowered else lower(schedule, costs=costs) for schedule in schedules]
     overlap = flags.overlap_communication
     repeated = repeat(schedules[0], steps)
     timeline = simulate(repeated, costs, overlap_communication=overlap, hardware_queues=queues, lengths=lengths)
     with_it, without = (
         timeline.makespan
         if lengths
-        else iteration_time(one, costs, overlap_communication=overlap, hardware_queues=queues)
-        for one in schedules
+        else iteration_time(schedule, costs, overlap_communication=overlap, hardware_queues=queues)
+        for schedule in schedules
     )
     return ScheduleFigures(
         schedule,

@@ -135,9 +135,9 @@ def _sentences(
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)
     for limit in dict.fromkeys(nearest):
-        found = [(curve.name, curve.points[limit].iteration_time) for curve in curves if limit in curve.points]
-        if found:
-            times = ", ".join(f"{time / fastest.iteration_time:.3f} ({name})" for name, time in found)
+        timed = [(curve.name, curve.points[limit].iteration_time) for curve in curves if limit in curve.points]
+        if timed:
+            times = ", ".join(f"{time / fastest.iteration_time:.3f} ({name})" for name, time in timed)
             yield f"with {100 * (1 - limit / memory):.0f}% less memory, times as long: {times}"
     known = {curve.way for curve in curves}
     left_out = [str(way) for way in WAYS if way not in known]

@@ -138,8 +138,8 @@ def figures_of_all(
             placement = placement_for(name, own.pipeline_size, own.num_chunks, own.placement)
             if placement.kind != "interleaved":
                 own = replace(own, microbatch_group_size=None)
-            made = make_schedule(own, name, limit, post_validation=post_validation)
-            all_figures.append(simulated_figures(own, *made, post_validation=post_validation, queues=queues))
+            planned = make_schedule(own, name, limit, post_validation=post_validation)
+            all_figures.append(simulated_figures(own, *planned, post_validation=post_validation, queues=queues))
         except ScheduleError as error:
             refusal = error
             if chosen:

@@ -147,9 +147,12 @@ class Drawing:
 
     def _labels(self) -> Iterator[tuple[OpKind, float, float]]:
         """Kind and time of an operation, width of its label."""
-        timed = (one for lane in self.timeline.lanes for one in lane if one.op.kind not in POST_VALIDATION)
-        timed = (one for one in timed if one.end > one.start)
-        return ((one.op.kind, float(one.end - one.start), _type_width(self.label(one.op))) for one in timed)
+        timed = (op_time for lane in self.timeline.lanes for op_time in lane if op_time.op.kind not in POST_VALIDATION)
+        timed = (op_time for op_time in timed if op_time.end > op_time.start)
+        return (
+            (op_time.op.kind, float(op_time.end - op_time.start), _type_width(self.label(op_time.op)))
+            for op_time in timed
+        )
 
     def label_size(self, op: Op, width: float) -> float | None:
         """The size of the label of an operation that is so wide; None if it has no room."""
@@ -183,7 +186,7 @@ class Options(TypedDict, total=False):
 
 def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:
     """The drawing; if no width is given it is that of readable labels, and at most `widest`."""
-    made = Drawing(
+    drawing = Drawing(
         timeline,
         title=options.get("title") or timeline.schedule.name,
         time_unit=options.get("time_unit", "ms"),
@@ -194,8 +197,8 @@ def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: U
     )
     width = options.get("width")
     if width is None:
-        width = int(max(_MIN_WIDTH, made.width_for_legend, min(widest, made.width_for_labels)))
-    return replace(made, width=width)
+        width = int(max(_MIN_WIDTH, drawing.width_for_legend, min(widest, drawing.width_for_labels)))
+    return replace(drawing, width=width)
 
 
 def _type_width(label: str) -> float:

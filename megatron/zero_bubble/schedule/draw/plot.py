@@ -21,10 +21,10 @@ class Series(NamedTuple):
 
 def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str, y_from: float = 0) -> str:
     """The plot as text. The axis of x begins at 0, that of y at `y_from`. Every series needs at least one point."""
-    largest_x = max((float(x) for one in series for x, _ in one.points), default=1.0) or 1.0
-    least_y = min((float(y) for one in series for _, y in one.points), default=y_from)
+    largest_x = max((float(x) for curve in series for x, _ in curve.points), default=1.0) or 1.0
+    least_y = min((float(y) for curve in series for _, y in curve.points), default=y_from)
     y_from = min(y_from, least_y)
-    largest_y = y_from + (max((float(y) for one in series for _, y in one.points), default=1.0) - y_from) * 1.05
+    largest_y = y_from + (max((float(y) for curve in series for _, y in curve.points), default=1.0) - y_from) * 1.05
     largest_y = largest_y if largest_y > y_from else y_from + 1.0
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -45,8 +45,8 @@ def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str,
     elements.append(
         f'<g transform="translate(16 {_HEIGHT / 2}) rotate(-90)">{text(0, 0, y_label, anchor="middle")}</g>'
     )
-    for k, one in enumerate(series):
-        elements += _draw(k, one, [at(x, y) for x, y in one.points])
+    for k, curve in enumerate(series):
+        elements += _draw(k, curve, [at(x, y) for x, y in curve.points])
     return canvas.document(_WIDTH, _HEIGHT, elements)
 
 

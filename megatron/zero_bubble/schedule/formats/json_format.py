@@ -98,9 +98,9 @@ def costs_from_json(text: str) -> StageCosts:
 def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
     """The parsed text, if it is an object of the wanted format with these keys. Raises `ScheduleError`."""
     document = parsed(text, wanted)
-    found = set(document) - {"format", "version"} - optional
-    if found != keys:
-        problem = f"lacks {min(keys - found)}" if keys - found else f"has the unknown key {min(found - keys)}"
+    given = set(document) - {"format", "version"} - optional
+    if given != keys:
+        problem = f"lacks {min(keys - given)}" if keys - given else f"has the unknown key {min(given - keys)}"
         raise ScheduleError(f"the {wanted} {problem}")
     return document
 
