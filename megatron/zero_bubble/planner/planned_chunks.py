@@ -148,7 +148,7 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
 
 
 def _slopes(problem: Problem) -> tuple[float, ...]:
-    """How many F more than the next rank a rank begins with, from the most promising on.
+    """How many F more than the next rank a rank begins with, from the most promising on, as far as memory allows.
 
     With 2, which is Megatron's, a rank has F until its first B if F = B. Another one is that for the costs and their
     messages, and another one fills the memory of rank 0.
@@ -156,8 +156,10 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])
     until_b = (f + b + 2 * median(problem.message or (0,))) / f
-    filling = min(_filling_slope(problem), 2 * until_b)
-    return tuple(dict.fromkeys((2, 1, until_b, filling, 1.5, 0.75, 1.25)))
+    filling = _filling_slope(problem)
+    slopes = (2, 1, until_b, min(filling, 2 * until_b), 1.5, 0.75, 1.25)
+    most = inf if problem.recomputes else filling * (1 + 1e-9)
+    return tuple(dict.fromkeys(slope for slope in slopes if slope <= most))
 
 
 def _filling_slope(problem: Problem) -> float:
