@@ -59,6 +59,15 @@ def test_the_memory_of_one_group_tells_that_of_all(groups):
         assert getattr(whole, name) == pytest.approx(getattr(STAGE, name))
 
 
+def test_the_memory_of_all_groups_is_not_underestimated_if_no_r_has_run():
+    """Then F keeps its last group, 60 of the 100; what it keeps of the other group counts as if R restored it, too."""
+    measured = replace(STAGE.in_groups((2,)), memory_r=(0,))
+    whole = measured.with_memory_of_all_groups((2,))
+    assert whole.memory_f == (4 + 2 * 56,)
+    assert whole.memory_r == (2 * 56,)
+    assert whole.memory_f[0] + whole.memory_b[0] + whole.memory_w[0] == 0
+
+
 def test_a_schedule_in_groups_is_simulated_and_counted_in_groups():
     ops = (tuple(map(Op.parse, ["F0", "F1", "R0", "B0", "W0", "R1", "B1", "W1"])),)
     schedule = Schedule("small", Placement("linear", 1), 2, ops, (4,))

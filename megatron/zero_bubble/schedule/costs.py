@@ -271,11 +271,14 @@ class StageCosts:
         columns = {name: list(getattr(self, name)) for name in names}
         for stage, given in enumerate(groups):
             last, first = self._parts(stage, given)
-            kept = self.memory_f[stage] - self.memory_r[stage]
+            restored = self.memory_r[stage]
+            if given > 1 and not restored:  # without R, F keeps the last group for the B that follows at once
+                restored = max(0, self.memory_f[stage] - self.memory_outside[stage])
+            kept = self.memory_f[stage] - restored
             pending = self.memory_f[stage] + self.memory_b[stage]
             after_b = pending + max(0, pending - self.memory_outside[stage]) * (1 / first - 1)
-            columns["memory_r"][stage] /= last
-            dropped = columns["memory_r"][stage] - self.memory_r[stage]
+            columns["memory_r"][stage] = restored / last
+            dropped = restored / last - restored
             self._copy(columns, stage, self.memory_d[stage] and self.memory_d[stage] + dropped)
             columns["memory_f"][stage] = kept + columns["memory_r"][stage]
             columns["memory_b"][stage] = after_b - columns["memory_f"][stage]
