@@ -34,6 +34,9 @@ RULES = (
 )
 """Rules for gaps that are too short for a W, and for an F."""
 
+CHOICES_WITHOUT_PLAN = 5
+"""Sizes of groups that are tried until a plan fits, however large the schedule is."""
+
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
 
@@ -137,7 +140,9 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
         _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
     enough = portfolio.budget // 2
     for groups in choices[1:]:
-        if portfolio.finished or portfolio.budget < enough:
+        # A few more are tried while no plan fits: one microbatch after the other is several times as slow.
+        needs_plan = not portfolio.plans and len(tried) < CHOICES_WITHOUT_PLAN
+        if not needs_plan and (portfolio.finished or portfolio.budget < enough):
             break
         tried.append((portfolio.grouped(problem, GroupPolicy(groups)), groups))
     for _, groups in sorted(tried)[:2]:
