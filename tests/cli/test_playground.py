@@ -197,7 +197,7 @@ def test_a_draft_is_a_plan_too_and_not_better_than_the_whole():
         *TIMES[1:],
     ]
     costs = [ask("picture", words=words, is_draft=is_draft)["figures"]["cost"] for is_draft in (True, False)]
-    assert costs[0] > costs[1]
+    assert costs[0] >= costs[1]
 
 
 def test_the_page_comes_with_its_first_pictures(tmp_path, capsys):
