@@ -15,10 +15,11 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -174,19 +175,13 @@ def small_files(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@contextmanager
-def failing(owner: Any, name: str) -> Iterator[None]:
+def failing(owner: Any, name: str) -> AbstractContextManager[Any]:
     """Within, this function finds the disk full."""
 
     def fail(*args: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    original = getattr(owner, name)
-    setattr(owner, name, fail)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return mock.patch.object(owner, name, fail)
 
 
 def disk_faults() -> dict[str, Any]:

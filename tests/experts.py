@@ -1,4 +1,4 @@
-"""What tests of experts have in common."""
+"""The flag for pairs, and a plan with them, for tests of models with experts."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def check_runs(trainings: Trainings, model: str, *runs: str) -> None:
         found = re.search(r"copied to the host and back: (\d+) of", printed)
         assert found is not None, printed
         assert int(found[1]) > 0
-        assert ("groups of layers in which each stage restores activations: 2, " in printed) == (run == "in groups")
+        assert ("groups of layers in which each stage restores activations: 2, 2" in printed) == (run == "in groups")
         predicted = re.search(r"peak activations of each rank \(MiB\): (.*)", printed)
         assert predicted is not None
         for rank, peak in enumerate(predicted[1].split(", ")):

@@ -131,7 +131,7 @@ def test_a_training_on_varied_lengths_resumes(trainings: MegatronTrainings) -> N
 
 
 def test_an_order_is_planned_while_the_step_before_runs(trainings: MegatronTrainings) -> None:
-    """Of six iterations the first two are measured, and the third is planned at its beginning."""
+    """Iterations 1 and 2 are measured. Iteration 3 is planned when it begins, and later ones while another runs."""
     output = trainings.output(f"{ORDER_FREE} {PLANNED_ORDER}")
     hidden = re.findall(r"microbatch order: \S+ times as fast, planned in \S+ ms, (.*?) \|", output)
     assert len(hidden) == 4

@@ -199,7 +199,7 @@ def test_a_worker_that_ignores_sigterm_ends_with_its_program(told_and_ends, end:
 
 
 def test_the_end_of_another_process_is_one_line(told_and_ends):
-    """Of all programs only the one with an error of its own prints a traceback."""
+    """A program prints a traceback only for an error of its own."""
     told = told_and_ends[0]
     assert told.count("Traceback (most recent call last)") == 1
     assert "RuntimeError: an error" in told

@@ -6,9 +6,7 @@ from functools import partial
 
 from megatron.zero_bubble.planner.memory_limit import one_f_one_b_peaks
 from megatron.zero_bubble.planner.planned_chunks import best_in_groups
-from megatron.zero_bubble.planner.portfolio import (
-    recomputed_where_needed,
-)
+from megatron.zero_bubble.planner.portfolio import recomputed_where_needed
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import PlanRequest, with_room_for_shards
 from megatron.zero_bubble.planner.v_shaped import best_in_v

@@ -100,10 +100,10 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         infeasible = [error for error in search.refused if isinstance(error, Infeasible)]
         raise min(infeasible, key=lambda error: error.smallest_limit) if infeasible else search.refused[0]
     if request.partition is None:
-        for plan in search.best(MOVED_OF_SMALL, WORTH_MOVING) if search.is_small else search.best(MOVED, PROMISING):
+        for plan in search.best(*search.worth_moving):
             search.move_layers(plan)
     for num_best, divisor in search.rounds:
-        for plan in search.best(num_best, PROMISING**2 if search.is_small else PROMISING):
+        for plan in search.best(num_best, search.promising):
             search.improve(plan, request.effort // divisor)
     search.improve_usual()
     plans = search.expected()
@@ -141,6 +141,16 @@ class _Search:
         if self.request.effort <= QUICK_EFFORT:
             return QUICK_ROUNDS
         return ROUNDS if self._num_operations < LARGE else ROUNDS_OF_LARGE
+
+    @property
+    def promising(self) -> float:
+        """A layout is planned with more effort if its plan takes at most this much longer than the best one."""
+        return PROMISING**2 if self.is_small else PROMISING
+
+    @property
+    def worth_moving(self) -> tuple[int, float]:
+        """How many of the best plans are tried with other partitions, and how much longer than the best they take."""
+        return (MOVED_OF_SMALL, WORTH_MOVING) if self.is_small else (MOVED, PROMISING)
 
     @property
     def best_time(self) -> float:

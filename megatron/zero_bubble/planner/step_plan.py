@@ -36,7 +36,7 @@ class StepPlan(NamedTuple):
 
 
 class StepRules(NamedTuple):
-    """What every step is planned with."""
+    """The schedules, limits and freedoms that all steps of a run share."""
 
     plan: RunSchedules
     """The schedules of the run, without post-validation."""
@@ -53,7 +53,7 @@ class StepProblem:
     """A step to plan.
 
     Attributes:
-        rules: what it is planned with.
+        rules: shared by all steps of the run.
         costs: by size of a microbatch.
         sizes: of the microbatches, in the order of the data.
     """

@@ -70,7 +70,7 @@ class StepDecision(NamedTuple):
     level: int = 0
     """Above 0 if a schedule for less memory takes the place of the run's (see `plan_step`)."""
     schedule: Schedule | None = None
-    """That schedule for less memory; None at level 0."""
+    """The schedule for less memory; None at level 0, where the run's own schedule runs."""
     order: MicrobatchOrder | None = None
     """The order as it was planned for these sizes; None for the order of the data, or that of an earlier plan."""
     milliseconds: float = 0.0

@@ -13,7 +13,7 @@ from megatron.zero_bubble.trainer.model_count import attention_kernel, rank_toke
 
 
 def check_memory(args: Arguments) -> None:
-    """Refuse a model that cannot fit in the memory of a rank, by lower bounds of what a rank holds.
+    """Refuse a model if a lower bound on its memory exceeds the memory of a rank.
 
     The vocabulary counts once the tokenizer is known.
 
