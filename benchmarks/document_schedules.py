@@ -1,4 +1,4 @@
-"""Bring docs/schedules.md up to date: the pictures, and the tables between its "generated" marks.
+"""Bring docs/schedules.md up to date: the pictures, and the table between its "generated" marks.
 
     python -m benchmarks.document_schedules
 
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.published import PUBLISHED, PublishedModel, costs_of
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
-from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import ENTRIES
-from megatron.zero_bubble.schedule import ScheduleError, lower, simulate, validate
+from megatron.zero_bubble.schedule import Timeline, lower, simulate, validate
 from megatron.zero_bubble.schedule.draw import to_svg
-from megatron.zero_bubble.schedule.kinds import SENDS
 from megatron.zero_bubble.session.files import write_file
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
@@ -29,6 +29,25 @@ _PROG = "benchmarks.document_schedules"
 RANKS, MICROBATCHES = 4, 8
 TIMES = (10.0, 9.0, 7.0, 0.3)
 """Milliseconds of F, B, W and a message in the pictures; unequal, as in real trainings, so that each can be seen."""
+
+USES = {
+    "gpipe": "comparison",
+    "1f1b": "comparison",
+    "interleaved-1f1b": "comparison",
+    "interleaved-pairs": "experts, comparison",
+    "dualpipe-v": "experts, comparison",
+    "zb-h1": "one chunk a rank, the same order in every run",
+    "zb-h2": "twice the memory, the same order in every run",
+    "zb-1p": "one chunk a rank",
+    "zb-2p": "twice the memory",
+    "auto": "several chunks a rank, uneven stages, any memory limit",
+    "optimal": "proofs for small problems",
+    "zb-v": "two chunks a rank",
+    "v-half": "little memory",
+    "v-min": "least memory",
+    "interleaved-zb": "several chunks a rank, the same order in every run",
+}
+"""When to use each schedule."""
 
 EXCHANGED = 0.3
 """The part of F and B, in the pictures of schedules with pairs, in which tokens are exchanged between experts."""
@@ -50,38 +69,55 @@ def pictures(folder: Path) -> str:
         validate(lower(schedule))
         timeline = simulate(schedule, costs)
         write_file(folder / f"{name}.svg", to_svg(timeline, width=1000))
-        parts.append(
-            f"### {name}\n\n{entry.summary[0].upper()}{entry.summary[1:]}.\n\n![{name}](schedules/{name}.svg)\n"
-        )
+        parts.append(f"### {name}\n\n![{name}](schedules/{name}.svg)\n")
     return "\n".join(parts)
 
 
 def comparison() -> str:
-    """Return a Markdown table: bubble rate, peak memory and messages of every schedule for every published model."""
-    heads = ["schedule"]
-    rows = [[name] for name, entry in ENTRIES.items() if not entry.is_slow]
-    for title, model in PUBLISHED.items():
-        heads += [f"{title}: bubble", "memory", "messages"]
-        for row in rows:
-            row += _figures(row[0], model)
-    return table(heads, rows, markdown=True)
+    """Return a Markdown table with a row for every schedule: method, simulated bubble and memory, and use.
+
+    A range spans the published models. The first bubble is a share of the makespan, the second one of the cost, where
+    iterations interlock. Memory is the peak of the fullest rank in p M_B.
+    """
+    heads = ("schedule", "placement", "method", "bubble", "interlocked", "memory", "use")
+    rows = (heads, ("---",) * len(heads), *(row(name) for name in ENTRIES))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
-def _figures(name: str, model: PublishedModel) -> tuple[str, str, str]:
-    """Return the bubble rate, the peak memory in p M_B and the number of messages as a multiple of 1F1B's, as text."""
+def row(name: str) -> tuple[str, ...]:
+    """Return the cells of a schedule's row."""
+    entry = ENTRIES[name]
+    placement = "any" if entry.takes_placement else "V" if entry.placement == "v" else entry.placement
+    figures = ("", "", "") if entry.is_slow else _ranges(name)
+    return f"`{name}`", placement, entry.summary, *figures, USES[name]
+
+
+def _ranges(name: str) -> tuple[str, str, str]:
+    """Return the ranges of both bubble rates and of the memory over the published models, as text."""
+    timelines = [_timeline(name, model) for model in PUBLISHED.values()]
+    alone = [100 * (1 - max(each.work) / each.makespan) for each in timelines]
+    interlocked = [100 * each.bubble_rate for each in timelines]
+    memory = [
+        max(each.peak_memory) / model.num_ranks for each, model in zip(timelines, PUBLISHED.values(), strict=True)
+    ]
+    return _range(alone, 1, "%"), _range(interlocked, 1, "%"), _range(memory, 2, "")
+
+
+def _range(values: Sequence[float], digits: int, unit: str) -> str:
+    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return f"{least}{unit}" if least == most else f"{least}-{most}{unit}"
+
+
+def _timeline(name: str, model: PublishedModel) -> Timeline:
+    """Simulate a schedule at the costs of a model; `auto` with two interleaved chunks in megatron-core's memory."""
     costs = costs_of(name, model.num_ranks, model.times)
-    try:
-        schedule = generate(name, model.num_ranks, model.num_microbatches, costs=costs)
-    except ScheduleError:
-        return "-", "-", "-"
-    timeline = simulate(schedule, costs)
-    messages = sum(op.kind in SENDS for ops in lower(schedule).ops for op in ops)
-    plain = 2 * (model.num_ranks - 1) * model.num_microbatches
-    return (
-        f"{100 * timeline.bubble_rate:.2f}%",
-        f"{max(timeline.peak_memory) / model.num_ranks:.2f}",
-        f"{messages / plain:.2f}",
-    )
+    options: dict[str, Any] = {}
+    if name == "auto":
+        like = "interleaved-1f1b"
+        costs = costs_of(like, model.num_ranks, model.times)
+        peak = max(simulate(generate(like, model.num_ranks, model.num_microbatches), costs).peak_memory)
+        options = {"num_chunks": 2, "memory_limit": peak}
+    return simulate(generate(name, model.num_ranks, model.num_microbatches, costs=costs, **options), costs)
 
 
 def fill(page: str, mark: str, contents: str) -> str:

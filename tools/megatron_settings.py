@@ -1,8 +1,7 @@
-"""Lists the fields of megatron-core's configuration classes and the flags of Megatron-LM, and documents them.
+"""Lists the fields of megatron-core's configuration classes and the flags of Megatron-LM.
 
     python -m tools.megatron_settings names SOURCE ...    prints the names in a version's sources
     python -m tools.megatron_settings missing SOURCE ...  prints those that the table does not classify; ends with 1
-    python -m tools.megatron_settings page                prints docs/megatron_settings.md
 
 A SOURCE is a checkout of Megatron-LM, or a wheel of megatron-core; a file that several sources have is read from the
 first. Nothing in them is run, so that any Python reads any version. `tests/tools/megatron_settings` has the names in
@@ -25,19 +24,11 @@ import ast
 import sys
 import textwrap
 import zipfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import (
-    GROUPS,
-    effects,
-    flag_of_setting,
-    is_class_without_effect,
-)
-from megatron.zero_bubble.mcore.compatibility.refusals import WITH_EVERY_SCHEDULE, WITH_FEATURES
-from megatron.zero_bubble.mcore.compatibility.setting_rows import Effect, Refusal
+from megatron.zero_bubble.mcore.compatibility.compatibility_table import effects, is_class_without_effect
 
 RECORDS = Path(__file__).parents[1] / "tests" / "tools" / "megatron_settings"
 _PARSERS = ("megatron/training/arguments.py", "megatron/post_training/arguments.py")
@@ -206,75 +197,7 @@ def recorded() -> dict[str, SettingNames]:
     return {file.stem: SettingNames.parse(file.read_text()) for file in files}
 
 
-_INTRODUCTION = """\
-# Megatron's settings
-
-<!-- python -m tools.megatron_settings page > docs/megatron_settings.md -->
-The settings of megatron-core and Megatron-LM, from {first} to {last}, that a zero-bubble schedule refuses or handles:
-under the launcher, and in a training loop of your own. A setting that is not on this page works, or has no effect on a
-schedule. A setting without a flag is written without dashes. The trainer of this project takes [other
-flags](megatron_flags.md).
-
-{counts}
-
-A test fails when a version has a setting that `megatron/zero_bubble/mcore/compatibility` does not classify. That folder
-has the reason for every setting, and this page is made from it.
-
-A refused flag ends the job with one line before Megatron-LM prints its arguments. A field that a script sets elsewhere
-is refused when the model is built or when the schedule first runs.
-"""
-
-
-def page(versions: Mapping[str, SettingNames]) -> str:
-    """The text of docs/megatron_settings.md."""
-    flags = _flags_of_settings(versions)
-    counts = Counter(effect for _, effect in effects())
-    introduction = _INTRODUCTION.format(
-        first=next(iter(versions)),
-        last=list(versions)[-1],
-        counts="\n".join(["| settings | |", "|---|---|", *(f"| {counts[each]} | {each.value} |" for each in Effect)]),
-    )
-    parts = [introduction, "## Refused with every schedule\n", _refusals(WITH_EVERY_SCHEDULE, flags)]
-    parts += ["## Refused with a feature\n", "Without the feature these settings work.\n"]
-    parts += [_refusals(WITH_FEATURES, flags)]
-    handled = [
-        f"| {group.title} | {group.reason} | {_names(group.names, flags)} |"
-        for group in GROUPS
-        if group.effect is Effect.HANDLED
-    ]
-    parts += ["## Handled\n", "\n".join(["| | what is done | settings |", "|---|---|---|", *handled]) + "\n"]
-    return "\n".join(parts)
-
-
-def _refusals(table: Sequence[Refusal], flags: Mapping[str, str]) -> str:
-    lines = ["| setting | refused with | why | instead |", "|---|---|---|---|"]
-    for row in table:
-        features = ", ".join(f"`{each.value}`" if each.value.startswith("--") else each.value for each in row.features)
-        names = f"{_names(row.names, flags)} {row.condition}".strip()
-        lines.append(f"| {names} | {features or 'every schedule'} | {row.reason} | {row.instead} |")
-    return "\n".join(lines) + "\n"
-
-
-def _names(names: str, flags: Mapping[str, str]) -> str:
-    return " ".join(f"`{flags.get(name, name)}`" for name in names.split())
-
-
-def _flags_of_settings(versions: Mapping[str, SettingNames]) -> dict[str, str]:
-    """A flag for each setting that has one, as the newest version spells it."""
-    flags: dict[str, str] = {}
-    for names in versions.values():
-        first: dict[str, str] = {}
-        for flag, name in names.flags.items():
-            if name not in first or flag == flag_of_setting(name):
-                first[name] = flag
-        flags.update(first)
-    return flags
-
-
 def main(command: str = "", *given: str) -> int:
-    if command == "page":
-        print(page(recorded()), end="")
-        return 0
     if command not in ("names", "missing") or not given:
         print(__doc__, file=sys.stderr)
         return 2

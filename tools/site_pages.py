@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for the documentation site: pages from outside of docs/, links out of docs/, and the playground.
+"""Hooks of mkdocs for the documentation site: pages from outside of docs/, links, generated tables, the playground.
 
 README.md is the site's first page; CONTRIBUTING.md and CHANGELOG.md are pages, too. Their links and those to them are
 written for the repository, and are changed here to what they are on the site. Links to source files become plain text.
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+
+from tools.reference_tables import with_tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
@@ -32,14 +34,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Change the links of a page; show the playground where it has been built."""
+    """Change the links of a page, and add its generated tables; show the playground where it has been built."""
     if page.file.src_uri in PAGES.values():
         return markdown
     address = config["extra"]["playground"]
     if page.file.src_uri == "playground.md" and (PLAYGROUND.is_dir() or "://" in address):
         markdown += f'\n<a href="{address}">In a window of its own</a>\n'
         markdown += f'\n<iframe class="playground" src="{address}" title="The playground"></iframe>\n'
-    return site_text(markdown, "../")
+    return site_text(with_tables(markdown), "../")
 
 
 def site_text(markdown: str, root: str) -> str:

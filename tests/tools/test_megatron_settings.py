@@ -1,4 +1,4 @@
-"""Every setting of every supported version of Megatron is in the table, and the documentation has the table."""
+"""Every setting of every supported version of Megatron is in the table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.zero_bubble.launcher.hooks import minor_version
 from megatron.zero_bubble.launcher.launch import SUPPORTED
 from megatron.zero_bubble.mcore.compatibility.compatibility_table import effects, flag_of_setting
 from megatron.zero_bubble.mcore.compatibility.refusals import REFUSALS
-from tools.megatron_settings import SettingNames, main, page, recorded
+from tools.megatron_settings import SettingNames, main, recorded
 
 VERSIONS = recorded()
 CORE = Path(importlib.import_module("megatron.core").__path__[0])
@@ -74,11 +74,6 @@ def test_the_flags_of_refused_settings_are_megatron_lms():
     with_flag = {name for _, name in flags}
     for name in {name for row in REFUSALS for name in row.names.split()} & with_flag:
         assert (flag_of_setting(name), name) in flags
-
-
-def test_the_page_of_the_documentation_is_made_from_the_table():
-    """`python -m tools.megatron_settings page > docs/megatron_settings.md`"""
-    assert Path("docs/megatron_settings.md").read_text() == page(VERSIONS)
 
 
 def test_the_record_of_the_installed_version_is_right():

@@ -10,7 +10,7 @@ from megatron.zero_bubble.trainer.arguments import FLAG_GROUPS
 from tests.launch import ROOT
 from tests.trainer.test_arguments import IN_USE_ELSEWHERE, WITHOUT_OUR_NAME
 
-SECTIONS = ("The same, with a difference", "Accepted without effect", "Elsewhere")
+SECTIONS = ("The same, with a difference", "Elsewhere")
 
 
 def flags_of_sections() -> dict[str, set[str]]:
@@ -34,15 +34,6 @@ def test_the_page_and_the_parser_know_the_same_flags() -> None:
     known = {*parser._option_string_actions} - ours - {*IN_USE_ELSEWHERE.split(), "--help", "-h"}
     assert listed["The same, with a difference"] <= known
     assert not known & listed["Elsewhere"]
-    without_effect = {
-        f"--{entry.replace('_', '-')}"
-        for group in FLAG_GROUPS
-        for entry, field in group.__dataclass_fields__.items()
-        if field.metadata.get("help", "").startswith("accepted without effect")
-    }
-    assert listed["Accepted without effect"] == (without_effect - {*IN_USE_ELSEWHERE.split()}) | {
-        "--no-position-embedding"
-    }
 
 
 def test_every_flag_of_zero_bubble_is_on_the_page_about_training() -> None:
