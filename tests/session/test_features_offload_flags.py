@@ -44,7 +44,8 @@ def test_planned_schedules_may_offload(name):
         ({"variable_seq_lengths": True}, "the order of microbatches is planned anew in every step"),
         ({"use_torch_fsdp2": True}, "would copy the parameters that --use-torch-fsdp2 gathers"),
         ({"fp8": "e4m3"}, "tensors of these types are not copied"),
-        ({"transformer_impl": "transformer_engine"}, "is not tested with Transformer Engine"),
+        ({"transformer_impl": "transformer_engine"}, "use local, or --zero-bubble-recompute planned"),
+        ({"recompute_granularity": "full"}, "--recompute-granularity full: nothing that is recomputed is copied"),
         ({"overlap_moe_expert_parallel_comm": True}, "a forward that runs in a pair is not copied"),
     ],
 )

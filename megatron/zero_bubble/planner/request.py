@@ -199,6 +199,11 @@ class PlanRequest:
             raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with {what}")
         if self.pairs and self.offloads:
             raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with offload")
+        if self.recompute is Recompute.FULL and self.offloads:
+            raise ScheduleError(
+                f"schedule {name}: nothing that is recomputed is copied to the host: ask for planned recomputation in "
+                "place of full, or for no offload"
+            )
         if self.recompute is Recompute.NONE:
             costs = costs.keeping_everything()
         if limits is not None:

@@ -9,6 +9,7 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Placement, iteration_time, with_post_validation
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
+from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -88,6 +89,12 @@ def check_offload(flags: JobFlags) -> None:
         raise ValueError(
             f"{OFFLOAD_FLAG} and --zero-bubble-microbatch-order planned: leave one out, because orders are not planned "
             "for copies"
+        )
+    if flags.recompute is Recompute.FULL:
+        raise ValueError(
+            f"{OFFLOAD_FLAG} and --recompute-granularity full: nothing that is recomputed is copied: give "
+            "--zero-bubble-recompute planned in place of --recompute-granularity, and the plan drops some activations "
+            "and copies others"
         )
     if flags.use_torch_fsdp2:
         raise ValueError(f"{OFFLOAD_FLAG}: it would copy the parameters that --use-torch-fsdp2 gathers: leave one out")

@@ -257,8 +257,8 @@ WITH_FEATURES = (
         Refusal("variable_seq_lengths", "the order of microbatches is planned anew in every step"),
         Refusal(
             "transformer_impl",
-            "offload is not tested with Transformer Engine",
-            "use local",
+            "copying the tensors that Transformer Engine keeps for W has not been tested",
+            "use local, or --zero-bubble-recompute planned, which saves memory with Transformer Engine",
             condition="`transformer_engine`",
             when=lambda value, settings: value == "transformer_engine",
         ),
