@@ -31,7 +31,7 @@ from megatron.zero_bubble.cli.output import percent, table
 RECIPES = Path(__file__).resolve().parents[1] / "examples" / "recipes"
 CLUSTER = ("--device-tflops", "989", "--mfu", "0.45", "--interconnect-bandwidth", "50")
 """H100: bf16 peak, and one 400 Gbit/s link a device."""
-_HEADS = ("recipe", "p, v, m", "(p-1)/(v m)", "bubble", "idle", "GiB", "chosen", "bubble", "idle", "GiB", "gain")
+_HEADS = ("recipe", "p, v, m", "bubble", "idle", "GiB", "chosen", "idle", "GiB", "gain")
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,9 @@ class RecipeGain:
         return (
             self.recipe.name,
             f"{p}, {v}, {m}",
-            percent((p - 1) / (v * m)),
             *_figures(self.published),
             f"{placement.kind}, {placement.num_chunks}{shards}",
-            *_figures(self.chosen),
+            *_figures(self.chosen)[1:],
             f"{self.times:.3f}",
         )
 
