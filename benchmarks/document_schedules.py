@@ -36,8 +36,8 @@ USES = {
     "interleaved-1f1b": "comparison",
     "interleaved-pairs": "experts, comparison",
     "dualpipe-v": "experts, comparison",
-    "zb-h1": "one chunk a rank, the same order in every run",
-    "zb-h2": "twice the memory, the same order in every run",
+    "zb-h1": "one chunk a rank, an order that depends on no costs",
+    "zb-h2": "twice the memory, an order that depends on no costs",
     "zb-1p": "one chunk a rank",
     "zb-2p": "twice the memory",
     "auto": "several chunks a rank, uneven stages, any memory limit",
@@ -45,7 +45,7 @@ USES = {
     "zb-v": "two chunks a rank",
     "v-half": "little memory",
     "v-min": "least memory",
-    "interleaved-zb": "several chunks a rank, the same order in every run",
+    "interleaved-zb": "several chunks a rank, an order that depends on no costs",
 }
 """When to use each schedule."""
 
