@@ -27,7 +27,7 @@ def profile_of(result: Result) -> Profile:
         for rank, record in enumerate(step):
             profilers[rank].add(_measured_ops(schedule, rank, record))
     gathered = [(profiler.costs(), edges) for profiler, edges in zip(profilers, result.edges, strict=True)]
-    costs, noise, _ = combine_costs(schedule.placement, gathered)
+    costs, noise, *_ = combine_costs(schedule.placement, gathered)
     costs = replace(
         costs,
         time_comm=_edges(costs, asked, schedule),

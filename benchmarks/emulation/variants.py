@@ -9,8 +9,10 @@ from dataclasses import replace
 from benchmarks.emulation.arguments import EmulationFlags
 from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_all
 from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.registry import entry_of
 from megatron.zero_bubble.schedule import ScheduleError, Timeline, simulate
 from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _UNPLANNED = {Recompute.NONE: "nothing recomputed", Recompute.FULL: "everything recomputed"}
@@ -22,7 +24,7 @@ def contestants(flags: EmulationFlags) -> list[Timeline]:
 
     After a schedule that recomputes everything comes the one whose B does so. After one with planned recomputations
     come those that recompute nothing and everything under the same limit, where that is possible. After one that copies
-    activations to the host comes the one without a limit.
+    activations to the host comes the one without a limit. After one that is planned with pairs comes the one without.
 
     Raises:
         ScheduleError: a schedule is unknown or not possible at these sizes.
@@ -34,11 +36,16 @@ def contestants(flags: EmulationFlags) -> list[Timeline]:
         return [variant for plan in plans for variant in (plan, *_unplanned(flags, plan))]
     if flags.offloads:
         return [variant for plan in plans for variant in (plan, _without_limit(flags, plan))]
-    return plans
+    return [variant for plan in plans for variant in (plan, *_without_pairs(flags, plan))]
 
 
 def _plans(flags: EmulationFlags, names: list[str] | None) -> list[Timeline]:
     return [one.timeline for one in figures_of_all(flags, names, flags.memory_limit, leaves_out_slow=True)]
+
+
+def _limit(flags: EmulationFlags) -> float | tuple[float, ...] | None:
+    limit = flags.memory_limit
+    return limit[0] if limit is not None and len(limit) == 1 else limit
 
 
 def _recomputing_in_backward(flags: EmulationFlags, plan: Timeline) -> Timeline:
@@ -51,7 +58,7 @@ def _recomputing_in_backward(flags: EmulationFlags, plan: Timeline) -> Timeline:
         costs=costs,
         num_chunks=schedule.num_chunks,
         placement_kind=schedule.placement.kind,
-        memory_limit=flags.memory_limit,
+        memory_limit=_limit(flags),
         group_size=flags.microbatch_group_size if schedule.placement.kind == "interleaved" else None,
     )
     return simulate(replace(without, name=f"{schedule.name}, R in B"), costs)
@@ -61,6 +68,24 @@ def _without_limit(flags: EmulationFlags, plan: Timeline) -> Timeline:
     """Return the schedule of the same name that keeps everything, in the memory that it takes by default."""
     [variant] = _plans(replace(flags, offload=None, recompute=None, memory_limit=None), [plan.schedule.name])
     return replace(variant, schedule=replace(variant.schedule, name=f"{plan.schedule.name}, no limit"))
+
+
+def _without_pairs(flags: EmulationFlags, plan: Timeline) -> Iterator[Timeline]:
+    """Yield the plan of the same name whose forwards and backwards all run alone, if the planner chose pairs."""
+    schedule = plan.schedule
+    if schedule.kinds.isdisjoint(PAIRED) or entry_of(schedule.name).has_pairs:
+        return
+    without = generate(
+        schedule.name,
+        schedule.num_ranks,
+        schedule.num_microbatches,
+        costs=plan.costs,
+        num_chunks=schedule.num_chunks,
+        placement_kind=schedule.placement.kind,
+        memory_limit=_limit(flags),
+        takes_makespan=True,
+    )
+    yield simulate(replace(without, name=f"{schedule.name}, no pairs"), plan.costs)
 
 
 def _unplanned(flags: EmulationFlags, plan: Timeline) -> Iterator[Timeline]:

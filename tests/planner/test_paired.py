@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.schedule import ScheduleError, lower, simulate, validate
+from megatron.zero_bubble.planner.layouts import search_layouts
+from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.schedule import Placement, ScheduleError, lower, simulate, validate
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_pairs
 from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
@@ -127,3 +130,25 @@ def test_uneven_stages_and_slow_messages_work_too():
 def test_recomputation_and_pairs_are_refused_together():
     with pytest.raises(ScheduleError, match="do not work with recomputation"):
         generate("auto", 2, 4, costs=costs_of(2, 1), pairs=True, recompute=Recompute.FULL)
+
+
+@pytest.mark.parametrize("num_microbatches", [7, 40])
+def test_where_no_exchange_is_hidden_the_plan_is_the_plan_without_pairs(num_microbatches):
+    costs = StageCosts.uniform(4, 1, 1.1, 0.9)
+    plans = (planned(4, num_microbatches, 1, "linear", 4.0, costs, pairs) for pairs in (True, False))
+    first, second = plans
+    assert first == second
+
+
+def test_a_layout_with_vocabulary_shards_is_chosen_beside_layouts_with_pairs():
+    """The output takes as long as six layers: hiding the exchanges of the layers gains less than shards do."""
+    layer = UnitCosts(1, 1, 1, 1, -0.5, -0.5, all_to_all_f=0.2, all_to_all_b=0.2)
+    model = ModelCosts(UnitCosts(0.1, 0.1, 0.1), (layer,) * 8, UnitCosts(6, 6, 6))
+    request = PlanRequest(
+        "auto", 8, (Placement("linear", 2),), model, vocabulary_parallel=None, memory_limit=12.0, pairs=True, effort=0
+    )
+    chosen = search_layouts(request)
+    assert (chosen.layout.vocabulary_parallel, chosen.request.pairs) == (True, False)
+    few = search_layouts(replace(request, costs=replace(model, output=UnitCosts(0.1, 0.1, 0.1))))
+    assert (few.layout.vocabulary_parallel, few.request.pairs) == (False, True)
+    assert not few.timeline.schedule.kinds.isdisjoint(PAIRED)

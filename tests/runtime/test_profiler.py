@@ -132,7 +132,7 @@ def test_of_replicas_the_slowest_and_the_fullest_counts():
         ([chunk(0, 2.0, 1.0, 3.5, memory=120.0, noise=0.03)], {0: 0.125}),
         ([chunk(1, 4.0, 6.0, 5.0, noise=0.02)], {}),
     ]
-    costs, noise, _ = combine_costs(LINEAR, gathered)
+    costs, noise, *_ = combine_costs(LINEAR, gathered)
     assert (costs.time_f, costs.time_b, costs.time_w) == ((2.0, 5.0), (2.0, 6.0), (3.5, 5.0))
     assert costs.time_comm == (0.5,)
     assert costs.memory_f == (120.0, 100.0)
@@ -186,6 +186,36 @@ def test_of_pairs_nothing_is_known_about_either_operation():
     profiler.add([*alone, MeasuredOp(Op(F, 1), 2.0, 2.0, 10), MeasuredOp(Op(OpKind.PB, 0), 2.0, 2.004, 0)])
     (costs,) = profiler.costs()
     assert costs.times == {F: pytest.approx(2.0), B: pytest.approx(3.0), W: pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize(
+    ("pair", "hidden"),
+    [(8.0, 1.0), (9.0, 0.5), (9.9, 0.0), (10.3, 0.0)],
+    ids=["hidden", "half hidden", "below the least gain", "longer"],
+)
+@pytest.mark.parametrize("kind", [OpKind.PB, OpKind.PBW])
+def test_of_exchanges_counts_the_part_by_which_pairs_are_shorter_than_their_parts(kind, pair, hidden):
+    """F and B take 5 each, of which 1 is exchanged: one after the other 10, and 8 if all is hidden. W takes none."""
+    profiler = Profiler(LINEAR, rank=0)
+    alone = [
+        MeasuredOp(Op(F, 0), 0.0, 0.005, exchanged=0.001),
+        MeasuredOp(Op(B, 1), 0.0, 0.005, exchanged=0.001),
+        MeasuredOp(Op(W, 1), 0.0, 1e-12),
+    ]
+    profiler.add([*alone, MeasuredOp(Op(F, 1), 2.0, 2.0), MeasuredOp(Op(kind, 0), 2.0, 2.0 + pair / 1000)])
+    (costs,) = profiler.costs()
+    assert costs.exchanged == {F: pytest.approx(hidden, abs=1e-6), B: pytest.approx(hidden, abs=1e-6)}
+    combined = combine_costs(Placement("linear", 1), [([costs], {})])
+    assert combined.ratio_of_pairs == pytest.approx(pair / 10)
+    assert combined.costs.time_of_pair(0, OpKind.PB, 0) == pytest.approx(10 - 2 * hidden, rel=1e-6)
+
+
+def test_without_pairs_no_exchange_counts():
+    profiler = Profiler(LINEAR, rank=0)
+    profiler.add([MeasuredOp(Op(kind, 0), 0.0, 0.005, exchanged=0.002) for kind in (F, B, W)])
+    (costs,) = profiler.costs()
+    assert costs.exchanged == {F: 0.0, B: 0.0}
+    assert combine_costs(Placement("linear", 1), [([costs], {})]).ratio_of_pairs is None
 
 
 def test_exchanges_are_the_fastest_replicas_and_a_part_of_f_and_b():

@@ -354,11 +354,11 @@ def test_while_costs_are_measured_every_stage_recomputes_and_then_no_more_than_i
     assert keeps_all.replanner.to_measure(plan) is plan
 
 
-def test_while_costs_are_measured_nothing_runs_in_pairs():
+def test_while_costs_are_measured_operations_run_alone_and_in_pairs():
     run = Run(RunSchedules.named("dualpipe-v", 1))
     plan = run.plan.schedule(2)
     assert not plan.kinds.isdisjoint(PAIRED)
-    assert run.replanner.to_measure(plan).kinds == {OpKind.F, OpKind.B, OpKind.BW, OpKind.W}
+    assert run.replanner.to_measure(plan).kinds == {OpKind.F, OpKind.B, OpKind.BW, OpKind.W, OpKind.PBW}
     run.steps(3)
     assert run.new_plans == [4], "so that the run goes on with the plan's own schedule"
     assert run.replanner.to_measure(plan) is plan

@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.formats import (
 )
 from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_pairs
-from megatron.zero_bubble.schedule.pairs import apart, check_pairs, in_pairs
+from megatron.zero_bubble.schedule.pairs import apart, check_pairs, half_apart, in_pairs, pairs
 from megatron.zero_bubble.schedule.step_ops import with_post_validation
 from megatron.zero_bubble.schedule.streams import HardwareQueues
 
@@ -159,3 +159,16 @@ def test_dualpipe_v_has_the_published_bubble_and_memory(num_ranks):
     assert max(timeline.peak_memory) == 2 * num_ranks + 1
     with pytest.raises(ScheduleError, match=f"needs at least {2 * num_ranks} microbatches"):
         dualpipe_v(num_ranks, 2 * num_ranks - 1)
+
+
+@pytest.mark.parametrize("schedule", [dualpipe_v(4, 12), interleaved_pairs(4, 12, num_chunks=2), schedule_of(*LINES)])
+def test_half_of_the_pairs_apart_runs_every_operation_of_a_chunk_alone_and_keeps_pairs(schedule):
+    half = half_apart(schedule)
+    assert apart(half) == apart(schedule)
+    validate(lower(half))
+    for lane, whole in zip(half.ops, schedule.ops, strict=True):
+        kept = {op for pair in pairs(lane) for op in pair}
+        assert {(op.kind.value[-1], op.chunk) for op in lane if op not in kept} >= {
+            (op.kind.value[-1], op.chunk) for op in kept
+        }
+        assert 0 < 2 * len(list(pairs(lane))) <= len(list(pairs(whole))) + 2

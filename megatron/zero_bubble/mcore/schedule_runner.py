@@ -37,6 +37,7 @@ from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
 
@@ -84,7 +85,7 @@ class ForwardBackward:
         self._recomputation_store = None if plan.recompute is Recompute.NONE else RecomputationStore()
         self._offload_store = OffloadStore(copy_lane(own_device())) if plan.offloads else None
         self._post_validation = post_validation
-        self._stage_class = PairedStage if pairs else MegatronStage
+        self._pairs = pairs
         self._connections = connections or Connections()
         self._usual_message: TensorSpec | None = None
         self._rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -215,7 +216,9 @@ class ForwardBackward:
 
     def _make_stage(self, call: StepCall, iterators: Sequence[Any], executor: Executor) -> MegatronStage:
         shape, forward_only = call.output_shape, call.forward_only
-        return self._stage_class(
+        # Schedule plans of megatron-core cost time of their own: only a schedule with pairs runs by them.
+        has_pairs = self._pairs and not executor.schedule.kinds.isdisjoint(PAIRED)
+        return (PairedStage if has_pairs else MegatronStage)(
             forward_step_func=call.forward_step_func,
             data_iterators=iterators,
             model_chunks=call.chunks,

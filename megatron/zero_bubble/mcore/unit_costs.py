@@ -43,10 +43,11 @@ from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
 from megatron.zero_bubble.runtime.memory_meter import memory_meter
+from megatron.zero_bubble.runtime.pair_times import PairTime, duration_ratio
 from megatron.zero_bubble.runtime.profiler import Profiler
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import OpKind, Placement, lower
+from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, lower
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 SECONDS = 2.0
@@ -63,7 +64,7 @@ def measure_model(
     seconds: float,
     *,
     pairs: bool = False,
-) -> ModelCosts:
+) -> tuple[ModelCosts, float | None]:
     """Measure the costs of a model's units, and of a message between ranks.
 
     It is a collective call of the whole job, with the same result on every rank.
@@ -77,8 +78,11 @@ def measure_model(
         communicator: the class of the channels over which a message is measured.
         timeout: for one message.
         seconds: time for all units; each is timed at least once, however long that takes.
-        pairs: whether the model will run forwards and backwards as one (see `PairedStage`), so that the exchanges of
-            tokens between experts are measured, too.
+        pairs: whether the model may run forwards and backwards as one (see `PairedStage`), so that each unit runs one
+            pair, too. Exchanges of tokens between experts count as far as the pair hides them.
+
+    Returns:
+        The costs, and how many times as long F and B take as one operation as one after the other; None without pairs.
 
     Raises:
         ValueError: the model is to have pairs, and cannot.
@@ -97,7 +101,7 @@ def measure_model(
     layers = tuple(of_layers[kind] for kind in kinds)
     taken = (measure_beside_compute(models.message, communicate) for communicate in (exchange, collective))
     of_exchange, of_collective = taken
-    return ModelCosts(
+    costs = ModelCosts(
         embedding,
         layers,
         output,
@@ -107,6 +111,7 @@ def measure_model(
         time_between=between,
         spread=spread,
     )
+    return costs, duration_ratio([unit.pairs for units in everyone for unit in units])
 
 
 def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
@@ -172,6 +177,7 @@ class MeasuredUnit(NamedTuple):
     """Largest relative spread of a duration: half the interquartile range over the median."""
     time_between: float
     """Median milliseconds from the end of an operation to the start of the next one."""
+    pairs: PairTime
 
 
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
@@ -209,6 +215,16 @@ def _free() -> None:
     torch.cuda.empty_cache()
 
 
+def _with_a_pair(placement: Placement, own: int) -> Schedule:
+    """A schedule of two microbatches in which rank `own` runs F and B alone, and the other F and B as a pair."""
+    f, b = ((Op(kind, 0), Op(kind, 1)) for kind in (OpKind.F, OpKind.B))
+    weights = (Op(OpKind.W, 0), Op(OpKind.W, 1))
+    paired = (*f, Op(OpKind.PB, 0), b[1], *weights)
+    before, after = (*f, *b, *weights), (f[0], b[0], f[1], b[1], *weights)
+    ops = (*[before] * own, paired, *[after] * (placement.num_ranks - own - 1))
+    return Schedule("a pair", placement, 2, ops)
+
+
 class _UnitRun:
     """Runs one microbatch after another through a unit, and collects what it measures."""
 
@@ -217,7 +233,9 @@ class _UnitRun:
         self._store = WeightGradStore()
         self._model: Any = models.build(units[index], self._store)
         self._placement = Placement("linear", len(units))
-        self._executor = Executor(lower(generate("zb-h1", len(units), 1)), index, MadeUpNeighbours(), self._store)
+        schedule = _with_a_pair(self._placement, index) if pairs else generate("zb-h1", len(units), 1)
+        self._num_microbatches = schedule.num_microbatches
+        self._executor = Executor(lower(schedule), index, MadeUpNeighbours(), self._store)
         self._profiler = Profiler(self._placement, index)
         self._gaps: list[float] = []
         """Milliseconds between two operations."""
@@ -237,7 +255,10 @@ class _UnitRun:
         self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(ops)]
 
     def run(self, recorder: OpRecorder | None = None) -> None:
-        """Run F, B and W of one microbatch. It is the first of two, because DDP reduces gradients with the last one."""
+        """Run F, B and W of one microbatch, or of two with a pair.
+
+        Another one seems to follow, because DDP reduces gradients with the last one.
+        """
         stage_class = partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
         stage = stage_class(
             forward_step_func=self._models.forward_step,
@@ -245,7 +266,7 @@ class _UnitRun:
             model_chunks=[self._model],
             placement=self._placement,
             rank=self._index,
-            num_microbatches=2,
+            num_microbatches=self._num_microbatches + 1,
             output_shape=self._models.message.shape,
             cp_group_size=self._models.context_parallel_size,
             device=self._device,
@@ -278,7 +299,7 @@ class _UnitRun:
             all_to_all_f=min(times[OpKind.F], exchanged.get(OpKind.F, 0.0)),
             all_to_all_b=min(times[OpKind.B], exchanged.get(OpKind.B, 0.0)),
         )
-        return MeasuredUnit(costs, measured.noise, max(0.0, statistics.median(self._gaps)))
+        return MeasuredUnit(costs, measured.noise, max(0.0, statistics.median(self._gaps)), measured.pairs)
 
     def close(self) -> None:
         """Take the model out of DDP, so that it is freed.

@@ -153,17 +153,18 @@ def _in_one_group(request: PlanRequest) -> Schedule:
         raise ScheduleError(f"schedule {name} does not plan recomputation: choose one of {able}")
     if recompute is not Recompute.NONE and entry.has_pairs:
         raise ScheduleError(f"schedule {name} does not recompute: its forwards and backwards run in pairs")
+    pairs = request.pairs and entry.plans_pairs and request.stage_costs.has_all_to_all  # else nothing is gained
     gets_recomputed = recompute is Recompute.FULL and not entry.uses_costs
 
     def search(num_microbatches: int, costs: StageCosts, limits: Limits | None) -> Schedule:
         smaller = replace(request, num_microbatches=num_microbatches, costs=costs, memory_limit=limits)
         schedule = entry.function(smaller)
-        if request.pairs and entry.plans_pairs:
+        if pairs:
             schedule = with_pairs(name, Problem.of(smaller, limits or peak_memory(schedule, costs)), schedule)
         return with_recomputation(schedule) if gets_recomputed else schedule
 
     def make(costs: StageCosts, limits: Limits | None) -> Schedule:
-        for fewer in fewer_microbatches(placement, num_microbatches) if entry.uses_costs and not request.pairs else ():
+        for fewer in fewer_microbatches(placement, num_microbatches) if entry.uses_costs and not pairs else ():
             shorter = search(fewer, costs, limits)
             overlap = request.overlap_communication
             schedule = extended(shorter, num_microbatches, costs, limits, overlap_communication=overlap)

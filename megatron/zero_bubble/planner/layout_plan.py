@@ -64,6 +64,7 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         costs=costs if request.host_rate is None else with_host_link(costs, request.host_rate),
         partition=layout.partition,
         recomputes=(layout.recompute,),
+        pairs=pairs_in(request, layout),
         vocabulary_parallel=layout.vocabulary_parallel,
         memory_limit=limits_of(request, states, request.capacity_of(layout)),
         spread=model.spread,
@@ -77,6 +78,11 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 def with_slowdown(plan: Plan) -> Plan:
     """The plan with its expected time if durations vary as much as the measured durations of the model's units."""
     return replace(plan, slowdown=slowdown(plan.timeline, plan.request.spread, plan.request.time_between))
+
+
+def pairs_in(request: PlanRequest, layout: Layout) -> bool:
+    """Whether plans of the layout may run a forward and a backward as one; with vocabulary shards they do not."""
+    return request.pairs and not layout.vocabulary_parallel
 
 
 def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:

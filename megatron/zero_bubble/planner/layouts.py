@@ -16,7 +16,7 @@ from megatron.zero_bubble.planner.choice import (
     choose,
     named_after_schedule,
 )
-from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, plan_layout, with_slowdown
+from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, pairs_in, plan_layout, with_slowdown
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
 from megatron.zero_bubble.planner.request import QUICK_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.schedule.costs import LARGEST
@@ -283,7 +283,7 @@ class _Search:
             costs = model.of_stages(layout.partition, layout.placement)
         except ScheduleError:
             return 0.0
-        if request.pairs:
+        if pairs_in(request, layout):
             costs = model.computing.of_stages(layout.partition, layout.placement)
         # With recomputation, which is tried later, a rank may hold less.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
@@ -343,5 +343,5 @@ class _Search:
 def _balance(request: PlanRequest, layout: Layout, *, in_blocks: bool = False) -> Balance:
     room = inf if request.capacity is None else request.capacity
     model = model_of(request, layout)
-    model = model.computing if request.pairs else model
+    model = model.computing if pairs_in(request, layout) else model
     return Balance(model, layout.placement, request.num_microbatches, layout.recompute, room, in_blocks=in_blocks)

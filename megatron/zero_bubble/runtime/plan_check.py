@@ -40,7 +40,12 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
     }
     stages = zip(measured.time_r, planned.time_r, measured.time_f, planned.time_f, strict=True)
     times["time_r"] = tuple(r or old_r * f / old_f for r, old_r, f, old_f in stages)
-    return replace(planned, **times)
+    # Exchanges stay as they are, too, but remain parts of F and B.
+    exchanged = {
+        part: tuple(map(min, getattr(planned, part), times[whole]))
+        for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b"))
+    }
+    return replace(planned, **times, **exchanged)
 
 
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:

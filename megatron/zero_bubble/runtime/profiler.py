@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
+from megatron.zero_bubble.runtime.pair_times import NO_PAIRS, PairTime, PairTimes, duration_ratio
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
@@ -41,7 +42,9 @@ class ChunkCosts:
     inside: int = 0
     """Largest temporary memory of an operation: its peak beyond the memory in use before and after it."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
-    """Usual time of F and of B or BW in which they exchange tokens between experts."""
+    """Usual time of F and of B or BW in which they exchange tokens between experts, as far as that passes in pairs
+    while the other operation computes; zeros where no pairs were measured."""
+    pairs: PairTime = NO_PAIRS
     num_blocks: int = 0
     """Number of recomputed blocks of layers; 0 if unknown."""
     copied: Mapping[OpKind, float] = field(default_factory=dict)
@@ -68,11 +71,13 @@ class Profiler:
         """By chunk, the memory of each F whose activations were recomputed."""
         self._inside: dict[int, int] = defaultdict(int)
         self._exchanged: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
+        self._pairs = PairTimes()
         self._within: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
         """Times of recomputations and weight gradients within B, by chunk and kind."""
 
     def add(self, ops: Sequence[MeasuredOp]) -> None:
-        """Add the operations of one step, but for pairs, whose time is not the time of either operation."""
+        """Add the operations of one step. The time of a pair is not the time of either operation."""
+        self._pairs.add(ops)
         paired = {op for pair in pairs([measured.op for measured in ops]) for op in pair}
         recomputed = {(run.op.chunk, run.op.microbatch) for run in ops if run.op.kind is OpKind.R}
         for measured in ops:
@@ -107,7 +112,10 @@ class Profiler:
             offload: has measured the copies to and from the host.
         """
         chunk_costs = []
+        alone = {key: center(samples) for key, samples in self._times.items()}
+        exchanged = {key: center(samples) for key, samples in self._exchanged.items()}
         for chunk in range(self._placement.num_chunks):
+            in_pairs = self._pairs.of_chunk(chunk, alone, exchanged, center)
             kinds = [kind for kind, facts in KINDS.items() if facts.time and (chunk, kind) in self._times]
             samples = {kind: self._times[chunk, kind] for kind in kinds}
             times = {kind: center(values) for kind, values in samples.items()}
@@ -122,8 +130,9 @@ class Profiler:
                     noise=max(_relative_spread(samples[kind]) for kind in matter),
                     inside=self._inside[chunk],
                     exchanged={
-                        kind: center(self._exchanged[chunk, kind]) for kind in kinds if (chunk, kind) in self._exchanged
+                        kind: exchanged[chunk, kind] * in_pairs.hidden for kind in kinds if (chunk, kind) in exchanged
                     },
+                    pairs=in_pairs,
                     num_blocks=recomputation.num_blocks.get(chunk, 0) if recomputation else 0,
                     copied={} if offload is None else _times_of_copies(offload, chunk, center),
                     released=-self._memory_of(chunk, OpKind.D, center),
@@ -199,6 +208,8 @@ class MeasuredCosts(NamedTuple):
     noise: float
     inside: tuple[int, ...]
     """`ChunkCosts.inside` of every stage."""
+    ratio_of_pairs: float | None
+    """How many times as long F and B take as one operation as one after the other; None if no pairs were measured."""
 
 
 def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
@@ -214,7 +225,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
-    """Stage -> time in which its fastest replica exchanges tokens: others wait for late ones in it, too."""
+    """Stage -> exchanges of its fastest replica that pass in pairs: others wait for late ones in it, too."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
     )
@@ -272,4 +283,5 @@ def combine_costs(
         costs,
         max(chunk.noise for chunks, _ in gathered for chunk in chunks),
         tuple(max(chunk.inside for chunk in by_stage[stage]) for stage in range(placement.num_stages)),
+        duration_ratio([chunk.pairs for chunks, _ in gathered for chunk in chunks]),
     )

@@ -27,7 +27,7 @@ from megatron.zero_bubble.runtime.shared_plan import plan_on_first_rank
 from megatron.zero_bubble.schedule import Infeasible, Schedule, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile, Setting
 from megatron.zero_bubble.schedule.host_link import with_copies_everywhere
-from megatron.zero_bubble.schedule.pairs import PAIRED, apart
+from megatron.zero_bubble.schedule.pairs import PAIRED, half_apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 _DRIFT_STEPS = 20
@@ -85,6 +85,8 @@ class Report:
     """The last step whose times are in the costs; 0 if the costs were given."""
     differences: tuple[Difference, ...] = ()
     """Times that the plan before had wrong."""
+    ratio_of_pairs: float | None = None
+    """How many times as long F and B take as one operation as one after the other; None if that was not measured."""
 
 
 class Replanner:
@@ -142,14 +144,14 @@ class Replanner:
     def to_measure(self, schedule: Schedule) -> Schedule:
         """Return the schedule that measures all costs, as long as they are not known.
 
-        It has an R on every stage of a model that recomputes, copies on every stage if any may be planned, and no
-        pairs, of which only the time of both is measured. It is called with every schedule that runs.
+        It has an R on every stage of a model that recomputes, copies on every stage if any may be planned, and forwards
+        and backwards of every chunk alone beside pairs. It is called with every schedule that runs.
         """
         self._groups[schedule.num_microbatches] = schedule.groups
         if self._profile is not None:
             return schedule
         if not schedule.kinds.isdisjoint(PAIRED):
-            schedule = apart(schedule)
+            schedule = half_apart(schedule)
         if self._plan.recompute is not Recompute.NONE:
             schedule = with_recomputation_everywhere(schedule)
         return with_copies_everywhere(schedule) if self._plan.offloads else schedule
@@ -203,7 +205,8 @@ class Replanner:
         plan, limit = self._planned(num_microbatches)
         self._adopt(plan, num_microbatches)
         schedule = plan.schedule(num_microbatches)
-        self._report(Report(self.predict(schedule), self._plan.adapts, limit, self._step))
+        ratio = self._measured.ratio_of_pairs
+        self._report(Report(self.predict(schedule), self._plan.adapts, limit, self._step, ratio_of_pairs=ratio))
         # A plan that does not adapt goes on, but no longer with the schedule that measured the costs.
         measured_another = self._plan.recompute is not Recompute.NONE or self._plan.offloads
         measured_another = measured_another or not schedule.kinds.isdisjoint(PAIRED)

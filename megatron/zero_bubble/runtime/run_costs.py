@@ -46,6 +46,8 @@ class RunCosts:
         self._edges: Mapping[int, float] = {}
         self.center: Callable[[Sequence[float]], float] = statistics.median
         """Makes one time of the samples of an operation."""
+        self.ratio_of_pairs: float | None = None
+        """How many times as long F and B take as one operation as one after the other, in the last profile."""
 
     def send_steps_to(self, sink: Sink) -> None:
         """Call `sink` with the measured operations of every step."""
@@ -74,7 +76,7 @@ class RunCosts:
         """
         self._observer.flush()
         chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
-        costs, noise, inside = gather_costs(self._placement, chunks, self._edges)
+        costs, noise, inside, self.ratio_of_pairs = gather_costs(self._placement, chunks, self._edges)
         self._profiler = Profiler(self._placement, self._rank)
         return Profile(self._placement, costs.with_memory_of_all_groups(groups), noise, model, inside)
 

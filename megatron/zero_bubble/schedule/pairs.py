@@ -8,7 +8,7 @@ forward, which only waits for its input, has none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import pairwise
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -88,7 +88,40 @@ def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
 
 def apart(schedule: Schedule) -> Schedule:
     """The same order without communication and without pairs: each forward and backward is an operation of its own."""
+    return _separated(schedule, [{backward for _, backward in pairs(lane)} for lane in _lanes(schedule)])
+
+
+def half_apart(schedule: Schedule) -> Schedule:
+    """The same order without communication, in which every second pair of the same chunks is two operations.
+
+    A step of it measures forwards and backwards of every chunk alone, and pairs.
+    """
+    separated: list[set[Op]] = [set() for _ in schedule.ops]
+    for lane, here in zip(_lanes(schedule), separated, strict=True):
+        together = list(pairs(lane))
+        in_pairs = {op for pair in together for op in pair}
+        alone = {(KINDS[op.kind].makes[0], op.chunk) for op in lane if op not in in_pairs}
+        kept: set[tuple[int, int]] = set()
+        for forward, backward in together:
+            chunks, parts = (forward.chunk, backward.chunk), {(OpKind.F, forward.chunk), (OpKind.B, backward.chunk)}
+            if chunks not in kept and parts <= alone:
+                kept.add(chunks)
+            else:
+                kept.discard(chunks)
+                here.add(backward)
+                alone |= parts
+    return _separated(schedule, separated)
+
+
+def _lanes(schedule: Schedule) -> list[tuple[Op, ...]]:
+    return [tuple(schedule.compute_ops(rank)) for rank in range(schedule.num_ranks)]
+
+
+def _separated(schedule: Schedule, chosen: Sequence[Set[Op]]) -> Schedule:
+    """The same order without communication, with these backwards, rank by rank, out of their pairs."""
     kinds = {OpKind.PB: OpKind.B, OpKind.PBW: OpKind.BW}
-    lanes = map(schedule.compute_ops, range(schedule.num_ranks))
-    ops = tuple(tuple(op._replace(kind=kinds.get(op.kind, op.kind)) for op in lane) for lane in lanes)
+    ops = tuple(
+        tuple(op._replace(kind=kinds[op.kind]) if op in here else op for op in lane)
+        for lane, here in zip(_lanes(schedule), chosen, strict=True)
+    )
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, ops)

@@ -191,7 +191,7 @@ def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
     """Whether a layout that is searched spreads the vocabulary; None if the search may choose."""
     if flags.zero_bubble_vocabulary_parallel in ("on", "off"):
         return flags.vocabulary_parallel
-    if flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm:
+    if flags.use_torch_fsdp2:
         return False
     ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
     has_shards = divides(padded_vocab_size, *ranks) and not flags.mtp_num_layers and not flags.variable_seq_lengths

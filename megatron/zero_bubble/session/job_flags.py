@@ -163,6 +163,11 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         return MemoryLimit(multiple=int(pending) / self.pipeline_model_parallel_size)
 
     @property
+    def pairs(self) -> bool:
+        """Whether a plan may run a forward and a backward as one: with vocabulary shards it does not."""
+        return self.overlap_moe_expert_parallel_comm and not self.vocabulary_parallel
+
+    @property
     def model(self) -> Mapping[str, Setting]:
         """The model as a profile describes it: a profile fits only jobs with the same values."""
         layout = ("pipeline_model_parallel_layout", "hybrid_layer_pattern")

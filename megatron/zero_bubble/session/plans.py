@@ -20,6 +20,7 @@ from megatron.zero_bubble.session.aliases import pending_backwards
 from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.session.profiling import profile_window
 from megatron.zero_bubble.session.progress_lines import SILENT_SECONDS
 from megatron.zero_bubble.session.reports import print_line
 
@@ -57,7 +58,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
                 takes_makespan=name == "auto",  # named schedules are as published
                 recomputes=(flags.recompute,),
                 vocabulary_parallel=flags.vocabulary_parallel,
-                pairs=flags.overlap_moe_expert_parallel_comm,
+                pairs=flags.pairs,
                 offloads=plans_offload(flags),
             )
         given = RunSchedules.of(_read(Path(name.removeprefix(_FILE))))
@@ -169,8 +170,22 @@ def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | No
     return in_unit_costs
 
 
+_ASSUMED_EXCHANGE = 0.3
+"""The part of F and of B that passes in pairs, before a job has measured it."""
+
+
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
-    """Default costs with the number of blocks that a stage can recompute; None without recomputation."""
+    """Default costs with the number of blocks that a stage can recompute, or with exchanges between experts.
+
+    They are None without recomputation and pairs. With exchanges the profiled iterations run some pairs.
+    """
+    if flags.pairs and profile_window(flags) is not None:
+        costs = default_costs(placement)
+        return replace(
+            costs,
+            all_to_all_f=tuple(_ASSUMED_EXCHANGE * time for time in costs.time_f),
+            all_to_all_b=tuple(_ASSUMED_EXCHANGE * time for time in costs.time_b),
+        )
     if flags.recompute is Recompute.NONE:
         return None
     costs = default_costs(placement, flags.recompute, vocabulary_parallel=flags.vocabulary_parallel)

@@ -17,6 +17,7 @@ from megatron.zero_bubble.schedule import Idle, Placement, StageCosts
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
+from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.layout_words import gain_words, layers_words, named_plans
@@ -105,6 +106,14 @@ def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[st
     yield f"a message {model.time_comm:.2f}"
 
 
+def without_gain(ratio: float) -> str:
+    """Say that pairs of a forward and a backward gain nothing, which take `ratio` times as long as their parts."""
+    return (
+        f"F and B as one operation take {ratio:.2f} times as long as one after the other on this machine: "
+        "the plan does not pair them"
+    )
+
+
 def _times(unit: UnitCosts) -> str:
     words = " + ".join(f"{time:.2f}" for time in (unit.time_f, unit.time_b, unit.time_w))
     if not unit.all_to_all_f and not unit.all_to_all_b:
@@ -140,6 +149,8 @@ def describe_plan(report: Report) -> str:
     limit = f", memory limit {' '.join(f'{_mib(most):.1f}' for most in of_ranks)} MiB" if limits else ""
     lines.append(f"     schedule {schedule.name} ({origin}) for {schedule.num_microbatches} microbatches{limit}")
     lines.append(f"     predicted: {prediction.idle}, {prediction.milliseconds:.1f} ms, {prediction.gain}")
+    if report.ratio_of_pairs is not None and not costs.has_all_to_all and schedule.kinds.isdisjoint(PAIRED):
+        lines.append(f"     {without_gain(report.ratio_of_pairs)}")
     peaks = ", ".join(f"{_mib(peak):.1f}" for peak in prediction.peak_bytes)
     lines.append(f"     peak activations of each rank (MiB): {peaks}")
     if any(profile.inside):

@@ -46,7 +46,7 @@ from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.model_states import Parameters, States
 from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.session.profiling import profile_window, reporter, too_short_to_profile
-from megatron.zero_bubble.session.reports import channels_line, describe_hierarchy, print_rank_0
+from megatron.zero_bubble.session.reports import channels_line, describe_hierarchy, print_rank_0, without_gain
 from megatron.zero_bubble.session.settings import JobSettings
 
 
@@ -86,7 +86,7 @@ def run_plan(
         planning=job.planning,
         report=report,
         post_validation=post_validation,
-        pairs=flags.overlap_moe_expert_parallel_comm,
+        pairs=flags.pairs,
         orders_microbatches={None: None, "planned": True, "data": False}[flags.zero_bubble_microbatch_order],
     )
 
@@ -160,7 +160,10 @@ def costs_of_units(
     print_rank_0(f" > timing the model's layers for {seconds:g} seconds, to choose their layout ...")
     timeout = timedelta(minutes=flags.distributed_timeout_minutes)
     pairs = flags.overlap_moe_expert_parallel_comm
-    return measure_model(models, kinds, communicator_of(flags), timeout, seconds, pairs=pairs)
+    costs, ratio = measure_model(models, kinds, communicator_of(flags), timeout, seconds, pairs=pairs)
+    if ratio is not None and not costs.has_all_to_all:
+        print_rank_0(f" > {without_gain(ratio)}")
+    return costs
 
 
 def open_timeline(job: JobSettings, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:

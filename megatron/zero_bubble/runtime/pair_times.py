@@ -1,0 +1,98 @@
+"""Measures how far a forward and a backward that run as one are shorter than one after the other.
+
+Exchanges of tokens between experts pass while the other operation computes only where the device can do both: a GPU
+with a stream for each, but not a CPU, whose exchanges take processor time. Nothing is assumed: the duration of pairs is
+compared with the sum of their parts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron.zero_bubble.runtime.recorder import MeasuredOp
+from megatron.zero_bubble.schedule import OpKind
+from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
+from megatron.zero_bubble.schedule.pairs import pairs
+
+LEAST_GAIN = 0.02
+"""A pair that is shorter than its parts by less than this share of their time counts as no shorter."""
+
+_Times = Mapping[tuple[int, OpKind], float]
+"""Chunk and kind -> milliseconds."""
+
+
+class PairTime(NamedTuple):
+    """The pairs in which a chunk takes part, compared with the same operations one after the other."""
+
+    hidden: float = 0.0
+    """Mean share of the exchanges that passes while the other operation computes, from 0 to 1."""
+    together: float = 0.0
+    """Milliseconds of one pair of each kind, added up."""
+    apart: float = 0.0
+    """Milliseconds of the same operations one after the other."""
+
+
+NO_PAIRS = PairTime()
+
+
+def hidden_share(apart: float, together: float, exchanged: float) -> float:
+    """The share of the exchanges of a forward and a backward that passes while the other computes, from 0 to 1.
+
+    Args:
+        apart: milliseconds of both, one after the other.
+        together: milliseconds of both as one operation.
+        exchanged: the part of `apart` in which they exchange tokens.
+    """
+    hidden, most = apart - together, min(exchanged, apart - exchanged)
+    if most <= 0 or hidden < LEAST_GAIN * apart:
+        return 0.0
+    return min(1.0, hidden / most)
+
+
+class PairTimes:
+    """Collects the durations of the pairs of one rank over several steps."""
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[int, int, OpKind], list[float]] = defaultdict(list)
+        """Milliseconds of pairs, by the chunks of the forward and of the backward, and the kind of the latter."""
+
+    def add(self, ops: Sequence[MeasuredOp]) -> None:
+        """Add the pairs of one step."""
+        times = {measured.op: measured.end - measured.start for measured in ops}
+        for forward, backward in pairs([measured.op for measured in ops]):
+            self._samples[forward.chunk, backward.chunk, backward.kind].append(times[backward] * 1000.0)
+
+    def of_chunk(
+        self, chunk: int, times: _Times, exchanged: _Times, center: Callable[[Sequence[float]], float]
+    ) -> PairTime:
+        """Compare the pairs of a chunk with their parts.
+
+        Args:
+            times: of the operations that ran alone.
+            exchanged: of the same operations, the time in which they exchange tokens between experts.
+            center: makes one time of the samples.
+        """
+        shares, together, apart = [], 0.0, 0.0
+        for (forward, backward, kind), samples in self._samples.items():
+            parts = [(forward, OpKind.F), *_alone(backward, kind, times)]
+            if chunk not in (forward, backward) or len(parts) == 1 or parts[0] not in times:
+                continue
+            sum_apart, pair = sum(times[part] for part in parts), center(samples)
+            shares.append(hidden_share(sum_apart, pair, sum(exchanged.get(part, 0.0) for part in parts)))
+            together, apart = together + pair, apart + sum_apart
+        return PairTime(sum(shares) / len(shares), together, apart) if shares else NO_PAIRS
+
+
+def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
+    """The operations that ran alone and compute the same as a backward in a pair; none if they did not run."""
+    results = KINDS[kind].makes
+    same = [(chunk, alone) for alone in BACKWARDS if KINDS[alone].makes == results and (chunk, alone) in times]
+    return same[:1] or [(chunk, result) for result in results if all((chunk, each) in times for each in results)]
+
+
+def duration_ratio(measured: Sequence[PairTime]) -> float | None:
+    """How many times as long pairs take as their parts one after the other; None if no pairs were measured."""
+    apart = sum(each.apart for each in measured)
+    return sum(each.together for each in measured) / apart if apart else None
