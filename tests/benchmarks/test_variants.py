@@ -7,9 +7,9 @@ from benchmarks.emulation.variants import contestants
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
-SIZE = "--pipeline-size 4 --num-microbatches 16 --num-chunks 2 --memory-limit 6".split()
-NAMES = "--schedule interleaved-pairs --schedule auto".split()
-EXCHANGES = "--all-to-all-f 6 --all-to-all-b 6".split()
+SIZE = ["--pipeline-size", "4", "--num-microbatches", "16", "--num-chunks", "2", "--memory-limit", "6"]
+NAMES = ["--schedule", "interleaved-pairs", "--schedule", "auto"]
+EXCHANGES = ["--all-to-all-f", "6", "--all-to-all-b", "6"]
 
 
 def test_after_a_plan_with_pairs_comes_the_plan_without_them():
