@@ -18,7 +18,6 @@ from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data import Batch, get_batch
-from megatron.zero_bubble.trainer.data_config import DataConfig
 
 
 def compute_linear_layers_in_aten(chunks: Sequence[torch.nn.Module]) -> None:
@@ -61,11 +60,10 @@ class TorchForwardBackward:
         placement: Placement,
         rank: int,
         args: Arguments,
-        data_config: DataConfig,
     ) -> None:
         assert args.global_batch_size is not None
         num_microbatches = args.global_batch_size // args.micro_batch_size
-        self._placement, self._data_config = placement, data_config
+        self._placement, self._args = placement, args
         self._losses: list[torch.Tensor] = []
         stages = [
             _Stage(chunk.module, placement.stage_of(rank, index), placement.num_stages)
@@ -113,7 +111,7 @@ class TorchForwardBackward:
         return ((torch.cat(tokens),) if tokens else ()), (torch.cat(labels) if labels else None)
 
     def _batch(self, iterator: Any, is_first: bool, is_last: bool) -> Batch:
-        return get_batch(iterator, self._data_config, embeds=is_first, is_last=is_last)
+        return get_batch(iterator, self._args, embeds=is_first, is_last=is_last)
 
 
 class _Stage(torch.nn.Module):

@@ -18,7 +18,7 @@ from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
-from megatron.zero_bubble.trainer.pretrain import make_data_config, pretrain
+from megatron.zero_bubble.trainer.pretrain import pretrain
 
 
 def train(name: str, flags: Sequence[str], prog: str) -> None:
@@ -43,8 +43,8 @@ class TorchSession(Session):
     def start(self, model: list[torch.nn.Module], *further: Any, **options: Any) -> None:
         compute_linear_layers_in_aten(model)
         super().start(model, *further, **options)
-        rank, data_config = parallel_state.get_pipeline_model_parallel_rank(), make_data_config(self._args)
-        self.run = TorchForwardBackward(self._name, model, self.job.placement, rank, self._args, data_config)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        self.run = TorchForwardBackward(self._name, model, self.job.placement, rank, self._args)
         print_rank_0(f" > in its place: torch.distributed.pipelining's {self._name}")
 
 

@@ -175,7 +175,6 @@ def _train(args: Any, job: Any) -> Measured:
     from megatron.zero_bubble.trainer.initialize import initialized
     from megatron.zero_bubble.trainer.model import build_model, transformer_config
     from megatron.zero_bubble.trainer.optimization import build_optimizer
-    from megatron.zero_bubble.trainer.pretrain import make_data_config
 
     args = replace(args, padded_vocab_size=args.vocab_size)
     with initialized(args, job.placement):
@@ -193,7 +192,7 @@ def _train(args: Any, job: Any) -> Measured:
             optimizer.zero_grad()
             with meter:
                 forward_backward(
-                    forward_step_func=make_forward_step(make_data_config(args)),
+                    forward_step_func=make_forward_step(args),
                     data_iterator=_endless(data),
                     model=model,
                     num_microbatches=args.global_batch_size // args.data_parallel_size,

@@ -1,7 +1,10 @@
-"""The trainer's flags as a test changes them, checked as on one rank of a job."""
+"""The trainer's flags as a test changes them, checked and planned as on one rank of a job."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from megatron.zero_bubble.session.plans import make_schedules
 from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
@@ -31,4 +34,13 @@ def checked_training(
         if value != "":
             argv += [name] if value is None else [name, *value.split(" ")]
     environment = {"RANK": "1", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "1"}
-    return complete_and_check(parse_arguments(argv), environment, has_cuda)
+    args, job = complete_and_check(parse_arguments(argv), environment, has_cuda)
+    if job.plan is not None and not job.is_layout_open:
+        make_schedules(job.flags, job.plan)
+    return args, job
+
+
+def data_flags(**settings: Any) -> Arguments:
+    """Flags of data and batches by name, beside those of some model; nothing is evaluated unless they say so."""
+    model = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "lr": 0.1, "eval_iters": 0}
+    return Arguments(**{**model, **settings})

@@ -32,14 +32,6 @@ OBJECT = "rng_state/shard_1"
 EXTRA_STATE = "decoder.layers.mlp.linear_fc1._extra_state/shard_0"
 
 
-def change_bytes(folder: Path) -> None:
-    """2,000 bytes within the numbers of a tensor."""
-    data = bytearray((folder / "__1_0.distcp").read_bytes())
-    middle = len(data) // 2
-    data[middle : middle + 2000] = os.urandom(2000)
-    (folder / "__1_0.distcp").write_bytes(data)
-
-
 def cut(name: str) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
 
@@ -51,27 +43,6 @@ def remove(name: str) -> Callable[[Path], None]:
 def overwrite(name: str) -> Callable[[Path], None]:
     """As many bytes as before, and none of them the same."""
     return lambda folder: (folder / name).write_bytes(bytes([0xEE]) * (folder / name).stat().st_size)
-
-
-def without_checksums(damage: Callable[[Path], None]) -> Callable[[Path], None]:
-    def damage_and_forget(folder: Path) -> None:
-        damage(folder)
-        (folder / "checksums.json").unlink()
-
-    return damage_and_forget
-
-
-def with_new_checksums(damage: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Whoever wants to run code can compute checksums, too."""
-
-    def damage_and_cover(folder: Path) -> None:
-        from megatron.zero_bubble.trainer.checkpoint_files import checksum, write_checksums
-
-        damage(folder)
-        (folder / "checksums.json").unlink()
-        write_checksums(folder, {path.name: checksum(path) for path in folder.iterdir()})
-
-    return damage_and_cover
 
 
 def evil_description(folder: Path) -> None:
@@ -141,26 +112,21 @@ def marker_of(folder: Path) -> Path:
     return folder.parent / "marker"
 
 
-FILES = ("__1_0.distcp", "common.pt", ".metadata", "metadata.json", "checksums.json")
+FILES = ("__1_0.distcp", "common.pt", ".metadata", "metadata.json")
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "none": lambda folder: None,
-    "no checksums": remove("checksums.json"),
-    "2,000 random bytes": change_bytes,
-    **{f"missing {name}": remove(name) for name in FILES if name != "checksums.json"},
+    **{f"missing {name}": remove(name) for name in FILES},
     **{f"half of {name}": cut(name) for name in FILES},
     **{f"{name} overwritten": overwrite(name) for name in FILES},
-    **{f"missing {name}, no checksums": without_checksums(remove(name)) for name in FILES[:3]},
-    **{f"half of {name}, no checksums": without_checksums(cut(name)) for name in FILES[:4]},
-    **{f"{name} overwritten, no checksums": without_checksums(overwrite(name)) for name in FILES[:4]},
-    "another model's part": with_new_checksums(renamed(TENSOR)),
-    "no flags": with_new_checksums(without_entry("args")),
-    "no schedule": with_new_checksums(without_entry("opt_param_scheduler")),
-    "evil .metadata": with_new_checksums(evil_description),
-    "evil common.pt": with_new_checksums(evil_common),
-    "evil object": with_new_checksums(replaced(OBJECT, evil)),
-    "evil tensor": with_new_checksums(replaced(TENSOR, evil)),
-    "evil extra state": with_new_checksums(replaced(EXTRA_STATE, evil_bytes)),
-    "evil older extra state": with_new_checksums(replaced(EXTRA_STATE, evil_file)),
+    "another model's part": renamed(TENSOR),
+    "no flags": without_entry("args"),
+    "no schedule": without_entry("opt_param_scheduler"),
+    "evil .metadata": evil_description,
+    "evil common.pt": evil_common,
+    "evil object": replaced(OBJECT, evil),
+    "evil tensor": replaced(TENSOR, evil),
+    "evil extra state": replaced(EXTRA_STATE, evil_bytes),
+    "evil older extra state": replaced(EXTRA_STATE, evil_file),
 }
 
 
@@ -190,7 +156,7 @@ def disk_faults() -> dict[str, Any]:
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from megatron.zero_bubble.trainer import checkpoint, checkpoint_files
+    from megatron.zero_bubble.trainer import checkpoint_files
 
     return {
         "long files": small_files(50_000),
@@ -198,7 +164,6 @@ def disk_faults() -> dict[str, Any]:
         "common.pt": failing(TorchCommonSaveStrategy, "save_common"),
         ".metadata": failing(FileSystemWriterAsync, "finish"),
         "metadata.json": failing(serialization, "save_config"),
-        "checksums.json": failing(checkpoint, "write_checksums"),
         "folder": failing(Path, "mkdir"),
         "fsync": failing(checkpoint_files, "_sync"),
     }

@@ -175,8 +175,8 @@ def figures(monkeypatch):
     return rounds.compare_trainings(given := arguments("--rounds", "3", "--schedule", "zb-h1"), tuple(peers(given)))
 
 
-OWN = [*TINY, "--pipeline-model-parallel-size=2", "--global-batch-size", "8", "--train-samples", "80000"]
-OWN += ["--lr", "1e-3", "--lr-warmup-samples", "400", "--save", "somewhere", "--load", "elsewhere", "--eval-iters", "9"]
+OWN = [*TINY, "--pipeline-model-parallel-size=2", "--global-batch-size", "8", "--train-iters", "80000"]
+OWN += ["--lr", "1e-3", "--lr-warmup-iters", "400", "--save", "somewhere", "--load", "elsewhere", "--eval-iters", "9"]
 OWN += ["--num-layers-per-virtual-pipeline-stage", "1", "--zero-bubble-memory-limit", "1.5", "--log-interval", "100"]
 
 
@@ -199,9 +199,9 @@ def test_a_training_of_ones_own_runs_under_megatron_cores_schedules_and_the_plan
         in capsys.readouterr().err
     )
     words = " ".join(field.flags)
-    assert "--train-samples 80000 --lr 1e-3 --lr-warmup-samples 400 --exit-interval 30" in words
+    assert "--train-iters 80000 --lr 1e-3 --lr-warmup-iters 400 --exit-interval 30" in words
     assert "--log-interval 5" in words
-    assert not {"--save", "--load", "--num-layers-per-virtual-pipeline-stage", "--train-iters"} & {*field.flags}
+    assert not {"--save", "--load", "--num-layers-per-virtual-pipeline-stage"} & {*field.flags}
     assert (field.args.save, field.args.eval_iters, field.args.global_batch_size) == (None, 0, 8)
 
 

@@ -22,7 +22,6 @@ from megatron.zero_bubble.schedule import Placement, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
 from megatron.zero_bubble.trainer.arguments import parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
-from megatron.zero_bubble.trainer.output_folders import lock_folder
 from tests.changes import Change, Run, tell_and_clear_up
 from tests.launch import PRETRAIN, TINY_GPT, run
 from tests.ranks import be_rank, run_on_ranks
@@ -53,11 +52,10 @@ def test_a_mistake_that_is_found_before_the_ranks_meet() -> None:
     assert all(name in line for name in names())
 
 
-def test_a_mistake_that_is_found_after_the_ranks_have_met(tmp_path: Path) -> None:
-    """Another job, which this process is, saves to the folder."""
-    with lock_folder(tmp_path, {}, pytest.fail):
-        (line,) = errors_of(*BASE, "--save", str(tmp_path), "--save-interval", "10")
-    assert re.fullmatch(rf"--save {tmp_path}: process {os.getpid()} on .*, since .*, saves there: .*", line)
+def test_a_mistake_that_is_found_after_the_ranks_have_met() -> None:
+    """megatron-core refuses the model's configuration."""
+    (line,) = errors_of(*BASE, "--recompute-granularity", "selective", "--recompute-num-layers", "1")
+    assert line.startswith("megatron-core refuses this model: ")
 
 
 class Refused(Change):

@@ -50,7 +50,7 @@ SCRIPTS = {
     ),
     "llama3-script": (
         *(*ROTARY, *SCHEDULE_OF_LR, "--kv-channels", "16", "--attention-backend", "fused", "--apply-layernorm-1p"),
-        *("--train-samples", "42", "--lr-decay-samples", "40", "--lr-warmup-samples", "5", "--decoupled-lr", "2e-2"),
+        *("--lr-decay-iters", "10", "--lr-warmup-iters", "2", "--decoupled-lr", "2e-2"),
         *("--decoupled-min-lr", "2e-3", "--grad-reduce-in-bf16", "--cross-entropy-loss-fusion"),
         *("--calculate-per-token-loss", "--manual-gc", "--manual-gc-interval", "3", "--empty-unused-memory-level", "2"),
         *("--tiktoken-pattern", "v2", "--no-create-attention-mask-in-dataloader", "--no-mmap-bin-files"),
@@ -94,8 +94,7 @@ CASES = [
 
 def flags(num_ranks: int, num_microbatches: int, *more: str) -> list[str]:
     sizes = ["--pipeline-model-parallel-size", str(num_ranks), "--global-batch-size", str(num_microbatches)]
-    tiny = TINY_GPT[: TINY_GPT.index("--train-iters")] if "--train-samples" in more else TINY_GPT
-    return [*tiny, "--log-interval", "1", *sizes, *CLIPPED, *more]
+    return [*TINY_GPT, "--log-interval", "1", *sizes, *CLIPPED, *more]
 
 
 def training_flags(p: int) -> dict[str, list[str]]:

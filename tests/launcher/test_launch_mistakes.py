@@ -11,6 +11,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -167,6 +168,15 @@ def test_a_script_that_fits_is_not_refused() -> None:
     chunks = {"virtual_pipeline_model_parallel_size": 2}
     assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble_schedule="zb-v")).v_placement is not None
     assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble=True)).v_placement is None
+
+
+def test_a_run_without_a_schedule_ends_before_its_process_groups_are_made() -> None:
+    flags = LaunchFlags(zero_bubble=True, zero_bubble_keep_layout=True, zero_bubble_memory_limit="0.2")
+    run = Run(script_arguments(), flags)
+    groups = mock.Mock()
+    with pytest.raises(SessionError, match=r"^--zero-bubble-memory-limit 0\.2: schedule auto needs at least "):
+        run.begin(groups)
+    groups.proceed.assert_not_called()
 
 
 def test_timers_that_wait_for_the_device_inside_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

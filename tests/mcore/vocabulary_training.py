@@ -32,7 +32,6 @@ from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.initialize import initialized
 from megatron.zero_bubble.trainer.model import build_model, transformer_config
 from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
-from megatron.zero_bubble.trainer.pretrain import make_data_config
 from tests.launch import TINY_GPT
 from tests.ranks import be_rank, run_on_ranks
 from tests.trainings import process_group
@@ -158,7 +157,7 @@ def run_step(
 ) -> list[float]:
     """Run forward and backward of a step; return the loss of every microbatch on the rank that has them."""
     reports = run(
-        forward_step_func=make_forward_step(make_data_config(args)),
+        forward_step_func=make_forward_step(args),
         data_iterator=[microbatches(args, step) for _ in chunks] if len(chunks) > 1 else microbatches(args, step),
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=MICROBATCHES,

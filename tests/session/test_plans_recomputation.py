@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.formats import schedule_to_json
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.plans import choose_plan
 from tests.checked_flags import checked, checked_job
-from tests.session.test_plans_refused import PLANNED, profile_of, refusal, schedule_file
+from tests.session.test_plans_refused import KEPT, PLANNED, profile_of, refusal, schedule_file
 
 FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
 BY_SCHEDULE = {"--zero-bubble-recompute": "planned"}
@@ -44,7 +44,7 @@ def test_planned_recomputation_is_planned_where_memory_is_limited():
         assert plan is not None
         assert plan.recompute is Recompute.PLANNED
         assert plan.schedule(8).recomputes is recomputes
-    assert refusal({**BY_SCHEDULE, "--zero-bubble-memory-limit": "0.01"}).startswith(
+    assert refusal({**KEPT, **BY_SCHEDULE, "--zero-bubble-memory-limit": "0.01"}).startswith(
         "--zero-bubble-memory-limit 0.01: schedule auto needs at least 0."
     )
 

@@ -188,7 +188,7 @@ def test_a_schedule_for_another_run_is_refused(schedule, changes, problem, tmp_p
     ("changes", "line"),
     [
         (
-            {"--zero-bubble-memory-limit": "0.2"},
+            {"--zero-bubble-memory-limit": "0.2", **KEPT},
             "--zero-bubble-memory-limit 0.2: schedule auto needs at least 0.25 times 1F1B's peak",
         ),
         (

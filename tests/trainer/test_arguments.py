@@ -27,8 +27,7 @@ MEGATRONS = """
 --data-path --split --train-data-path --valid-data-path --test-data-path --data-cache-path --mock-data --tokenizer-type
 --tokenizer-model --vocab-file --merge-file --vocab-size --num-workers --dataloader-type --reset-position-ids
 --reset-attention-mask --eod-mask-loss
---log-interval --log-throughput --timing-log-level --tensorboard-dir --tensorboard-log-interval --wandb-project
---wandb-exp-name --log-num-zeros-in-grad --eval-interval --eval-iters --save --load --save-interval
+--log-interval --timing-log-level --log-num-zeros-in-grad --eval-interval --eval-iters --save --load --save-interval
 --persistent-save-interval --ckpt-format --finetune --no-load-optim --no-load-rng
 """
 """What people's launch scripts say: a name that is gone breaks them."""
@@ -51,12 +50,12 @@ MEGATRON_HAS_TOO = """
 --moe-grouped-gemm --optimizer --sgd-momentum --num-distributed-optimizer-instances
 --apply-layernorm-1p --no-position-embedding --moe-router-load-balancing-type --cross-entropy-loss-fusion
 --no-masked-softmax-fusion --fp8-format --fp8-amax-history-len --fp8-amax-compute-algo --fp8-param-gather
---use-mcore-models --train-samples --decoupled-lr --decoupled-min-lr --lr-decay-samples --lr-warmup-samples
+--use-mcore-models --decoupled-lr --decoupled-min-lr
 --grad-reduce-in-bf16 --manual-gc --manual-gc-interval --no-manual-gc-eval --empty-unused-memory-level
 --use-rope-scaling --rope-scaling-factor --rotary-seq-len-interpolation-factor --attention-softmax-in-fp32
 --no-persist-layer-norm --no-rope-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
---tiktoken-pattern --no-create-attention-mask-in-dataloader --no-mmap-bin-files --profile --use-pytorch-profiler
---profile-step-start --profile-step-end --profile-ranks --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
+--tiktoken-pattern --no-create-attention-mask-in-dataloader --no-mmap-bin-files
+--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
 """
 """Names that are not ours to give another meaning."""
 

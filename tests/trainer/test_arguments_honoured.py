@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from megatron.zero_bubble.mcore.layer_spec import LocalNorm
 from megatron.zero_bubble.trainer import optimization
-from megatron.zero_bubble.trainer.iteration_profile import profiled
 from megatron.zero_bubble.trainer.model import transformer_config
 from megatron.zero_bubble.trainer.optimization import _ddp_config
 from tests.checked_flags import checked
@@ -78,17 +75,3 @@ def test_a_norm_around_zero_is_the_plain_norm_whose_weight_is_one_more(normaliza
         plain.weight.copy_(norm.weight + 1)
     hidden = torch.randn(3, 8)
     assert torch.equal(norm(hidden), plain(hidden))
-
-
-def test_the_profiled_iterations_are_written(tmp_path: Path) -> None:
-    flags = {"--profile": None, "--profile-step-start": "1", "--profile-step-end": "3", "--profile-ranks": "1"}
-    args = checked({**flags, "--tensorboard-dir": str(tmp_path)})
-    for rank in (0, 1):  # of which the flags name one
-        with profiled(replace(args, rank=rank)) as end_of_iteration:
-            for iteration in range(1, 5):
-                with torch.profiler.record_function(f"iteration {iteration}"):
-                    torch.ones(2).sum()
-                end_of_iteration()
-    [trace] = tmp_path.glob("*.pt.trace.json")
-    text = trace.read_text()
-    assert [n for n in range(1, 5) if f'"iteration {n}"' in text] == [2, 3]

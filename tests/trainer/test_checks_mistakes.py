@@ -17,7 +17,7 @@ FULLY_SHARDED = {
 AT_LEAST_ONE = """
 num-layers hidden-size num-attention-heads seq-length micro-batch-size max-position-embeddings ffn-hidden-size
 kv-channels make-vocab-size-divisible-by num-query-groups tensor-model-parallel-size pipeline-model-parallel-size
-train-iters global-batch-size seed log-interval eval-interval save-interval exit-interval tensorboard-log-interval
+train-iters global-batch-size seed log-interval eval-interval save-interval exit-interval
 distributed-timeout-minutes vocab-size ddp-bucket-size lr-decay-iters recompute-num-layers
 num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
 microbatch-group-size-per-virtual-pipeline-stage num-distributed-optimizer-instances
@@ -39,8 +39,6 @@ FRACTION = "attention-dropout hidden-dropout adam-beta1 adam-beta2"
         ("rotary-base", "0", "must be above 0"),
         ("timing-log-level", "3", "must be 0, 1 or 2"),
         ("empty-unused-memory-level", "3", "must be 0, 1 or 2"),
-        ("train-samples", "0", "must be at least 1"),
-        ("lr-warmup-samples", "-1", "must be at least 0"),
     ],
 )
 def test_a_value_out_of_range(name, value, expectation):
@@ -206,30 +204,7 @@ MISTAKES = {
         "--sequence-parallel splits --seq-length 33 over --tensor-model-parallel-size 2: the size must divide the "
         "length",
     ),
-    "no length": (
-        {"--train-iters": ""},
-        "give --train-iters N or --train-samples N, the length of the training, and not both",
-    ),
-    "two lengths": (
-        {"--train-samples": "100"},
-        "give --train-iters N or --train-samples N, the length of the training, and not both",
-    ),
-    "less than one batch": (
-        {"--train-iters": "", "--train-samples": "1"},
-        "--train-samples 1 is below --global-batch-size 2",
-    ),
-    "samples of decay in a training that counts iterations": (
-        {"--lr-decay-samples": "100"},
-        "--lr-decay-samples 100: with --train-iters give --lr-decay-iters instead",
-    ),
-    "iterations of warm-up in a training that counts samples": (
-        {"--train-iters": "", "--train-samples": "100", "--lr-warmup-iters": "3"},
-        "--lr-warmup-iters 3: with --train-samples give --lr-warmup-samples instead",
-    ),
-    "a warm-up of all samples": (
-        {"--train-iters": "", "--train-samples": "100", "--lr-warmup-samples": "100"},
-        "--lr-warmup-samples 100 must be below the 100 samples of decay",
-    ),
+    "no length": ({"--train-iters": ""}, "--train-iters is missing: give the number of iterations"),
     "an embedding's learning rate with swapped ends": (
         {"--decoupled-lr": "0.1", "--decoupled-min-lr": "0.2"},
         "--decoupled-min-lr 0.2 is above --decoupled-lr 0.1",
@@ -266,25 +241,9 @@ MISTAKES = {
         {"--variable-seq-lengths": None, "--reset-attention-mask": None},
         "--reset-attention-mask does not go with --variable-seq-lengths: a sample is one document",
     ),
-    "throughput of an unknown length": (
-        {"--variable-seq-lengths": None, "--log-throughput": None},
-        "--log-throughput does not go with --variable-seq-lengths: it counts --seq-length tokens a sample",
-    ),
     "masks that nobody makes": (
         {"--reset-attention-mask": None, "--no-create-attention-mask-in-dataloader": None},
         "--no-create-attention-mask-in-dataloader and --reset-attention-mask, which needs masks: give one of them",
-    ),
-    "a profile that ends before it begins": (
-        {"--profile": None, "--profile-step-start": "5", "--profile-step-end": "5", "--tensorboard-dir": "."},
-        "--profile-step-end 5 must be above --profile-step-start 5",
-    ),
-    "a profile that goes nowhere": (
-        {"--profile": None},
-        "--profile needs --tensorboard-dir, where the trace goes",
-    ),
-    "a profile of a rank that is not there": (
-        {"--profile": None, "--tensorboard-dir": ".", "--profile-ranks": "0 4"},
-        "--profile-ranks 0 4: the ranks are 0 to 3",
     ),
     "a sharded optimizer that is not Adam": (
         {"--optimizer": "sgd", "--use-distributed-optimizer": None},

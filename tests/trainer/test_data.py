@@ -15,10 +15,12 @@ import torch.multiprocessing
 from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data import Datasets, build_datasets, get_batch, reads_data
-from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.data_config import check_data, requested_samples
 from megatron.zero_bubble.trainer.data_loader import build_data_iterator
 from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
+from tests.checked_flags import data_flags
 
 VOCAB_SIZE = 1000  # NullTokenizer: the end of a document is token 1000
 
@@ -50,7 +52,7 @@ def prefix(tmp_path: Path) -> str:
     return write_tokens(tmp_path / "corpus", counting(0))
 
 
-def config(**settings: object) -> DataConfig:
+def config(**settings: object) -> Arguments:
     defaults = {
         "seq_length": 16,
         "micro_batch_size": 2,
@@ -59,16 +61,16 @@ def config(**settings: object) -> DataConfig:
         "split": "1",
         "num_workers": 0,
     }
-    return DataConfig(**(defaults | settings))  # type: ignore[arg-type]
+    return data_flags(**(defaults | settings))
 
 
-def build(settings: DataConfig) -> Datasets:
+def build(settings: Arguments) -> Datasets:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=VOCAB_SIZE)
-    settings.validate(tokenizer.vocab_size)
+    check_data(settings, tokenizer.vocab_size)
     return build_datasets(settings, tokenizer, needs_data=True)
 
 
-def microbatches(settings: DataConfig, count: int, consumed: int = 0, rank: int = 0, ranks: int = 1) -> list[dict]:
+def microbatches(settings: Arguments, count: int, consumed: int = 0, rank: int = 0, ranks: int = 1) -> list[dict]:
     iterator = build_data_iterator(build(settings).train, settings, consumed, rank, ranks)
     assert iterator is not None
     return list(islice(iterator, count))
@@ -93,7 +95,7 @@ def test_labels_are_the_tokens_that_follow(prefix: str) -> None:
 
 def test_sample_counts_are_megatrons() -> None:
     settings = config(train_iters=100, eval_interval=30, eval_iters=5)
-    assert settings.num_samples == (800, (100 // 30 + 1) * 5 * 8, 5 * 8)
+    assert requested_samples(settings) == (800, (100 // 30 + 1) * 5 * 8, 5 * 8)
 
 
 def test_data_is_repeated_for_as_long_as_the_run_is(prefix: str) -> None:
@@ -117,7 +119,7 @@ def test_splits_do_not_share_documents(prefix: str) -> None:
 def test_each_split_may_have_its_own_files(tmp_path: Path) -> None:
     train = write_tokens(tmp_path / "train", counting(0))
     valid = write_tokens(tmp_path / "valid", counting(500))
-    datasets = build(config(train_data_path=[train], valid_data_path=[valid], split=DataConfig.split, eval_iters=1))
+    datasets = build(config(train_data_path=[train], valid_data_path=[valid], split=Arguments.split, eval_iters=1))
     assert all(datasets.train[index]["tokens"][0] != 500 for index in range(10))
     assert all(datasets.valid[index]["tokens"][0] >= 500 for index in range(8))
     assert datasets.test is None
@@ -138,13 +140,11 @@ def test_a_blend_without_weights_that_is_too_short_is_refused(tmp_path: Path) ->
         ValueError, match=r"--data-path: the train data has 128 samples of 16 tokens, the run needs 800"
     ):
         build(config(data_path=paths, train_iters=100))
-    build(config(data_path=paths, train_iters=100, dataloader_type="cyclic"))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("dataloader_type", ["single", "cyclic"])
-def test_a_resumed_run_gets_the_rest_bit_for_bit(prefix: str, dataloader_type: str, num_workers: int) -> None:
-    settings = config(data_path=[prefix], dataloader_type=dataloader_type, num_workers=num_workers)
+def test_a_resumed_run_gets_the_rest_bit_for_bit(prefix: str, num_workers: int) -> None:
+    settings = config(data_path=[prefix], num_workers=num_workers)
     for rank in range(2):
         uninterrupted = microbatches(settings, 12, rank=rank, ranks=2)
         resumed = microbatches(settings, 7, consumed=5 * 4, rank=rank, ranks=2)
@@ -208,7 +208,7 @@ def test_mock_data_needs_no_files() -> None:
 
 @pytest.mark.parametrize("masks", [set(), {"attention_mask"}])
 def test_a_stage_gets_what_it_needs_and_the_middle_masks_alone(prefix: str, masks: set[str]) -> None:
-    settings = config(data_path=[prefix], create_attention_mask=bool(masks))
+    settings = config(data_path=[prefix], reset_attention_mask=bool(masks))
     iterator = build_data_iterator(build(settings).train, settings, 0, 0, 1)
     assert reads_data(settings, embeds=False, is_last=False) == bool(masks)
     given = {
@@ -241,7 +241,6 @@ def test_first_and_last_stage_read_the_same_microbatches(prefix: str) -> None:
 def test_attention_can_stop_at_the_end_of_a_document(prefix: str) -> None:
     settings = config(
         data_path=[prefix],
-        create_attention_mask=True,
         reset_attention_mask=True,
         reset_position_ids=True,
         eod_mask_loss=True,
@@ -270,7 +269,7 @@ def test_data_that_is_used_up_is_no_mistake_of_the_command_line(prefix: str) -> 
 @pytest.mark.exhaustive  # test_parallelism.py trains with such batches
 def test_two_ranks_share_a_batch(prefix: str, tmp_path: Path) -> None:
     """Tensor parallel: the batch is broadcast; context parallel: each rank has its half of the sequence."""
-    settings = config(data_path=[prefix], create_attention_mask=True, data_cache_path=str(tmp_path / "cache"))
+    settings = config(data_path=[prefix], reset_attention_mask=True, data_cache_path=str(tmp_path / "cache"))
     expected = microbatches(settings, 2)
     store = tmp_path / "store"
     torch.multiprocessing.spawn(_rank_of_two, (settings, str(store), str(tmp_path)), nprocs=2)
@@ -285,7 +284,7 @@ def test_two_ranks_share_a_batch(prefix: str, tmp_path: Path) -> None:
         assert "the run needs" in result["error"], "a mistake must show on every rank"
 
 
-def _rank_of_two(rank: int, settings: DataConfig, store: str, output: str) -> None:
+def _rank_of_two(rank: int, settings: Arguments, store: str, output: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     datasets = build(settings)

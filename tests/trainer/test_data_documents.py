@@ -19,8 +19,8 @@ from test_data import (  # noqa: F401 - one_rank is a fixture of all tests here
 )
 
 from megatron.zero_bubble.runtime.microbatch_sizes import size_of
+from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data import get_batch
-from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.data_documents import padded
 from tests.ranks import be_rank, run_on_ranks
 from tests.trainings import process_group
@@ -29,14 +29,14 @@ LENGTHS = (1, 2, 3, 8, 17, 30, 5, 11)
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> DataConfig:
+def documents(tmp_path: Path) -> Arguments:
     """Data of which each document has a number of its own, and ends with the end of document."""
     tokens = [[10 * number + 1] * (length - 1) + [VOCAB_SIZE] for number, length in enumerate(LENGTHS)]
     prefix = write_tokens(tmp_path / "documents", tokens)
     return config(data_path=[prefix], variable_seq_lengths=True, global_batch_size=2)
 
 
-def test_samples_are_documents_cut_at_the_sequence_length(documents: DataConfig) -> None:
+def test_samples_are_documents_cut_at_the_sequence_length(documents: Arguments) -> None:
     train = build(documents).train
     assert len(train) == 20
     found = {}
@@ -49,14 +49,14 @@ def test_samples_are_documents_cut_at_the_sequence_length(documents: DataConfig)
     assert found == {number: min(length - 1, 16) for number, length in enumerate(LENGTHS) if length > 1}
 
 
-def test_every_epoch_has_each_document_once_in_an_order_of_its_own(documents: DataConfig) -> None:
+def test_every_epoch_has_each_document_once_in_an_order_of_its_own(documents: Arguments) -> None:
     train = build(documents).train
     epochs = [[int(train[7 * epoch + number]["tokens"][0]) for number in range(7)] for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
 
 
-def test_microbatches_are_padded_to_their_longest_document(documents: DataConfig) -> None:
+def test_microbatches_are_padded_to_their_longest_document(documents: Arguments) -> None:
     sizes = set()
     for batch in microbatches(documents, 7):
         lengths = [int((row > 0).sum()) for row in batch["tokens"]]
@@ -66,7 +66,7 @@ def test_microbatches_are_padded_to_their_longest_document(documents: DataConfig
     assert len(sizes) > 1
 
 
-def test_a_resumed_run_sees_the_rest(documents: DataConfig) -> None:
+def test_a_resumed_run_sees_the_rest(documents: Arguments) -> None:
     assert equal(microbatches(documents, 5)[3:], microbatches(documents, 2, consumed=6))
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.data_config import check_data
 from megatron.zero_bubble.trainer.data_files import fingerprint, open_token_file, parse_blend
+from tests.checked_flags import data_flags
 
 VOCAB_SIZE = 100
 
@@ -31,24 +33,24 @@ def prefix(tmp_path: Path) -> str:
     return write_tokens(tmp_path / "corpus", [[token] * 10 for token in range(20)])
 
 
-def config(**settings: object) -> DataConfig:
+def config(**settings: object) -> Arguments:
     defaults = {"seq_length": 16, "micro_batch_size": 1, "global_batch_size": 2, "train_iters": 3, "split": "1"}
-    return DataConfig(**(defaults | settings))  # type: ignore[arg-type]
+    return data_flags(**(defaults | settings))
 
 
 def refused(**settings: object) -> str:
     """The message of the error: one line."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the message
-        config(**settings).validate(VOCAB_SIZE)
+        check_data(config(**settings), VOCAB_SIZE)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_good_settings_pass(prefix: str) -> None:
-    config(data_path=[prefix]).validate(VOCAB_SIZE)
-    config(data_path=["0.5", prefix, "2", prefix], split="80, 10, 10").validate(VOCAB_SIZE)
-    config(train_data_path=[prefix], valid_data_path=[prefix], split=DataConfig.split).validate(VOCAB_SIZE)
-    config(mock_data=True).validate(VOCAB_SIZE)
+    check_data(config(data_path=[prefix]), VOCAB_SIZE)
+    check_data(config(data_path=["0.5", prefix, "2", prefix], split="80, 10, 10"), VOCAB_SIZE)
+    check_data(config(train_data_path=[prefix], valid_data_path=[prefix], split=Arguments.split), VOCAB_SIZE)
+    check_data(config(mock_data=True), VOCAB_SIZE)
 
 
 def test_a_checked_file_knows_its_lengths(prefix: str) -> None:
@@ -64,7 +66,7 @@ def test_missing_files_are_named(prefix: str) -> None:
     assert "give the prefix without .bin or .idx" in refused(data_path=[prefix + ".bin"])
     os.remove(prefix + ".bin")
     assert f"--valid-data-path: no such file: {prefix}.bin" in refused(
-        split=DataConfig.split, train_data_path=[write_tokens(Path(prefix + "2"), [[1, 2]])], valid_data_path=[prefix]
+        split=Arguments.split, train_data_path=[write_tokens(Path(prefix + "2"), [[1, 2]])], valid_data_path=[prefix]
     )
 
 
@@ -132,9 +134,9 @@ def test_a_split_too_small_for_one_document_is_refused_as_its_index_would_never_
 
 def test_without_weights_every_part_of_a_blend_must_hold_a_sample(prefix: str, tmp_path: Path) -> None:
     small = write_tokens(tmp_path / "small", [[1] * 16])
-    config(data_path=["1", prefix, "1", small]).validate(VOCAB_SIZE)
+    check_data(config(data_path=["1", prefix, "1", small]), VOCAB_SIZE)
     assert "fewer than 17 tokens" in refused(data_path=[prefix, small])
-    assert "fewer than 17 tokens" in refused(train_data_path=[prefix, small], split=DataConfig.split)
+    assert "fewer than 17 tokens" in refused(train_data_path=[prefix, small], split=Arguments.split)
 
 
 def test_data_of_each_split_is_given_for_training_too_and_not_cut_again(prefix: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.data_config import check_rest, requested_samples
+from tests.checked_flags import data_flags
 
 
-def config(**settings: object) -> DataConfig:
+def config(**settings: object) -> Arguments:
     """A hundred iterations of eight samples, with an evaluation of two such batches after every tenth."""
     defaults = {
         "seq_length": 16,
@@ -18,26 +20,27 @@ def config(**settings: object) -> DataConfig:
         "eval_iters": 2,
         "mock_data": True,
     }
-    return DataConfig(**(defaults | settings))  # type: ignore[arg-type]
+    return data_flags(**(defaults | settings))
 
 
-def used_by(run: DataConfig, iteration: int) -> tuple[int, int]:
+def used_by(run: Arguments, iteration: int) -> tuple[int, int]:
     """Training and validation samples that this run had used."""
     evaluations = iteration // run.eval_interval
+    assert run.global_batch_size is not None
     return iteration * run.global_batch_size, evaluations * run.eval_iters * run.global_batch_size
 
 
-def refusal(resumed: DataConfig, iteration: int, used: tuple[int, int]) -> str:
+def refusal(resumed: Arguments, iteration: int, used: tuple[int, int]) -> str:
     """The one line that refuses to resume, where the data has just the samples that the run asked for."""
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
-        resumed.check_rest(resumed.num_samples, iteration, used)
+        check_rest(resumed, requested_samples(resumed), iteration, used)
     return str(error.value)
 
 
 @pytest.mark.parametrize("iteration", [0, 1, 9, 10, 11, 55, 99, 100])
 def test_a_run_goes_on_with_its_own_flags(iteration: int) -> None:
     run = config()
-    run.check_rest(run.num_samples, iteration, used_by(run, iteration))
+    check_rest(run, requested_samples(run), iteration, used_by(run, iteration))
 
 
 @pytest.mark.parametrize(
@@ -45,13 +48,13 @@ def test_a_run_goes_on_with_its_own_flags(iteration: int) -> None:
 )
 def test_changes_that_the_data_lasts_for(changes: dict[str, int]) -> None:
     resumed = config(**changes)
-    resumed.check_rest(resumed.num_samples, 50, used_by(config(), 50))
+    check_rest(resumed, requested_samples(resumed), 50, used_by(config(), 50))
 
 
 def test_a_smaller_batch_makes_less_data_than_is_used_up_already() -> None:
     assert refusal(config(global_batch_size=4), 50, used_by(config(eval_iters=0), 50)) == (
         "--global-batch-size 4: the train data has 400 samples for this, of which the run in --load has used 400, and "
-        "200 more are needed: give what that run had, or --dataloader-type cyclic, which repeats the data"
+        "200 more are needed: give what that run had"
     )
 
 
@@ -62,14 +65,12 @@ def test_fewer_evaluations_make_less_validation_data_than_is_used_up_already() -
     )
 
 
-@pytest.mark.parametrize(
-    "changes", [{"eval_iters": 0}, {"eval_interval": 1000}, {"eval_interval": 30, "dataloader_type": "cyclic"}]
-)
+@pytest.mark.parametrize("changes", [{"eval_iters": 0}, {"eval_interval": 1000}])
 def test_validation_data_counts_only_where_it_is_read(changes: dict[str, object]) -> None:
     resumed = config(**changes)
-    resumed.check_rest(resumed.num_samples, 50, used_by(config(), 50))
+    check_rest(resumed, requested_samples(resumed), 50, used_by(config(), 50))
 
 
 def test_a_run_without_validation_data_goes_on() -> None:
     resumed = config(eval_interval=30)
-    resumed.check_rest((resumed.num_samples[0], 0, 0), 50, used_by(config(), 50))
+    check_rest(resumed, (requested_samples(resumed)[0], 0, 0), 50, used_by(config(), 50))

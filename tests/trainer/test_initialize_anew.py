@@ -17,7 +17,6 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.initialize import initialized, seed_everything
 from megatron.zero_bubble.trainer.layout import unit_models
 from megatron.zero_bubble.trainer.model import layer_kinds
-from megatron.zero_bubble.trainer.pretrain import make_data_config
 from tests.launch import TINY_GPT
 from tests.ranks import be_rank, run_on_ranks
 
@@ -29,7 +28,7 @@ TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
 def agreed_costs(args: Arguments) -> ModelCosts:
-    models = unit_models(args, make_data_config(args))
+    models = unit_models(args)
     costs = costs_of_units(JobFlags.of(args), models, layer_kinds(args), seconds=0)
     everyone = [costs] * args.world_size
     dist.all_gather_object(everyone, costs)

@@ -25,7 +25,6 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.layout import unit_models
 from megatron.zero_bubble.trainer.model import layer_kinds
-from megatron.zero_bubble.trainer.pretrain import make_data_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
@@ -42,7 +41,7 @@ MODEL = Model(
 
 
 def measure(args: Arguments, seconds: float = 0, profile: Profile | None = None) -> ModelCosts:
-    models = unit_models(args, make_data_config(args))
+    models = unit_models(args)
     return costs_of_units(JobFlags.of(args), models, layer_kinds(args), profile, seconds)
 
 

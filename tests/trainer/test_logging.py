@@ -1,13 +1,11 @@
-"""The log is an interface: people's scripts parse its lines and compare its curves."""
+"""The log is an interface: people's scripts parse its lines."""
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -16,13 +14,11 @@ from megatron.zero_bubble.trainer import logging
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 from megatron.zero_bubble.trainer.checkpoint import Progress
 from megatron.zero_bubble.trainer.logging import StepResult, TrainingLog
-from megatron.zero_bubble.trainer.records import open_writers
 
 TRAINING_LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +(?P<iteration>\d+)/ *(?P<last>\d+) \|"
     r" consumed samples: +(?P<samples>\d+) \|"
     r" elapsed time per iteration \(ms\): (?P<milliseconds>\d+\.\d) \|"
-    r"(?: throughput per GPU \(TFLOP/s/GPU\): (?P<throughput>\d+\.\d) \|)?"
     r" learning rate: (?P<rate>\d\.\d{6}E[+-]\d\d) \|"
     r" global batch size: +(?P<batch>\d+) \|"
     r"(?: lm loss: (?P<loss>\d\.\d{6}E[+-]\d\d) \|)?"
@@ -45,14 +41,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class FakeWriter:
-    def __init__(self) -> None:
-        self.scalars: dict[str, list[tuple[float, int]]] = {}
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars.setdefault(tag, []).append((value, step))
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +81,7 @@ def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_the_line_is_megatrons_to_the_letter(clock, capsys):
     args = make_args()
-    run(TrainingLog(args, Progress(), [], log_rank=0), clock, STEP, STEP)
+    run(TrainingLog(args, Progress(), log_rank=0), clock, STEP, STEP)
     (line,) = lines_of(capsys)
     assert re.sub(r"\[.*?\]", "[time]", line) == (
         " [time] iteration        2/    1000 | consumed samples:           16 |"
@@ -104,27 +92,21 @@ def test_the_line_is_megatrons_to_the_letter(clock, capsys):
 
 
 def test_scripts_can_take_it_apart(clock, capsys):
-    args = make_args("--log-throughput", "--log-num-zeros-in-grad")
-    run(TrainingLog(args, Progress(), [], log_rank=0), clock, STEP, STEP, STEP, STEP)
+    args = make_args("--log-num-zeros-in-grad")
+    run(TrainingLog(args, Progress(), log_rank=0), clock, STEP, STEP, STEP, STEP)
     matches = [TRAINING_LINE.fullmatch(line) for line in lines_of(capsys)]
     assert [match["iteration"] for match in matches] == ["2", "4"]
     assert matches[1].groupdict() == {
-        "iteration": "4", "last": "1000", "samples": "32", "milliseconds": "250.0", "throughput": "0.0",
+        "iteration": "4", "last": "1000", "samples": "32", "milliseconds": "250.0",
         "rate": "1.500000E-04", "batch": "8", "loss": "4.250000E+00", "scale": "1.0", "norm": "1.500", "zeros": "12.0",
         "skipped": "0", "nan": "0",
     }  # fmt: skip
 
 
-def test_throughput_is_per_rank(clock, capsys):
-    args = replace(make_args("--log-throughput"), world_size=4)
-    run(TrainingLog(args, Progress(), [], log_rank=0, flops_of_sequence=1e12), clock, STEP, STEP)
-    assert TRAINING_LINE.fullmatch(lines_of(capsys)[0])["throughput"] == "8.0"  # 8 TFLOP in 0.25 s on 4 ranks
-
-
 def test_the_loss_is_the_mean_since_the_last_line(clock, capsys):
     args = make_args()
     losses = [2.0, 4.0, 10.0, 20.0]
-    run(TrainingLog(args, Progress(), [], log_rank=0), clock, *[step(lm_loss=loss) for loss in losses])
+    run(TrainingLog(args, Progress(), log_rank=0), clock, *[step(lm_loss=loss) for loss in losses])
     assert [TRAINING_LINE.fullmatch(line)["loss"] for line in lines_of(capsys)] == ["3.000000E+00", "1.500000E+01"]
 
 
@@ -137,7 +119,7 @@ def test_skipped_and_nan_iterations_are_counted_and_left_out_of_the_loss(clock, 
     skipped_too = step(lm_loss=100.0, grad_norm=None, was_skipped=True)
     skipped = step(lm_loss=math.inf, grad_norm=None, was_skipped=True)
     run(
-        TrainingLog(args, Progress(), [], log_rank=0),
+        TrainingLog(args, Progress(), log_rank=0),
         clock,
         step(lm_loss=2.0),
         skipped,
@@ -145,7 +127,7 @@ def test_skipped_and_nan_iterations_are_counted_and_left_out_of_the_loss(clock, 
         skipped_too,
         step(lm_loss=4.0),
     )
-    run(TrainingLog(args, Progress(), [], log_rank=0), clock, *[skipped] * 5)
+    run(TrainingLog(args, Progress(), log_rank=0), clock, *[skipped] * 5)
     first, second = (TRAINING_LINE.fullmatch(line).groupdict() for line in lines_of(capsys))
     assert (first["loss"], first["norm"], first["skipped"], first["nan"]) == ("3.000000E+00", "1.500", "2", "2")
     assert (second["loss"], second["norm"], second["skipped"], second["nan"]) == (None, None, "5", "5")
@@ -154,14 +136,14 @@ def test_skipped_and_nan_iterations_are_counted_and_left_out_of_the_loss(clock, 
 def test_an_optimizer_that_computes_no_norm_skips_nothing(clock, capsys):
     """megatron-core's FP32Optimizer with --clip-grad 0."""
     args = make_args()
-    run(TrainingLog(args, Progress(), [], log_rank=0), clock, step(grad_norm=None), step(grad_norm=None))
+    run(TrainingLog(args, Progress(), log_rank=0), clock, step(grad_norm=None), step(grad_norm=None))
     match = TRAINING_LINE.fullmatch(lines_of(capsys)[0])
     assert (match["loss"], match["norm"], match["skipped"]) == ("4.250000E+00", None, "0")
 
 
 def test_what_is_not_training_takes_no_time(clock, capsys):
     args = make_args()
-    log = TrainingLog(args, Progress(), [], log_rank=0)
+    log = TrainingLog(args, Progress(), log_rank=0)
     run(log, clock, STEP)
     paused_at = log.pause()
     clock.now += 1000.0
@@ -172,7 +154,7 @@ def test_what_is_not_training_takes_no_time(clock, capsys):
 
 def test_only_the_rank_that_holds_the_loss_prints(clock, capsys):
     args = make_args()
-    log = TrainingLog(args, Progress(), [], log_rank=1)
+    log = TrainingLog(args, Progress(), log_rank=1)
     run(log, clock, step(lm_loss=None), step(lm_loss=None))
     log.record_validation(2.0)
     assert lines_of(capsys) == []
@@ -180,79 +162,17 @@ def test_only_the_rank_that_holds_the_loss_prints(clock, capsys):
 
 def test_the_line_of_an_evaluation(clock, capsys):
     args = make_args()
-    TrainingLog(args, Progress(iteration=30), [], log_rank=0).record_validation(2.0)
+    TrainingLog(args, Progress(iteration=30), log_rank=0).record_validation(2.0)
     rule, line, same_rule = lines_of(capsys)
     assert line == " validation loss at iteration 30 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert rule == same_rule == "-" * (len(line) + 1)
 
 
 def test_a_perplexity_beyond_all_bounds_is_cut_as_megatron_cuts_it(clock, capsys):
-    TrainingLog(make_args(), Progress(), [], log_rank=0).record_validation(800.0)
+    TrainingLog(make_args(), Progress(), log_rank=0).record_validation(800.0)
     assert "lm loss PPL: 4.851652E+08 |" in lines_of(capsys)[1]  # exp(20)
 
 
 def test_a_rank_without_the_loss_says_nothing_of_an_evaluation(clock, capsys):
-    TrainingLog(make_args(), Progress(), [FakeWriter()], log_rank=0).record_validation(None)
+    TrainingLog(make_args(), Progress(), log_rank=0).record_validation(None)
     assert lines_of(capsys) == []
-
-
-def test_the_curves_have_megatrons_names(clock):
-    args, writer = make_args("--log-num-zeros-in-grad", "--log-throughput"), FakeWriter()
-    log = TrainingLog(args, Progress(), [writer], log_rank=0)
-    run(log, clock, STEP, STEP)
-    log.record_validation(2.0)
-    values = {
-        "learning-rate": 1.5e-4,
-        "batch-size": 8,
-        "lm loss": 4.25,
-        "loss-scale": 1.0,
-        "grad-norm": 1.5,
-        "num-zeros": 12.0,
-    }
-    expected = {tag: [(value, 1), (value, 2)] for tag, value in values.items()}
-    expected |= {f"{tag} vs samples": [(value, 8), (value, 16)] for tag, value in values.items()}
-    expected |= {"iteration-time": [(0.25, 2)], "throughput": [(pytest.approx(0.0, abs=1e-3), 2)]}
-    for tag, value in (("lm loss validation", 2.0), ("lm loss validation ppl", math.exp(2.0))):
-        expected |= {tag: [(value, 2)], f"{tag} vs samples": [(value, 16)]}
-    assert writer.scalars == expected
-
-
-def test_curves_are_written_at_their_own_interval_and_without_what_is_unknown(clock):
-    args, writer = make_args("--tensorboard-log-interval", "3"), FakeWriter()
-    run(TrainingLog(args, Progress(), [writer], log_rank=0), clock, *[step(grad_norm=None)] * 6)
-    assert [at for _, at in writer.scalars["lm loss"]] == [3, 6]
-    assert not {"grad-norm", "num-zeros"} & writer.scalars.keys()
-
-
-class TestWriters:
-    def test_tensorboard_writes_to_its_folder(self, tmp_path):
-        pytest.importorskip("tensorboard")
-        (writer,) = open_writers(make_args("--tensorboard-dir", str(tmp_path / "curves")), log_rank=0)
-        writer.add_scalar("lm loss", 1.0, 1)
-        writer.close()
-        assert list((tmp_path / "curves").glob("events.out.tfevents.*"))
-
-    def test_wandb_gets_values_over_iterations_only(self, clock, monkeypatch):
-        started, logged = {}, []
-        run_of_wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
-        fake = SimpleNamespace(init=lambda **settings: started.update(settings) or run_of_wandb)
-        monkeypatch.setitem(sys.modules, "wandb", fake)
-        args = make_args("--wandb-project", "gpt", "--wandb-exp-name", "first")
-        run(TrainingLog(args, Progress(), open_writers(args, 0), log_rank=0), clock, STEP)
-        assert (started["project"], started["name"]) == ("gpt", "first")
-        assert ({"lm loss": 4.25}, 1) in logged
-        assert not any("vs samples" in tag for values, _ in logged for tag in values)
-
-    @pytest.mark.parametrize(
-        ("flag", "module", "extra"),
-        [("--tensorboard-dir", "torch.utils.tensorboard", "tensorboard"), ("--wandb-project", "wandb", "wandb")],
-    )
-    def test_a_package_that_is_not_installed_is_named(self, flag, module, extra, monkeypatch, tmp_path):
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ValueError, match=rf"^{flag} needs {extra}: pip install 'megatron-zero-bubble\[{extra}\]'$"):
-            open_writers(make_args(flag, str(tmp_path)), log_rank=0)
-
-    def test_only_the_rank_that_holds_the_loss_has_writers(self, monkeypatch, tmp_path):
-        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())
-        args = make_args("--tensorboard-dir", str(tmp_path), "--wandb-project", "gpt")
-        assert open_writers(args, log_rank=1) == []

@@ -11,7 +11,7 @@ import pytest
 from tests.checked_flags import checked
 
 PLANNED = {"--zero-bubble": None, "--global-batch-size": "16"}
-FOLDERS = ["--save", "--tensorboard-dir", "--zero-bubble-timeline"]
+FOLDERS = ["--save", "--zero-bubble-timeline"]
 FILES = ["--log-numerics", "--zero-bubble-profile-output"]
 
 

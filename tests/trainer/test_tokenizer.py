@@ -138,7 +138,7 @@ def test_missing_flags_are_named() -> None:
     assert "--tokenizer-model" in refused("HuggingFaceTokenizer")
     assert "--vocab-size" in refused("NullTokenizer")
     assert "--vocab-file and --merge-file" in refused("GPT2BPETokenizer", vocab_file="vocab.json")
-    assert "HuggingFaceTokenizer, GPT2BPETokenizer, Llama2Tokenizer, NullTokenizer" in refused("SentencePieceTokenizer")
+    assert "HuggingFaceTokenizer, GPT2BPETokenizer, NullTokenizer" in refused("SentencePieceTokenizer")
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
@@ -160,21 +160,3 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> No
     assert "<gone>" in refused("HuggingFaceTokenizer", str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("{")
     assert "tokenizer_config.json: not a readable JSON object" in refused("HuggingFaceTokenizer", str(tmp_path))
-
-
-def test_a_sentencepiece_model_is_llamas_tokenizer(tmp_path: Path) -> None:
-    """Megatron-LM's Llama2Tokenizer puts <s> before a text, and </s> ends a document."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    (tmp_path / "text").write_text(f"{TEXT}\n" * 20)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "small"), vocab_size=25, minloglevel=2
-    )
-    tokenizer = build_tokenizer("Llama2Tokenizer", str(tmp_path / "small.model"))
-    ids = tokenizer.tokenize(TEXT)
-    assert (ids[0], tokenizer.eod, tokenizer.vocab_size) == (1, 2, 25)
-    assert tokenizer.detokenize(ids) == TEXT
-    copy = pickle.loads(pickle.dumps(tokenizer))
-    assert copy.tokenize(TEXT) == ids
-    assert copy.unique_identifiers == tokenizer.unique_identifiers
-    with pytest.raises(ValueError, match=r"^--tokenizer-model \S+text: not a SentencePiece model: "):
-        build_tokenizer("Llama2Tokenizer", str(tmp_path / "text"))

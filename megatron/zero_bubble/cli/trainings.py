@@ -41,7 +41,7 @@ def complete_training(
     from megatron.zero_bubble.trainer.defaults import with_vocabulary
     from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
 
-    parsed = parse_arguments(flags, prog)
+    parsed = parse_arguments(flags, prog, ignores_megatrons=not for_this_machine)
     environment = {"WORLD_SIZE": str(world_size)}
     args, job = complete_and_check(parsed, environment, has_cuda, for_this_machine=for_this_machine)
     return with_vocabulary(args, load_tokenizer(args).vocab_size), job

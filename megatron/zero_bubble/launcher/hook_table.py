@@ -213,11 +213,11 @@ class ScriptHooks:
         return self._run
 
     def _begin(self, call: Call) -> Any:
-        if (script := _script_arguments()) is not None:
-            self._run = Run(script, self.flags)
-            if self._run.v_placement is not None:
-                self._run.v_placement.set_embedding_ranks(call)
-        return call.proceed()
+        script = _script_arguments()
+        if script is None:
+            return call.proceed()
+        self._run = run = Run(script, self.flags)
+        return run.begin(call)
 
     def _with_layouts(self, handle: Callable[[ScriptLayouts, Call], Any], call: Call) -> Any:
         layouts = self._run.layouts if self._run is not None else None

@@ -88,8 +88,9 @@ class LoopRun:
         if call.get("share_embeddings_and_output_weights") is False:
             flags = replace(flags, untie_embeddings_and_output_weights=True)
         with users_mistakes():
-            job = job_settings(flags, os.environ, torch.cuda.is_available())
-        placement, built = job.placement, flags.model_chunks or 1
+            session = Session(job_settings(flags, os.environ, torch.cuda.is_available()), PROGRAM)
+            session.make_schedules()
+        placement, built = session.job.placement, flags.model_chunks or 1
         if placement.kind == "v":
             raise SessionError(f"enable({flags.schedule!r}): a V placement works with Megatron-LM's trainer alone")
         if placement.num_chunks != built:
@@ -97,7 +98,7 @@ class LoopRun:
                 f"enable({flags.schedule!r}): the schedule has {placement.num_chunks} model chunks a rank, but the "
                 f"process groups are for {built}: give virtual_pipeline_model_parallel_size={placement.num_chunks}"
             )
-        return _Model(Session(job, PROGRAM), flags, call.get("vocab_size") or 0)
+        return _Model(session, flags, call.get("vocab_size") or 0)
 
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk."""

@@ -48,6 +48,7 @@ class Run:
             if not job.is_layout_open:
                 check_chunks(script, job.flags, job.placement)
             check_implementation(job.flags)
+            self.session = Session(job, PROGRAM)
         write_in_threads(keep_results=not getattr(script, "async_save", False))
         self._built: list[torch.nn.Module] = []
         """The model chunks of this rank that the script has built."""
@@ -59,7 +60,6 @@ class Run:
         self.layouts: ScriptLayouts | None = None
         self._pattern: ScriptPattern | None = None
         self.units = ScriptUnits(script, job.flags)
-        self.session = Session(job, PROGRAM)
         self.post_validation = ScriptPostValidation(script)
         self.replicas = ScriptReplicas(script, self.session)
         if not job.is_layout_open:
@@ -82,6 +82,18 @@ class Run:
             self._pattern = ScriptPattern(placement, pattern) if pattern.is_divided else None
         elif is_chosen or placement.kind == "v":
             self.layouts = ScriptLayouts(placement, to_layout(job.partition, job.flags.mtp_num_layers))
+
+    def begin(self, call: Call) -> Any:
+        """Hook around `initialize_model_parallel`: make the schedules, and the groups for their placement.
+
+        Raises:
+            SessionError: there is no schedule for some number of microbatches, or under the memory limit.
+        """
+        with users_mistakes():
+            self.session.make_schedules()
+        if self.v_placement is not None:
+            self.v_placement.set_embedding_ranks(call)
+        return call.proceed()
 
     def set_up_model(self, call: Call) -> Any:
         """Hook around `setup_model_and_optimizer`: choose the layout if it is open, and let the script build it."""

@@ -88,7 +88,7 @@ class VPlacement:
         """The stage whose forward step runs now; None outside of forward steps."""
 
     def set_embedding_ranks(self, call: Call) -> None:
-        """Hook around `initialize_model_parallel`: set the ranks that reduce tied embeddings."""
+        """Give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
         call["get_embedding_ranks"] = embedding_ranks(self._placement)
 
     def place(self, call: Call) -> None:

@@ -30,7 +30,7 @@ _SECONDS_PER_OPERATION = 4e-5
 
 
 def choose_plan(flags: JobFlags) -> RunSchedules | None:
-    """The plan that the flags ask for; None for megatron-core's own schedule. `check_plan` checks its schedules.
+    """The plan that the flags ask for; None for megatron-core's own schedule. `make_schedules` makes its schedules.
 
     Raises:
         ValueError: there is no such schedule, or the number of ranks or chunks does not fit.
@@ -104,16 +104,35 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
         )
 
 
-def check_plan(flags: JobFlags, plan: RunSchedules | None) -> None:
-    """Make every schedule that the run needs, to check that each can be made. The plan keeps them.
+def check_number(flags: JobFlags, plan: RunSchedules) -> None:
+    """Raise `ValueError` if planning schedules for all numbers of microbatches of the run would take minutes."""
+    microbatches, stages = _all_microbatches(flags), plan.placement.num_stages
+    most = MAX_OPERATIONS // (3 * stages)
+    if plan.given is None and microbatches > most:
+        given = f"--global-batch-size {flags.global_batch_size} --micro-batch-size {flags.micro_batch_size}"
+        many = f"{microbatches} microbatches"
+        if flags.rampup_batch_size:
+            given += f" --rampup-batch-size {' '.join(map(str, flags.rampup_batch_size))}"
+            many = f"iterations of every size, {many} in all,"
+        raise ValueError(f"{given}: {many} are too many to plan schedules for {stages} stages: at most {most}")
+
+
+def _all_microbatches(flags: JobFlags) -> int:
+    """Microbatches of one iteration of every size, on one data-parallel rank."""
+    sizes = flags.batch_sizes
+    # The sum of an arithmetic series, because the range may be too long to add up.
+    return len(sizes) * (sizes[0] + sizes[-1]) // 2 // (flags.micro_batch_size * flags.data_parallel_size)
+
+
+def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
+    """Make every schedule that the run needs; the plan keeps them. If that takes seconds, a line says so.
 
     Raises:
         ValueError: there is no schedule for some number of microbatches, or under the memory limit.
     """
-    if plan is None:
-        return
-    if plan.given is None:
-        _announce(flags, plan)
+    seconds = _all_microbatches(flags) * 3 * plan.placement.num_stages * _SECONDS_PER_OPERATION
+    if plan.given is None and seconds > SILENT_SECONDS and flags.rank == 0:
+        print_line(f" > planning schedule {plan.name} for up to {flags.most_microbatches} microbatches")
     with _as_users_mistake(flags, str(flags.schedule)):
         for size in flags.batch_sizes:
             plan.schedule(flags.num_microbatches(size))
@@ -121,28 +140,6 @@ def check_plan(flags: JobFlags, plan: RunSchedules | None) -> None:
             if plan.given.has_post_validation and not flags.zero_bubble_post_validation:
                 raise ScheduleError("its operations STEP and VALIDATE need --zero-bubble-post-validation")
             _check_memory(flags, plan)
-
-
-def _announce(flags: JobFlags, plan: RunSchedules) -> None:
-    """Print a line if planning takes longer than a few seconds.
-
-    Raises:
-        ValueError: planning would take minutes.
-    """
-    sizes, stages = flags.batch_sizes, plan.placement.num_stages
-    # The sum of an arithmetic series, because the range may be too long to add up.
-    samples = len(sizes) * (sizes[0] + sizes[-1]) // 2
-    microbatches = samples // (flags.micro_batch_size * flags.data_parallel_size)
-    most = MAX_OPERATIONS // (3 * stages)
-    if microbatches > most:
-        given = f"--global-batch-size {flags.global_batch_size} --micro-batch-size {flags.micro_batch_size}"
-        many = f"{microbatches} microbatches"
-        if flags.rampup_batch_size:
-            given += f" --rampup-batch-size {' '.join(map(str, flags.rampup_batch_size))}"
-            many = f"iterations of every size, {many} in all,"
-        raise ValueError(f"{given}: {many} are too many to plan schedules for {stages} stages: at most {most}")
-    if microbatches * 3 * stages * _SECONDS_PER_OPERATION > SILENT_SECONDS and flags.rank == 0:
-        print_line(f" > planning schedule {plan.name} for up to {flags.most_microbatches} microbatches")
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from megatron.zero_bubble.session.features import HIERARCHICAL_SGD, POST_VALIDAT
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layout_choice import ChosenLayout, new_choice
+from megatron.zero_bubble.session.plans import make_schedules
 from megatron.zero_bubble.session.profiling import given_profile
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.running import (
@@ -51,10 +52,11 @@ from megatron.zero_bubble.session.start_up import SessionError
 class Session:
     """One training run with zero bubble, or with megatron-core's own schedule if the settings name no other.
 
-    Whoever trains calls the methods at Megatron's seams: `choose_layout` when the process groups exist, `configure`,
-    `initializing`, `shard` and `split` while the model is built, `start` when everything is built and loaded,
-    `forward_backward` and `after_iteration` in every iteration, `settle` before anything but a training step reads
-    parameters, and `close` at the end. As a context manager it undoes what it has changed, also after an error.
+    Whoever trains calls the methods at Megatron's seams: `make_schedules` at the beginning, `choose_layout` when the
+    process groups exist, `configure`, `initializing`, `shard` and `split` while the model is built, `start` when
+    everything is built and loaded, `forward_backward` and `after_iteration` in every iteration, `settle` before
+    anything but a training step reads parameters, and `close` at the end. As a context manager it undoes what it has
+    changed, also after an error.
 
     Args:
         job: the checked settings. If they leave the layout open, `choose_layout` or `keep_megatrons_layout` is called
@@ -98,7 +100,18 @@ class Session:
         session.store = store
         return session
 
-    # The layout.
+    # The schedules and the layout.
+
+    def make_schedules(self) -> None:
+        """Make the schedules of a fixed layout, so that a run without one ends before anything is built.
+
+        While the layout is open this does nothing: the search for a layout makes the schedules.
+
+        Raises:
+            ValueError: there is no schedule for some number of microbatches, or under the memory limit.
+        """
+        if self.job.plan is not None and not self.job.is_layout_open:
+            make_schedules(self.job.flags, self.job.plan)
 
     def restrict(self, **flags: Any) -> None:
         """Replace flags of the settings before the layout is chosen, by name."""
@@ -111,6 +124,7 @@ class Session:
             ValueError: a flag does not work, or no schedule fits.
         """
         self.job = job_settings(flags, os.environ, torch.cuda.is_available())
+        self.make_schedules()
 
     def choose_layout(
         self,
@@ -137,6 +151,8 @@ class Session:
                 costs = costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
             saved = new_choice(self.job.flags, costs, padded_vocab_size)
         self._take(with_layout(self.job, saved, os.environ, torch.cuda.is_available()))
+        if saved.request is None:
+            self.make_schedules()
         return saved.flags
 
     def keep_megatrons_layout(self, reason: str) -> None:
@@ -148,6 +164,7 @@ class Session:
         print_rank_0(f" > layout: Megatron's, because {reason}")
         flags = replace(self.job.flags, zero_bubble_keep_layout=True)
         self._take(job_settings(flags, os.environ, torch.cuda.is_available()))
+        self.make_schedules()
 
     # The model.
 

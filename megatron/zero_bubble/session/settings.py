@@ -19,7 +19,7 @@ from megatron.zero_bubble.session.flags import check_zero_bubble_flags
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags, needed_layout, partition_of_flags, spread_layers
 from megatron.zero_bubble.session.layout_choice import ChosenLayout, check_unit_costs_output, is_layout_open
-from megatron.zero_bubble.session.plans import check_plan, choose_placement, choose_plan
+from megatron.zero_bubble.session.plans import check_number, choose_placement, choose_plan
 from megatron.zero_bubble.session.profiled_costs import partition_of_profile
 from megatron.zero_bubble.session.profiling import check_memory_limit, given_profile, planning_options
 from megatron.zero_bubble.session.stalls import check_stall_timeout
@@ -70,7 +70,7 @@ def job_settings(
     chooses_layout: bool = False,
     knows_costs: bool = False,
 ) -> JobSettings:
-    """Choose the plan and the placement of stages, and check the flags.
+    """Choose the plan and the placement of stages, and check the flags. The session makes the schedules.
 
     Every rank gets the same result without communication.
 
@@ -92,8 +92,8 @@ def job_settings(
     else:
         partition = partition_of_flags(flags, placement)
         flags = replace(flags, pipeline_model_parallel_layout=needed_layout(flags, placement, partition))
-    if not knows_costs:
-        check_plan(flags, plan)
+    if plan is not None:
+        check_number(flags, plan)
     check_sharding(flags, is_layout_open=is_open)
     check_memory_limit(flags, has_cuda)
     check_post_validation(flags)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
 from megatron.zero_bubble.session.flag_parser import flag, parse_flags, take_flags
-from megatron.zero_bubble.session.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags
+from megatron.zero_bubble.session.flags import ParallelFlags, ReplicaFlags, ZeroBubbleFlags, flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.trainer.core_flags import flag_groups
 
@@ -64,14 +64,11 @@ class TrainingFlags:
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", None, nargs=3
     )
     train_iters: int | None = flag("number of iterations", None)
-    train_samples: int | None = flag("number of sequences, instead of --train-iters", None)
     lr_decay_style: str = flag(
         "shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root")
     )
     lr_decay_iters: int | None = flag("iterations of decay (default: --train-iters)", None)
-    lr_decay_samples: int | None = flag("sequences of decay, with --train-samples (default: all)", None)
     lr_warmup_iters: int = flag("iterations of linear warm-up", 0)
-    lr_warmup_samples: int = flag("sequences of linear warm-up, with --train-samples", 0)
     lr_warmup_fraction: float | None = flag("warm-up as a fraction of the decay, instead of iterations", None)
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False)
     accumulate_allreduce_grads_in_fp32: bool = flag(
@@ -117,11 +114,9 @@ class DataFlags:
         "kind of tokenizer (default: GPT2BPETokenizer with --vocab-file and --merge-file, NullTokenizer with "
         "--mock-data)",
         None,
-        choices=("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer", "NullTokenizer"),
+        choices=("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer"),
     )
-    tokenizer_model: str | None = flag(
-        "tokenizer.json, or a folder that holds it; with Llama2Tokenizer SentencePiece's tokenizer.model", None
-    )
+    tokenizer_model: str | None = flag("tokenizer.json, or a folder that holds it", None)
     tiktoken_pattern: str | None = flag(
         "accepted without effect: only TikTokenizer reads it", None, choices=("v1", "v2")
     )
@@ -129,7 +124,7 @@ class DataFlags:
     merge_file: str | None = flag("merges of GPT2BPETokenizer", None)
     vocab_size: int | None = flag("vocabulary of NullTokenizer", None)
     num_workers: int = flag("processes that load data", 2)
-    dataloader_type: str = flag("order of samples", "single", choices=("single", "cyclic"))
+    dataloader_type: str = flag("order of samples: the dataset's", "single", choices=("single",))
     variable_seq_lengths: bool = flag(
         "take each document as a sample, up to --seq-length tokens, and pad a microbatch to its longest one", False
     )
@@ -147,20 +142,10 @@ class OutputFlags:
     """Output, evaluation, checkpoints."""
 
     log_interval: int = flag("iterations between log lines", 100)
-    log_throughput: bool = flag("log TFLOP/s per GPU", False)
     log_memory_interval: int | None = flag(
         "iterations between log lines with the memory of every rank (CUDA only)", None
     )
     timing_log_level: int = flag("detail of megatron-core's timers, 0 to 2", 0)
-    tensorboard_dir: str | None = flag("folder for TensorBoard", None)
-    tensorboard_log_interval: int = flag("iterations between TensorBoard entries", 1)
-    wandb_project: str | None = flag("Weights & Biases project", None)
-    wandb_exp_name: str | None = flag("Weights & Biases run name", None)
-    profile: bool = flag("profile some iterations with torch's profiler, which writes to --tensorboard-dir", False)
-    use_pytorch_profiler: bool = flag("accepted without effect: --profile always means torch's profiler", False)
-    profile_step_start: int = flag("iteration after which --profile begins", 10)
-    profile_step_end: int = flag("iteration with which --profile ends", 12)
-    profile_ranks: list[int] | None = flag("ranks that --profile profiles (default: 0)", None, nargs="+")
     log_numerics: str | None = flag("file for one JSON line an iteration: exact loss, gradient norm, parameters", None)
     eval_interval: int = flag("iterations between evaluations", 1000)
     eval_iters: int = flag("iterations of an evaluation; 0: no evaluation", 100)
@@ -181,7 +166,25 @@ class OutputFlags:
     finetune: bool = flag("load only the model and begin at iteration 0", False)
     no_load_optim: bool = flag("do not load the optimizer", False)
     no_load_rng: bool = flag("do not load the random state", False)
-    zero_bubble_no_checksums: bool = flag("neither save checksums of a checkpoint's files nor check them", False)
+
+
+@dataclass(frozen=True)
+class MegatronFlags:
+    """Flags that this trainer leaves to Megatron-LM: it refuses them, and an estimate ignores them."""
+
+    train_samples: int | None = flag("length in sequences", None)
+    lr_decay_samples: int | None = flag("length in sequences", None)
+    lr_warmup_samples: int | None = flag("length in sequences", None)
+    log_throughput: bool = flag("TFLOP/s in the log line", False)
+    tensorboard_dir: str | None = flag("TensorBoard", None)
+    tensorboard_log_interval: int | None = flag("TensorBoard", None)
+    wandb_project: str | None = flag("Weights & Biases", None)
+    wandb_exp_name: str | None = flag("Weights & Biases", None)
+    profile: bool = flag("torch's profiler", False)
+    use_pytorch_profiler: bool = flag("torch's profiler", False)
+    profile_step_start: int | None = flag("torch's profiler", None)
+    profile_step_end: int | None = flag("torch's profiler", None)
+    profile_ranks: list[int] | None = flag("torch's profiler", None, nargs="+")
 
 
 _LISTED = (ModelFlags, ParallelFlags, ReplicaFlags, TrainingFlags, DataFlags, OutputFlags, ZeroBubbleFlags, AliasFlags)
@@ -242,12 +245,24 @@ class Arguments(
         return self.world_size // self.ranks_of_replica
 
 
-def parse_arguments(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> Arguments:
+def parse_arguments(
+    argv: Sequence[str], prog: str = "pretrain_gpt.py", *, ignores_megatrons: bool = False
+) -> Arguments:
     """Parse the trainer's command line; aliases are replaced by our flags.
+
+    Args:
+        ignores_megatrons: leave out the flags of `MegatronFlags` instead of refusing them.
 
     Raises:
         ValueError: a flag is unknown, missing or malformed, or an alias contradicts another flag.
     """
+    megatrons, argv = take_flags(MegatronFlags, (MegatronFlags,), argv)
+    refused = [name for name, value in vars(megatrons).items() if value is not None and value is not False]
+    if refused and not ignores_megatrons:
+        raise ValueError(
+            f"{flag_name(refused[0])}: {prog} does without it: leave it out, or train with your own Megatron-LM "
+            "(docs/megatron_lm.md)"
+        )
     patterns, _ = take_flags(_PatternFlags, (_PatternFlags,), argv)
     given = [name for name, value in vars(patterns).items() if value is not None]
     if len(given) > 1:

@@ -17,9 +17,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
-from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.zero_bubble.mcore.checkpoint_reading import COMMON_FILE, CheckpointError, load, read_common, read_metadata
+from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, load, read_metadata
 from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
 from megatron.zero_bubble.mcore.checkpoint_writing import save
 from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
@@ -29,22 +28,14 @@ from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint_files import (
-    CHECKSUMS,
-    Checksum,
     begin_folder,
-    check_checksums,
     check_complete,
-    check_config,
     checkpoint_folder,
-    checksum,
-    files_of_rank,
     incomplete_folder,
     latest_iteration,
     name_latest,
-    read_checksums,
-    share,
+    read_checked,
     tracked,
-    write_checksums,
 )
 from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
 
@@ -104,7 +95,7 @@ class Checkpointer:
         print_rank_0(f"  successfully saved checkpoint from iteration {iteration} to {root}")
 
     def _write(self, folder: Path) -> None:
-        """Write the state of all ranks and its checksums to `folder`, and check that every file is complete."""
+        """Write the state of all ranks to `folder`, and check that every file is complete."""
         metadata = self._new_metadata()
         allocate_states(self._optimizer)
         state = self._sharded_state(metadata, is_loading=False)
@@ -117,15 +108,7 @@ class Checkpointer:
             num_floating_point_operations_so_far=0,
         )
         save(state, folder, {key: value for key, value in metadata.items() if key != "dp_cp_group"})
-        checksums = None
-        if not self._args.zero_bubble_no_checksums:
-            names = files_of_rank(folder, dist.get_rank())
-            own = jointly(lambda: {name: checksum(folder / name) for name in names})
-            gathered: list[dict[str, Checksum]] = [{}] * dist.get_world_size()
-            dist.all_gather_object(gathered, own)
-            checksums = {name: found for part in gathered for name, found in part.items()}
-            on_rank(0, lambda: write_checksums(folder, checksums))
-        on_rank(0, lambda: check_complete(folder, read_metadata(folder), checksums))
+        on_rank(0, lambda: check_complete(folder, read_metadata(folder)))
 
     def load(self) -> None:
         """Load the newest checkpoint under `args.load`; a collective call.
@@ -151,7 +134,8 @@ class Checkpointer:
     def _load(self, folder: Path) -> dict[str, Any]:
         """Load the model and the other state that the flags ask for, and return the state common to all ranks."""
         args = self._args
-        description, common = self._read_checked(folder)
+        needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")
+        description, common = jointly(lambda: read_checked(folder, needed))
         check_model_shape(args, common["args"])
         if not args.finetune:
             check_schedule(args, self._scheduler.state_dict(), common["opt_param_scheduler"])
@@ -165,29 +149,6 @@ class Checkpointer:
             state = load(request, folder, description)
             self._restore(state, with_optimizer=with_optimizer, with_rng=with_rng)
         return common
-
-    def _read_checked(self, folder: Path) -> tuple[Metadata, dict[str, Any]]:
-        """Check a checkpoint's files, each rank a share of them; return its metadata and the state common to all ranks.
-
-        Raises:
-            CheckpointError: on every rank, if a file differs from the saved one.
-        """
-        checksums = None
-        if not self._args.zero_bubble_no_checksums:
-            checksums = on_rank(0, lambda: read_checksums(folder))
-            if checksums is None:
-                print_rank_0(f"  {folder.name} has no {CHECKSUMS}: its files cannot be compared with what was saved")
-            else:
-                names = share(checksums, dist.get_rank(), dist.get_world_size())
-                jointly(lambda: check_checksums(folder, {name: checksums[name] for name in names}))
-        on_rank(0, lambda: check_config(folder))
-        description = jointly(lambda: read_metadata(folder))
-        on_rank(0, lambda: check_complete(folder, description, checksums))
-        common = jointly(lambda: read_common(folder))
-        for name in ("args",) if self._args.finetune else ("args", "opt_param_scheduler"):
-            if name not in common:
-                raise CheckpointError(f"{COMMON_FILE} has no {name!r}")
-        return description, common
 
     def _sharded_state(
         self, metadata: dict[str, Any], *, is_loading: bool, with_optimizer: bool = True, with_rng: bool = True

@@ -10,29 +10,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.zero_bubble.mcore.checkpoint_reading import COMMON_FILE, METADATA_FILE, CheckpointError, extents
+from megatron.zero_bubble.mcore.checkpoint_reading import (
+    COMMON_FILE,
+    CheckpointError,
+    extents,
+    read_common,
+    read_metadata,
+)
 from megatron.zero_bubble.session.files import write_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
-CHECKSUMS = "checksums.json"
 CONFIG = "metadata.json"
 _INCOMPLETE = ".incomplete"
 _REPLACED = ".replaced"
-_CHUNK_BYTES = 1 << 20
-
-
-class Checksum(NamedTuple):
-    """Size and CRC-32 of a file. CRC-32 detects damage by disks, networks and copies, at the speed of memory."""
-
-    bytes: int
-    crc32: str
 
 
 def checkpoint_folder(root: str | Path, iteration: int) -> Path:
@@ -108,89 +104,34 @@ def name_latest(root: Path, iteration: int) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def checksum(path: Path) -> Checksum:
-    """Size and CRC-32 of a file."""
-    size = crc = 0
-    buffer = bytearray(_CHUNK_BYTES)
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            size += count
-            crc = zlib.crc32(view[:count], crc)
-    return Checksum(size, f"{crc:08x}")
+def read_checked(folder: Path, needed: Iterable[str]) -> tuple[Metadata, dict[str, Any]]:
+    """Check a checkpoint's files, and read its metadata and the state common to all ranks.
 
-
-def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
-    """Write the checksums of all files of a checkpoint to a file in its folder."""
-    files = {name: checksums[name]._asdict() for name in _in_order_of_ranks(checksums)}
-    write_file(folder / CHECKSUMS, json.dumps(files, indent=1) + "\n")
-
-
-def read_checksums(folder: Path) -> dict[str, Checksum] | None:
-    """The checksums that were saved with a checkpoint; None if none were saved.
+    Args:
+        needed: names that the common state must have.
 
     Raises:
-        CheckpointError: the file of checksums cannot be read.
+        CheckpointError: a file is missing, cut short, of another format or without a needed name.
     """
-    try:
-        files = json.loads((folder / CHECKSUMS).read_text())
-        return {Path(name).name: Checksum(int(file["bytes"]), str(file["crc32"])) for name, file in files.items()}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{CHECKSUMS} cannot be read: {error}") from error
+    check_config(folder)
+    description = read_metadata(folder)
+    check_complete(folder, description)
+    common = read_common(folder)
+    for name in needed:
+        if name not in common:
+            raise CheckpointError(f"{COMMON_FILE} has no {name!r}")
+    return description, common
 
 
-def check_checksums(folder: Path, expected: Mapping[str, Checksum]) -> None:
-    """Raise `CheckpointError` unless the files of a checkpoint have the `expected` sizes and checksums."""
-    for name, saved in expected.items():
-        check_size(folder / name, saved.bytes)
-        actual = checksum(folder / name)
-        if actual != saved:
-            raise CheckpointError(
-                f"{name} is damaged: its CRC-32 is {actual.crc32}, that of what was saved {saved.crc32}"
-            )
-
-
-def check_size(path: Path, num_bytes: int, *, at_least: bool = False) -> None:
-    """Raise `CheckpointError` unless a file has `num_bytes` bytes, or with `at_least` that many or more."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path.name} is missing, expected {num_bytes} bytes") from error
-    if size < num_bytes or (size > num_bytes and not at_least):
-        raise CheckpointError(f"{path.name} has {size} bytes, expected {'at least ' if at_least else ''}{num_bytes}")
-
-
-def check_complete(folder: Path, description: Metadata, checksums: Mapping[str, Checksum] | None) -> None:
-    """Raise `CheckpointError` unless every file of a checkpoint exists, is long enough, and is in `checksums`."""
+def check_complete(folder: Path, description: Metadata) -> None:
+    """Raise `CheckpointError` unless every file of a checkpoint's tensors exists and is long enough."""
     for name, num_bytes in extents(description).items():
-        if checksums is not None and name not in checksums:
-            raise CheckpointError(f"{CHECKSUMS} says nothing of {name}")
-        check_size(folder / name, num_bytes, at_least=True)
-
-
-def files_of_rank(folder: Path, rank: int) -> list[str]:
-    """Names of the files that `rank` wrote to `folder`."""
-    shards = [path.name for path in folder.glob(f"__{rank}_*.distcp")]
-    others = [CONFIG, COMMON_FILE, METADATA_FILE] if rank == 0 else []
-    return shards + [name for name in others if (folder / name).exists()]
-
-
-def share(names: Collection[str], rank: int, num_ranks: int) -> list[str]:
-    """The files that `rank` of the `num_ranks` loading ranks has to check.
-
-    Shards are divided evenly. If as many ranks load as saved, each checks its own shards, which may still be in its
-    host's memory. Rank 0 checks the other files, which are small.
-    """
-    shards = _in_order_of_ranks(name for name in names if name.startswith("__"))
-    others = [name for name in names if not name.startswith("__")] if rank == 0 else []
-    return others + [name for index, name in enumerate(shards) if index * num_ranks // len(shards) == rank]
-
-
-def _in_order_of_ranks(names: Iterable[str]) -> list[str]:
-    """Sort file names by rank, so that `__2_0.distcp` comes before `__10_0.distcp`."""
-    return sorted(names, key=lambda name: (len(name), name))
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{name} is missing, expected {num_bytes} bytes") from error
+        if size < num_bytes:
+            raise CheckpointError(f"{name} has {size} bytes, expected at least {num_bytes}")
 
 
 def _sync(path: Path) -> None:

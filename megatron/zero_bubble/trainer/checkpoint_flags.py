@@ -87,10 +87,8 @@ def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str,
         return
     for name, flag in _SCHEDULE_FLAGS.items():
         if name in saved and saved[name] != ours[name]:
-            if flag == "--lr-decay-iters" and args.lr_decay_iters is None and args.lr_decay_samples is None:
+            if flag == "--lr-decay-iters" and args.lr_decay_iters is None:
                 flag = "--train-iters"
-            if args.train_samples is not None:
-                flag = flag.replace("-iters", "-samples")
             unit = " samples" if name.endswith("_steps") else ""
             raise ValueError(
                 f"--load {args.load}: the learning rate's schedule differs: {flag} gives {ours[name]}{unit}, "

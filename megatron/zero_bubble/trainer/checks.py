@@ -25,16 +25,12 @@ from megatron.zero_bubble.session.settings import JobSettings, check_implementat
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.defaults import (
     check_learning_rate,
-    check_length,
     completed,
     require_multiple,
-    with_iterations,
 )
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
-from megatron.zero_bubble.trainer.iteration_profile import check_profile
 from megatron.zero_bubble.trainer.output_folders import check_output
 from megatron.zero_bubble.trainer.sharding_checks import check_fully_sharded
-from megatron.zero_bubble.trainer.size_checks import check_memory
 
 
 def complete_and_check(
@@ -50,7 +46,8 @@ def complete_and_check(
         ValueError: the first flag that cannot work.
     """
     _check_ranges(parsed)
-    check_length(parsed)
+    if parsed.train_iters is None:
+        raise ValueError("--train-iters is missing: give the number of iterations")
     args = completed(parsed, environment, has_cuda)
     _check_model(args)
     check_pattern(args)
@@ -66,10 +63,7 @@ def complete_and_check(
     _check_replicas(args)
     check_fully_sharded(args)
     _check_batches(args)
-    args = with_iterations(args)
     _check_training(args)
-    if for_this_machine:
-        check_memory(args)
     flags = replace(flags, train_iters=args.train_iters, model_chunks=chunks_of_flags(flags))
     job = job_settings(flags, environment, has_cuda, chooses_layout=True)
     args = replace(args, pipeline_model_parallel_layout=job.flags.pipeline_model_parallel_layout)
@@ -88,8 +82,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "num_layers hidden_size num_attention_heads seq_length num_query_groups micro_batch_size "
         "max_position_embeddings ffn_hidden_size kv_channels make_vocab_size_divisible_by tensor_model_parallel_size "
         "pipeline_model_parallel_size train_iters global_batch_size seed log_interval eval_interval save_interval "
-        "exit_interval tensorboard_log_interval log_memory_interval distributed_timeout_minutes vocab_size "
-        "ddp_bucket_size lr_decay_iters lr_decay_samples train_samples fp8_amax_history_len num_experts "
+        "exit_interval log_memory_interval distributed_timeout_minutes vocab_size "
+        "ddp_bucket_size lr_decay_iters fp8_amax_history_len num_experts "
         "expert_model_parallel_size context_parallel_size mtp_num_layers num_layers_per_virtual_pipeline_stage "
         "num_virtual_stages_per_pipeline_rank recompute_num_layers microbatch_group_size_per_virtual_pipeline_stage "
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers num_distributed_optimizer_instances "
@@ -100,7 +94,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "must be at least 0",
         lambda value: 0 <= value < math.inf,
         "lr min_lr weight_decay clip_grad eval_iters num_workers lr_warmup_iters init_method_std exit_duration_in_mins "
-        "mtp_loss_scaling_factor lr_warmup_samples decoupled_lr decoupled_min_lr profile_step_start",
+        "mtp_loss_scaling_factor decoupled_lr decoupled_min_lr",
     ),
     (
         "must be above 0",
@@ -270,13 +264,11 @@ def _check_training(args: Arguments) -> None:
     if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
         raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32: give one of them")
     check_learning_rate(args)
-    check_profile(args)
 
 
 _NOT_OF_ONE_LENGTH = {
     "reset_attention_mask": "a sample is one document",
     "reset_position_ids": "a sample is one document",
-    "log_throughput": "it counts --seq-length tokens a sample",
 }
 """Flags that are refused where samples differ in length, and why."""
 
@@ -291,8 +283,8 @@ def _check_data(args: Arguments) -> None:
     for name, problem in _NOT_OF_ONE_LENGTH.items():
         if args.variable_seq_lengths and getattr(args, name):
             raise ValueError(f"{flag_name(name)} does not go with --variable-seq-lengths: {problem}")
-    if args.tokenizer_type in ("HuggingFaceTokenizer", "Llama2Tokenizer") and not args.tokenizer_model:
-        raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model")
+    if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
+        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
     if args.no_create_attention_mask_in_dataloader and args.reset_attention_mask:
         raise ValueError(
             "--no-create-attention-mask-in-dataloader and --reset-attention-mask, which needs masks: give one of them"

@@ -1,10 +1,9 @@
 """Provides training data: megatron-core's GPT datasets, loaders over them, and the batch of one microbatch.
 
-config = DataConfig(...)                                   # every rank
-config.validate(tokenizer.vocab_size)                      # every rank, no communication
-datasets = build_datasets(config, tokenizer, needs_data)   # every rank, collective
-iterator = build_data_iterator(datasets.train, config, consumed_samples, dp_rank, dp_size)  # one a model chunk
-batch = get_batch(iterator, config, embeds=..., is_last=...)                              # one a microbatch
+check_data(args, tokenizer.vocab_size)                     # every rank, no communication
+datasets = build_datasets(args, tokenizer, needs_data)     # every rank, collective
+iterator = build_data_iterator(datasets.train, args, consumed_samples, dp_rank, dp_size)  # one a model chunk
+batch = get_batch(iterator, args, embeds=..., is_last=...)                              # one a microbatch
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.zero_bubble.mcore.context_parallel import cut_batch
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule.errors import one_line
-from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.data_config import dataset_config, requested_samples
 from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset
 from megatron.zero_bubble.trainer.data_files import fingerprint
-
-_LARGE_INDEX = 2**27
-"""Bytes of sample indices from which the long time of building them is announced."""
 
 
 class ContentKeyedGPTDataset(GPTDataset):
@@ -64,7 +61,7 @@ class Datasets:
 
 
 def build_datasets(
-    config: DataConfig,
+    args: Arguments,
     tokenizer: MegatronTokenizerBase,
     needs_data: bool,
     log: Callable[[str], None] = lambda line: None,
@@ -81,17 +78,14 @@ def build_datasets(
     """
     is_built = needs_data and parallel_state.get_tensor_model_parallel_rank() == 0
     assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
-    requested = config.num_samples
-    where = config.data_cache_path or ("memory" if config.mock_data else "PREFIX/cache beside the data")
+    requested = requested_samples(args)
+    where = args.data_cache_path or ("memory" if args.mock_data else "PREFIX/cache beside the data")
     log(f"> building datasets for at least {_by_split(requested)} samples; sample indices in {where}")
-    index_bytes = sum(map(config.index_bytes, requested))
-    if index_bytes > _LARGE_INDEX:
-        log(f"> these indices are of {index_bytes / 2**30:.1f} GiB or more, and are built once: it takes minutes")
     start, logger = time.perf_counter(), logging.getLogger(gpt_dataset.__name__)
-    kinds = (DocumentDataset, MockDocumentDataset) if config.variable_seq_lengths else _OF_ONE_LENGTH
+    kinds = (DocumentDataset, MockDocumentDataset) if args.variable_seq_lengths else _OF_ONE_LENGTH
     try:
         builder = BlendedMegatronDatasetBuilder(
-            kinds[config.mock_data], list(requested), lambda: is_built, config.dataset_config(tokenizer)
+            kinds[args.mock_data], list(requested), lambda: is_built, dataset_config(args, tokenizer)
         )
         logger.addFilter(_is_other_warning)
         splits = builder.build()
@@ -104,7 +98,7 @@ def build_datasets(
         logger.removeFilter(_is_other_warning)
     num_samples = _agree_on_lengths([0 if split is None else len(split) for split in splits])
     log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
-    _check_lengths(config, num_samples)
+    _check_lengths(args, num_samples)
     train, valid, test = splits
     return Datasets(train, valid, test, num_samples)
 
@@ -126,18 +120,16 @@ def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
     return train, valid, test
 
 
-def _check_lengths(config: DataConfig, num_samples: tuple[int, int, int]) -> None:
+def _check_lengths(args: Arguments, num_samples: tuple[int, int, int]) -> None:
     """Raise `ValueError` if a split is too short for the run.
 
     A blend without weights is one epoch long; megatron-core repeats other data as often as needed.
     """
-    if config.dataloader_type == "cyclic":
-        return
     for split in Split:
-        have, need = num_samples[split.value], config.num_samples[split.value]
+        have, need = num_samples[split.value], requested_samples(args)[split.value]
         if have < need and (have > 0 or split is Split.train):
             raise ValueError(
-                f"--data-path: the {split.name} data has {have} samples of {config.seq_length} tokens, the run needs "
+                f"--data-path: the {split.name} data has {have} samples of {args.seq_length} tokens, the run needs "
                 f"{need}; give weights (the data is then repeated), more data, or fewer iterations"
             )
 
@@ -157,13 +149,13 @@ class Batch(NamedTuple):
     """int64 [b, s], for the first stage."""
 
 
-def reads_data(config: DataConfig, *, embeds: bool, is_last: bool) -> bool:
+def reads_data(args: Arguments, *, embeds: bool, is_last: bool) -> bool:
     """Whether `get_batch` returns any tensor for a chunk that embeds tokens, is the last stage, both or neither."""
-    return embeds or is_last or config.create_attention_mask
+    return embeds or is_last or args.reset_attention_mask
 
 
 def get_batch(
-    data_iterator: Iterator[dict[str, torch.Tensor]] | None, config: DataConfig, *, embeds: bool, is_last: bool
+    data_iterator: Iterator[dict[str, torch.Tensor]] | None, args: Arguments, *, embeds: bool, is_last: bool
 ) -> Batch:
     """The next microbatch for a chunk that embeds tokens, is the last stage, both or neither (at most a mask).
 
@@ -175,7 +167,7 @@ def get_batch(
         RuntimeError: the data is used up.
     """
     keys = ["tokens", "position_ids"] * embeds + ["labels", "loss_mask"] * is_last
-    if config.create_attention_mask:
+    if args.reset_attention_mask:
         keys.append("attention_mask")
     if not keys:
         return Batch(None, None, None, None, None)
@@ -186,13 +178,13 @@ def get_batch(
             parallel_state.get_tensor_model_parallel_src_rank(),
             parallel_state.get_tensor_model_parallel_group(),
         )
-        length = config.seq_length
-        if config.variable_seq_lengths:
+        length = args.seq_length
+        if args.variable_seq_lengths:
             told = torch.tensor([batch[keys[0]].shape[1] if reads else 0], device=own_device())
             torch.distributed.broadcast(told, source, group=group)
             length = int(told)
         if not reads:
-            batch = _empty(config, keys, length)
+            batch = _empty(args, keys, length)
         for tensor in batch.values():
             torch.distributed.broadcast(tensor, source, group=group)
     batch = cut_batch(batch)
@@ -208,11 +200,11 @@ def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[st
     return {key: sample[key].to(own_device(), non_blocking=True) for key in keys}
 
 
-def _empty(config: DataConfig, keys: list[str], length: int) -> dict[str, torch.Tensor]:
+def _empty(args: Arguments, keys: list[str], length: int) -> dict[str, torch.Tensor]:
     """Buffers for the tensors that tensor-parallel rank 0 broadcasts."""
-    shapes = {"attention_mask": (config.micro_batch_size, 1, length, length)}
+    shapes = {"attention_mask": (args.micro_batch_size, 1, length, length)}
     dtypes = {"attention_mask": torch.bool, "loss_mask": torch.float32}
-    plain = (config.micro_batch_size, length)
+    plain = (args.micro_batch_size, length)
     return {
         key: torch.empty(shapes.get(key, plain), dtype=dtypes.get(key, torch.int64), device=own_device())
         for key in keys

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.zero_bubble.runtime.look_ahead import LookAhead
 from megatron.zero_bubble.session.start_up import SessionError
-from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data_documents import padded
 
 _SECONDS_TO_DIE = 1.0
@@ -88,7 +88,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
 
 @dataclass(frozen=True)
 class SequentialSampler:
-    """Sampler of `--dataloader-type single`: one pass in order; each rank takes its contiguous part of every stride.
+    """One pass in order; each rank takes its contiguous part of every stride.
 
     A stride is a microbatch of every rank. An incomplete last one is dropped.
     """
@@ -109,43 +109,9 @@ class SequentialSampler:
             yield list(range(start + offset, start + offset + self.micro_batch_size))
 
 
-@dataclass(frozen=True)
-class CyclicSampler(SequentialSampler):
-    """Sampler of `--dataloader-type cyclic`: endless epochs, each in an order that the epoch's number seeds.
-
-    Every rank shuffles its own contiguous shard (Megatron's default, data sharding), so the order depends on the
-    data-parallel size, which a resumed run must keep.
-
-    Raises:
-        ValueError: the data is less than one stride, or `consumed_samples` lies inside one, because the run was
-            continued with another data-parallel or microbatch size.
-    """
-
-    def __post_init__(self) -> None:
-        sizes = f"--micro-batch-size {self.micro_batch_size} x data-parallel size {self.num_ranks}"
-        if self.total_samples < self.stride:
-            raise ValueError(f"--dataloader-type cyclic: the data has {self.total_samples} samples, fewer than {sizes}")
-        if self.consumed_samples % self.stride:
-            raise ValueError(
-                f"--dataloader-type cyclic: {self.consumed_samples} consumed samples are not a multiple of {sizes}; "
-                "continue with the sizes that the run had"
-            )
-
-    def __iter__(self) -> Iterator[list[int]]:
-        strides_per_epoch = self.total_samples // self.stride
-        shard_size = strides_per_epoch * self.micro_batch_size
-        epoch, skipped_strides = divmod(self.consumed_samples // self.stride, strides_per_epoch)
-        while True:
-            generator = torch.Generator().manual_seed(epoch)
-            order = torch.randperm(shard_size, generator=generator)[skipped_strides * self.micro_batch_size :]
-            for indices in (order + self.rank * shard_size).split(self.micro_batch_size):
-                yield indices.tolist()
-            epoch, skipped_strides = epoch + 1, 0
-
-
 def build_data_iterator(
     dataset: Dataset | None,
-    config: DataConfig,
+    args: Arguments,
     consumed_samples: int,
     data_parallel_rank: int,
     data_parallel_size: int,
@@ -157,25 +123,30 @@ def build_data_iterator(
     """
     if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
         return None
-    sampler_class = CyclicSampler if config.dataloader_type == "cyclic" else SequentialSampler
-    sampler = sampler_class(
+    sampler = SequentialSampler(
         len(dataset),  # type: ignore[arg-type]
         consumed_samples,
-        config.micro_batch_size,
+        args.micro_batch_size,
         data_parallel_rank,
         data_parallel_size,
     )
     loader: DataLoader = DataLoader(
         dataset,
         batch_sampler=sampler,
-        num_workers=config.num_workers,
-        collate_fn=partial(padded, multiple=config.length_multiple) if config.variable_seq_lengths else None,
+        num_workers=args.num_workers,
+        collate_fn=partial(padded, multiple=_length_multiple(args)) if args.variable_seq_lengths else None,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_ignore_stop_signals,
         # The loader draws its workers' seed from this generator; drawing from the global one would change the run.
-        generator=torch.Generator().manual_seed(config.seed),
+        generator=torch.Generator().manual_seed(args.seed),
     )
     return MicrobatchIterator(loader)
+
+
+def _length_multiple(args: Arguments) -> int:
+    """Divisor of the length of a microbatch, which tensor- and context-parallel ranks share."""
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return multiple * 2 * args.context_parallel_size if args.context_parallel_size > 1 else multiple
 
 
 def _ignore_stop_signals(worker: int) -> None:

@@ -1,9 +1,9 @@
-"""Completes the flags: defaults that depend on other flags or on the machine, and the length of the training."""
+"""Completes the flags with defaults that depend on other flags or on the machine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -81,65 +81,12 @@ def learning_rate_steps(args: Arguments) -> LearningRateSteps:
     """The schedule's lengths; `args` are completed."""
     assert args.global_batch_size is not None
     assert args.train_iters is not None
-    if args.train_samples is not None:
-        decay, whole = args.lr_decay_samples or args.train_samples, args.train_samples
-        warmup: float = args.lr_warmup_samples
+    decay = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
+    if args.lr_warmup_fraction is None:
+        warmup: float = args.lr_warmup_iters * args.global_batch_size
     else:
-        whole = args.train_iters * args.global_batch_size
-        decay = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
-        warmup = args.lr_warmup_iters * args.global_batch_size
-    if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
-    return LearningRateSteps(decay, warmup, whole)
-
-
-def iterations_of_samples(train_samples: int, global_batch_size: int, rampup: Sequence[int] | None) -> int:
-    """The number of iterations that train on `train_samples` samples; what is left of the last batch is dropped.
-
-    Args:
-        rampup: the values of `--rampup-batch-size`. While the batch grows, Megatron-LM counts every iteration that
-            starts before the last sample, even if it ends after it.
-    """
-    if rampup is None:
-        return train_samples // global_batch_size
-    start, increment, ramp_samples = rampup
-    num_increments = (global_batch_size - start) // increment
-    iterations = consumed = 0
-    while consumed <= ramp_samples and consumed <= train_samples:
-        consumed += start + int(consumed / (ramp_samples / num_increments)) * increment
-        iterations += 1
-    return iterations + max(0, train_samples - consumed) // global_batch_size
-
-
-def with_iterations(args: Arguments) -> Arguments:
-    """The flags with `train_iters` computed from `--train-samples`; the batch's flags are complete and checked.
-
-    Raises:
-        ValueError: there are fewer samples than in one iteration.
-    """
-    if args.train_samples is None:
-        return args
-    assert args.global_batch_size is not None
-    iterations = iterations_of_samples(args.train_samples, args.global_batch_size, args.rampup_batch_size)
-    if iterations == 0:
-        raise ValueError(f"--train-samples {args.train_samples} is below --global-batch-size {args.global_batch_size}")
-    return replace(args, train_iters=iterations)
-
-
-def check_length(args: Arguments) -> None:
-    """Refuse a training that counts neither iterations nor samples, or both.
-
-    Raises:
-        ValueError: a flag is missing, or belongs to the other way to count.
-    """
-    if (args.train_iters is None) == (args.train_samples is None):
-        raise ValueError("give --train-iters N or --train-samples N, the length of the training, and not both")
-    other = ("lr_decay_iters", "lr_warmup_iters") if args.train_samples else ("lr_decay_samples", "lr_warmup_samples")
-    given, counted = ("--train-samples", "samples") if args.train_samples else ("--train-iters", "iters")
-    for name in other:
-        if value := getattr(args, name):
-            instead = flag_name(f"{name.rpartition('_')[0]}_{counted}")
-            raise ValueError(f"{flag_name(name)} {value}: with {given} give {instead} instead")
+    return LearningRateSteps(decay, warmup, args.train_iters * args.global_batch_size)
 
 
 def check_learning_rate(args: Arguments) -> None:
@@ -156,15 +103,11 @@ def check_learning_rate(args: Arguments) -> None:
     if args.decoupled_lr is not None and lowest > args.decoupled_lr:
         name = "--min-lr" if args.decoupled_min_lr is None else "--decoupled-min-lr"
         raise ValueError(f"{name} {lowest} is above --decoupled-lr {args.decoupled_lr}")
-    fraction, unit = args.lr_warmup_fraction, "samples" if args.train_samples else "iters"
-    warmup = args.lr_warmup_samples if args.train_samples else args.lr_warmup_iters
+    fraction, warmup, decay = args.lr_warmup_fraction, args.lr_warmup_iters, args.lr_decay_iters or args.train_iters
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
     if fraction is not None and warmup:
-        raise ValueError(f"--lr-warmup-fraction {fraction} and --lr-warmup-{unit} {warmup}: give one of them")
-    in_iterations = (args.lr_decay_iters or args.train_iters, "iterations")
-    in_samples = (args.lr_decay_samples or args.train_samples, "samples")
-    decay, units = in_samples if args.train_samples else in_iterations
+        raise ValueError(f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {warmup}: give one of them")
     assert decay is not None
     if warmup >= decay:
-        raise ValueError(f"--lr-warmup-{unit} {warmup} must be below the {decay} {units} of decay")
+        raise ValueError(f"--lr-warmup-iters {warmup} must be below the {decay} iterations of decay")

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.mcore.finite import spoil_if_infinite
+from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data import get_batch
-from megatron.zero_bubble.trainer.data_config import DataConfig
 
 DataIterator = Iterator[dict[str, torch.Tensor]] | None
 
@@ -42,7 +42,7 @@ def checked_loss_func(
     return spoil_if_infinite(loss), num_tokens, report
 
 
-def make_forward_step(data_config: DataConfig, *, checks_finite: bool = False) -> Callable[..., Any]:
+def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callable[..., Any]:
     """Make the forward step that megatron-core's schedules call for each microbatch and model chunk.
 
     Args:
@@ -53,7 +53,7 @@ def make_forward_step(data_config: DataConfig, *, checks_finite: bool = False) -
         predicts_further = get_attr_wrapped_model(model, "mtp_process")
         batch = get_batch(
             data_iterator,
-            data_config,
+            args,
             embeds=get_attr_wrapped_model(model, "pre_process") or predicts_further,
             is_last=get_attr_wrapped_model(model, "post_process"),
         )

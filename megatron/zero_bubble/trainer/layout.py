@@ -23,23 +23,22 @@ from megatron.zero_bubble.session.running import units_of
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint_files import checkpoint_folder, latest_iteration
-from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
 from megatron.zero_bubble.trainer.initialize import seed_everything
 from megatron.zero_bubble.trainer.model import build_unit, layer_kinds, unit_config
 from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_in_ddp
 
 
-def unit_models(args: Arguments, data_config: DataConfig) -> UnitModels:
+def unit_models(args: Arguments) -> UnitModels:
     """The functions that build a model's units and feed them with data, to measure them.
 
     It is called inside of `initialized`, whose placement may be any of the job's pipeline ranks, with the size of the
     vocabulary known.
     """
     microbatch = random_microbatch(
-        args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=data_config.create_attention_mask
+        args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=args.reset_attention_mask
     )
-    forward_step = make_forward_step(data_config, checks_finite=args.checks_finite)
+    forward_step = make_forward_step(args, checks_finite=args.checks_finite)
     return units_of(args, unit_config(args, Unit()), partial(_build, args), forward_step, microbatch)
 
 
@@ -57,7 +56,7 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
     return wrapped
 
 
-def settle_layout(args: Arguments, session: Session, data_config: DataConfig) -> Arguments:
+def settle_layout(args: Arguments, session: Session) -> Arguments:
     """Choose what the flags leave open of the layout, and adopt its placement; a collective call.
 
     It is called inside of `initialized`, before anything is built. The random states are then those of a run that
@@ -78,7 +77,7 @@ def settle_layout(args: Arguments, session: Session, data_config: DataConfig) ->
         print_rank_0(f" > layout: that of the checkpoint in --load {args.load}")
 
     def units() -> nullcontext[tuple[UnitModels, list[int]]]:
-        return nullcontext((unit_models(args, data_config), layer_kinds(args)))
+        return nullcontext((unit_models(args), layer_kinds(args)))
 
     args = replace(args, **session.choose_layout(chosen, units, args.padded_vocab_size))
     adopt_placement(session.job.placement)

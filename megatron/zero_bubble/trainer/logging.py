@@ -1,4 +1,4 @@
-"""Logs a training: Megatron's log line to the letter, and scalars for TensorBoard and Weights & Biases."""
+"""Logs a training: Megatron's log line to the letter."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import math
 import time
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.planner.prediction import Gain
-from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.schedule import Idle
-from megatron.zero_bubble.session.drawings import write_plan
-from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields, print_line, wait_fields
+from megatron.zero_bubble.session.reports import idle_fields, order_fields, print_line, wait_fields
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Progress
-from megatron.zero_bubble.trainer.records import RunSummary, WandbWriter, Writer
+from megatron.zero_bubble.trainer.records import RunSummary
 
 
 @dataclass(frozen=True)
@@ -67,22 +64,12 @@ class TrainingLog:
 
     Args:
         log_rank: the global rank that holds the loss and prints.
-        flops_of_sequence: floating-point operations of a training with one sequence, for --log-throughput.
     """
 
-    def __init__(
-        self,
-        args: Arguments,
-        progress: Progress,
-        writers: list[Writer],
-        log_rank: int,
-        flops_of_sequence: float = 0.0,
-    ) -> None:
-        self._flops_of_sequence = flops_of_sequence
+    def __init__(self, args: Arguments, progress: Progress, log_rank: int) -> None:
         self._args = args
         self.progress = progress
         self._log_rank = log_rank
-        self._writers = writers
         self._summary = RunSummary()
         self._reset(_now())
 
@@ -116,8 +103,6 @@ class TrainingLog:
             self._nans += is_nan
             if not is_nan and not result.was_skipped:
                 self._all_losses.append((result.lm_loss, *result.further_losses))
-        if self.progress.iteration % args.tensorboard_log_interval == 0:
-            self._write_scalars(result)
         if self.progress.iteration % args.log_interval == 0:
             finished_at = _now() if result.finished_at is None else result.finished_at
             self._print(result, (finished_at - self._start) / self._iterations)
@@ -134,13 +119,10 @@ class TrainingLog:
     def _print(self, result: StepResult, seconds: float) -> None:
         """Print the log line of the iterations since the previous line; `seconds` is their mean time."""
         args = self._args
-        throughput = self._flops_of_sequence * result.batch_size / (seconds * 1e12 * args.world_size)
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         line = f" [{stamp}] iteration {self.progress.iteration:8d}/{args.train_iters:8d} |"
         line += f" consumed samples: {self.progress.consumed_train_samples:12d} |"
         line += f" elapsed time per iteration (ms): {seconds * 1000.0:.1f} |"
-        if args.log_throughput:
-            line += f" throughput per GPU (TFLOP/s/GPU): {throughput:.1f} |"
         line += f" learning rate: {result.learning_rate:.6E} |"
         line += f" global batch size: {result.batch_size:5d} |"
         for number, loss in enumerate(self._mean_losses(result)):
@@ -166,12 +148,6 @@ class TrainingLog:
             result.predicted_idle,
             result.predicted_gain,
         )
-        for writer in self._writers:
-            writer.add_scalar("iteration-time", seconds, self.progress.iteration)
-            if args.log_throughput:
-                writer.add_scalar("throughput", throughput, self.progress.iteration)
-            for tag, value in idle_scalars(result.idle, result.predicted_idle).items():
-                writer.add_scalar(tag, value, self.progress.iteration)
 
     def _mean_losses(self, result: StepResult) -> list[float]:
         """The mean loss of the iterations since the previous line, then the means of the further losses.
@@ -187,43 +163,10 @@ class TrainingLog:
         *sums, count = totals.tolist()
         return [total / count for total in sums] if count else []
 
-    def write_plan(self, report: Report) -> None:
-        """Write a plan to TensorBoard and Weights & Biases, with the number of iterations done."""
-        for writer in self._writers:
-            tensorboard, run = (None, writer.run) if isinstance(writer, WandbWriter) else (writer, None)
-            write_plan(report, self.progress.iteration, tensorboard, run)
-
     def print_summary(self) -> None:
         """Print one line about the iterations since the last plan, if there are any."""
         if self._summary.line is not None:
             self._say(self._summary.line)
-
-    def _write_scalars(self, result: StepResult) -> None:
-        if not self._writers:
-            return
-        scalars: dict[str, float | None] = {
-            "learning-rate": result.learning_rate,
-            "batch-size": result.batch_size,
-            "lm loss": result.lm_loss,
-            "loss-scale": result.loss_scale,
-            "grad-norm": result.grad_norm,
-            "num-zeros": result.num_zeros if self._args.log_num_zeros_in_grad else None,
-        }
-        for number, loss in enumerate(result.further_losses, 1):
-            scalars[f"mtp_{number} loss"] = loss
-        for tag, value in scalars.items():
-            if value is not None:
-                self._write_scalar(tag, value)
-        for writer in self._writers:
-            for tag, value in _memory().items():
-                writer.add_scalar(tag, value, self.progress.iteration)
-
-    def _write_scalar(self, tag: str, value: float) -> None:
-        """Write a scalar over iterations; for TensorBoard, which has one axis a curve, over samples too."""
-        for writer in self._writers:
-            writer.add_scalar(tag, value, self.progress.iteration)
-            if not isinstance(writer, WandbWriter):
-                writer.add_scalar(f"{tag} vs samples", value, self.progress.consumed_train_samples)
 
     def record_validation(self, lm_loss: float | None) -> None:
         """Print the result of an evaluation in Megatron's words, for which users grep; None prints nothing."""
@@ -234,8 +177,6 @@ class TrainingLog:
         line += f" lm loss PPL: {perplexity:.6E} | "
         rule = "-" * (len(line) + 1)
         self._say(f"{rule}\n{line}\n{rule}")
-        for tag, value in (("lm loss validation", lm_loss), ("lm loss validation ppl", perplexity)):
-            self._write_scalar(tag, value)
 
 
 def memory_lines(iteration: int) -> list[str]:
@@ -250,17 +191,6 @@ def memory_lines(iteration: int) -> list[str]:
     }
     words = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in figures.items())
     return [f"[Rank {dist.get_rank()}] (after {iteration} iterations) memory (MB) | {words}"]
-
-
-def _memory() -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        return {}
-    stats = torch.cuda.memory_stats()
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-    }
 
 
 def _now() -> float:

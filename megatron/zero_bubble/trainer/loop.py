@@ -28,10 +28,8 @@ from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Checkpointer, TrainingState
-from megatron.zero_bubble.trainer.data_config import DataConfig
 from megatron.zero_bubble.trainer.exit_reasons import ExitReasons
 from megatron.zero_bubble.trainer.forward_step import DataIterator, losses_of, make_forward_step, mean_loss
-from megatron.zero_bubble.trainer.iteration_profile import profiled
 from megatron.zero_bubble.trainer.logging import StepResult, TrainingLog
 from megatron.zero_bubble.trainer.records import NumericsLog, parameter_digest
 
@@ -49,7 +47,6 @@ class UnloggedIteration(NamedTuple):
 class TrainingData(NamedTuple):
     """The data of a training, with an iterator over microbatches, or None, for each model chunk of this rank."""
 
-    config: DataConfig
     train: list[DataIterator]
     valid: list[DataIterator] | None
     """None if nothing is evaluated."""
@@ -81,7 +78,7 @@ class Trainer:
         self._data = data
         self._forward_backward = partial(
             session.forward_backward,
-            forward_step_func=make_forward_step(data.config, checks_finite=args.checks_finite),
+            forward_step_func=make_forward_step(args, checks_finite=args.checks_finite),
             model=model,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
@@ -108,11 +105,11 @@ class Trainer:
 
     def train(self) -> None:
         """Train until an exit, and save at the end if `--save` was given."""
-        with self._exit_reasons.signals_handled(), profiled(self._args) as end_of_iteration:
-            self._train(end_of_iteration)
+        with self._exit_reasons.signals_handled():
+            self._train()
         self._log.print_summary()
 
-    def _train(self, end_of_iteration: Callable[[], None]) -> None:
+    def _train(self) -> None:
         args = self._args
         for chunk in self._model:
             chunk.train()
@@ -128,7 +125,6 @@ class Trainer:
             self._train_step()
             if self._session.replicas.changes_after(self._progress.iteration):
                 self._settle()
-            end_of_iteration()
             if self._data.valid is not None and self._progress.iteration % args.eval_interval == 0:
                 self._pausing(self.evaluate)
             reason = self._exit_reasons.reason(self._progress.iteration)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.session.features import check_shards
 from megatron.zero_bubble.session.reports import print_line, print_rank_0
 from megatron.zero_bubble.session.session import Session
@@ -21,7 +19,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Checkpointer, Progress, TrainingState
 from megatron.zero_bubble.trainer.checkpoint_files import latest_iteration, tracked
 from megatron.zero_bubble.trainer.data import build_datasets, reads_data
-from megatron.zero_bubble.trainer.data_config import DataConfig
+from megatron.zero_bubble.trainer.data_config import check_data, check_rest
 from megatron.zero_bubble.trainer.data_loader import build_data_iterator
 from megatron.zero_bubble.trainer.defaults import with_vocabulary
 from megatron.zero_bubble.trainer.forward_step import DataIterator
@@ -30,11 +28,7 @@ from megatron.zero_bubble.trainer.layout import settle_layout
 from megatron.zero_bubble.trainer.logging import TrainingLog
 from megatron.zero_bubble.trainer.loop import Trainer, TrainingData
 from megatron.zero_bubble.trainer.model import build_model, transformer_config
-from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 from megatron.zero_bubble.trainer.optimization import build_lr_scheduler, build_optimizer
-from megatron.zero_bubble.trainer.output_folders import lock_folder
-from megatron.zero_bubble.trainer.records import open_writers
-from megatron.zero_bubble.trainer.size_checks import check_memory
 from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
 
 
@@ -47,22 +41,18 @@ def pretrain(args: Arguments, session: Session) -> None:
     Raises:
         ValueError: the data, the tokenizer or the checkpoint does not fit, or a checkpoint cannot be written.
     """
-    data_config = make_data_config(args)
+    session.make_schedules()
     tokenizer = load_tokenizer(args)
     args = with_vocabulary(args, tokenizer.vocab_size)
     check_shards(session.job.flags, args.padded_vocab_size)
-    check_memory(args)
-    data_config.validate(tokenizer.vocab_size)
+    check_data(args, tokenizer.vocab_size)
     args = without_first_load(args)
     if args.load:
         latest_iteration(args.load)
-    flops = flops_of_sequence(args) if args.log_throughput else 0.0
     with initialized(args, session.job.first_placement), ExitStack() as resources:
-        if args.save:
-            on_rank(0, lambda: _hold_folder(str(args.save), resources))
         resources.enter_context(session)
-        args = settle_layout(args, session, data_config)
-        trainer = build_trainer(args, session, data_config, tokenizer, resources, flops)
+        args = settle_layout(args, session)
+        trainer = build_trainer(args, session, tokenizer, resources)
         try:
             trainer.train()
         except SessionError:
@@ -81,19 +71,7 @@ def without_first_load(args: Arguments) -> Arguments:
     return replace(args, load=None)
 
 
-def _hold_folder(save: str, resources: ExitStack) -> None:
-    """Keep other jobs from saving to the folder `save` until `resources` are closed."""
-    resources.enter_context(lock_folder(save, os.environ, print_rank_0))
-
-
-def build_trainer(
-    args: Arguments,
-    session: Session,
-    data_config: DataConfig,
-    tokenizer: MegatronTokenizerBase,
-    resources: ExitStack,
-    flops_of_sequence: float = 0.0,
-) -> Trainer:
+def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenizerBase, resources: ExitStack) -> Trainer:
     """Build model, optimizer and data, load the checkpoint, and start the session; `resources` closes them.
 
     Raises:
@@ -110,19 +88,14 @@ def build_trainer(
     checkpointer = Checkpointer(args, state)
     if args.load:
         checkpointer.load()
-    log_rank = session.job.log_rank
-    log = TrainingLog(args, state.progress, open_writers(args, log_rank), log_rank, flops_of_sequence)
-    session.start(model, optimizer, state.progress.iteration, log.write_plan)
-    data = open_data(args, state, data_config, tokenizer, resources)
+    log = TrainingLog(args, state.progress, session.job.log_rank)
+    session.start(model, optimizer, state.progress.iteration)
+    data = open_data(args, state, tokenizer, resources)
     return Trainer(args, state, session, checkpointer, log, data)
 
 
 def open_data(
-    args: Arguments,
-    state: TrainingState,
-    data_config: DataConfig,
-    tokenizer: MegatronTokenizerBase,
-    resources: ExitStack,
+    args: Arguments, state: TrainingState, tokenizer: MegatronTokenizerBase, resources: ExitStack
 ) -> TrainingData:
     """Open training and validation data where those of the state end; `resources` closes them.
 
@@ -131,16 +104,16 @@ def open_data(
     """
     reads = [
         reads_data(
-            data_config,
+            args,
             embeds=get_attr_wrapped_model(chunk, "pre_process"),
             is_last=get_attr_wrapped_model(chunk, "post_process"),
         )
         for chunk in state.model
     ]
-    datasets = build_datasets(data_config, tokenizer, any(reads), print_rank_0)
+    datasets = build_datasets(args, tokenizer, any(reads), print_rank_0)
     progress = state.progress
     used = (progress.consumed_train_samples, progress.consumed_valid_samples)
-    data_config.check_rest(datasets.num_samples, progress.iteration, used)
+    check_rest(args, datasets.num_samples, progress.iteration, used)
     has_validation = args.eval_iters > 0 and datasets.num_samples[1] > 0
     if args.eval_iters > 0 and not has_validation:
         print_rank_0(" > no validation data: --eval-interval and --eval-iters have no effect")
@@ -149,21 +122,11 @@ def open_data(
     def open_split(split: Any, consumed_samples: int) -> list[DataIterator]:
         iterators: list[DataIterator] = []
         for read in reads:
-            iterator = build_data_iterator(split, data_config, consumed_samples, *place) if read else None
+            iterator = build_data_iterator(split, args, consumed_samples, *place) if read else None
             iterators.append(None if iterator is None else resources.enter_context(iterator))
         return iterators
 
     return TrainingData(
-        data_config,
         open_split(datasets.train, progress.consumed_train_samples),
         open_split(datasets.valid, progress.consumed_valid_samples) if has_validation else None,
     )
-
-
-def make_data_config(args: Arguments) -> DataConfig:
-    """The settings of the data from the flags."""
-    names = DataConfig.__dataclass_fields__
-    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    multiple *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-    return DataConfig(**values, length_multiple=multiple, create_attention_mask=args.reset_attention_mask)

@@ -1,4 +1,4 @@
-"""Records a training: exact values (`--log-numerics`), TensorBoard, Weights & Biases, and one line at the end."""
+"""Records a training: exact values of every iteration (`--log-numerics`), and one line at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from megatron.zero_bubble.planner.prediction import Gain
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.start_up import SessionError
-from megatron.zero_bubble.trainer.arguments import Arguments
 
 
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
@@ -139,48 +137,3 @@ class RunSummary:
                 f"; but with the measured bubble it is {with_bubble:.3f} times as fast: "
                 "--zero-bubble-keep-layout keeps Megatron's split"
             )
-
-
-class Writer(Protocol):
-    """Records scalars over iterations or samples; TensorBoard's `SummaryWriter` is one."""
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
-
-
-class WandbWriter:
-    """A `Writer` to Weights & Biases."""
-
-    def __init__(self, args: Arguments) -> None:
-        import wandb
-
-        self.run = wandb.init(project=args.wandb_project, name=args.wandb_exp_name, config=vars(args))
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.run.log({tag: value}, step=step)
-
-
-def open_writers(args: Arguments, log_rank: int) -> list[Writer]:
-    """The writers that the flags ask for; empty on all ranks but `log_rank`, which holds the loss.
-
-    Raises:
-        ValueError: the package behind a flag is not installed.
-    """
-    writers: list[Writer] = []
-    is_writing_rank = dist.get_rank() == log_rank
-    if args.tensorboard_dir is not None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ValueError(
-                "--tensorboard-dir needs tensorboard: pip install 'megatron-zero-bubble[tensorboard]'"
-            ) from None
-        if is_writing_rank:
-            writers.append(SummaryWriter(args.tensorboard_dir))
-    if args.wandb_project is not None:
-        try:
-            import wandb  # noqa: F401
-        except ImportError:
-            raise ValueError("--wandb-project needs wandb: pip install 'megatron-zero-bubble[wandb]'") from None
-        if is_writing_rank:
-            writers.append(WandbWriter(args))
-    return writers

@@ -22,12 +22,11 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.zero_bubble.schedule.errors import one_line
 
 if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer
 
     from megatron.zero_bubble.trainer.arguments import Arguments
 
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer", "NullTokenizer")
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
 
 END_OF_DOCUMENT_TOKENS = (
     "<|endoftext|>",
@@ -108,21 +107,6 @@ class HuggingFaceTokenizer(LocalTokenizer):
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-class Llama2Tokenizer(LocalTokenizer):
-    """A SentencePiece model, used as Megatron-LM's tokenizer of this name: a text begins with the token `<s>`."""
-
-    def __init__(self, model: SentencePieceProcessor, path: str) -> None:
-        vocab = {model.id_to_piece(token): token for token in range(model.get_piece_size())}
-        super().__init__(path, "sentencepiece", vocab, model.eos_id(), model.serialized_model_proto())
-        self._model = model
-
-    def tokenize(self, text: str) -> list[int]:
-        return [self._model.bos_id(), *self._model.encode(text)]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids))
-
-
 class NullTokenizer(LocalTokenizer):
     """The numbers below a vocabulary size are tokens, one space separates them, and the next number ends a document."""
 
@@ -159,7 +143,6 @@ def build_tokenizer(
     - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or a folder that holds one (the end-of-document
       token is then the `eos_token` of its tokenizer_config.json).
     - `GPT2BPETokenizer`: `vocab_file` (vocab.json) and `merge_file` (merges.txt).
-    - `Llama2Tokenizer`: `tokenizer_model` is a model of SentencePiece.
     - `NullTokenizer`: text is integers separated by one space; `vocab_size` of them and, after them, end of document.
 
     Raises ValueError, in one line that names the flag, if a flag is missing or a file cannot be used.
@@ -171,8 +154,6 @@ def build_tokenizer(
     tokenizer: LocalTokenizer
     if tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = _from_tokenizer_json(tokenizer_model)
-    elif tokenizer_type == "Llama2Tokenizer":
-        tokenizer = _from_sentencepiece(tokenizer_model)
     elif tokenizer_type == "GPT2BPETokenizer":
         tokenizer = _from_gpt2_files(vocab_file, merge_file)
     else:
@@ -221,22 +202,6 @@ def _configured_eos(folder: Path) -> str | None:
     with _reading(f"--tokenizer-model {file}: not a readable JSON object"):
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
     return eos.get("content") if isinstance(eos, dict) else eos
-
-
-def _from_sentencepiece(tokenizer_model: str | None) -> Llama2Tokenizer:
-    if not tokenizer_model or not Path(tokenizer_model).is_file():
-        raise ValueError(f"--tokenizer-type Llama2Tokenizer --tokenizer-model {tokenizer_model}: no such file")
-    try:
-        from sentencepiece import SentencePieceProcessor
-    except ImportError:
-        raise ValueError(
-            "--tokenizer-type Llama2Tokenizer needs sentencepiece: pip install 'megatron-zero-bubble[sentencepiece]'"
-        ) from None
-    with _reading(f"--tokenizer-model {tokenizer_model}: not a SentencePiece model"):
-        model = SentencePieceProcessor(model_file=tokenizer_model)
-    if min(model.bos_id(), model.eos_id()) < 0:
-        raise ValueError(f"--tokenizer-model {tokenizer_model}: the model has no <s> or no </s>")
-    return Llama2Tokenizer(model, tokenizer_model)
 
 
 def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingFaceTokenizer:

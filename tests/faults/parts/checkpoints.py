@@ -44,6 +44,15 @@ FAULTS = (
         ),
     ),
     Fault(
+        name="named-before-it-is-on-the-disk",
+        file="trainer/checkpoint_files.py",
+        old="""    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)""",
+        new="    _sync(folder)",
+        effect="After a power failure a checkpoint can have its name while its files are empty.",
+    ),
+    Fault(
         name="gated-rows-misplaced-across-tensor-ranks",
         file="mcore/shard_checkpoints.py",
         old="    return [(half * num_ranks + rank) * in_half + place for half, place in halves], 2 * num_ranks * in_half",
@@ -51,17 +60,6 @@ FAULTS = (
         effect=(
             "With FSDP2, tensor parallelism and a gated MLP, a checkpoint mixes rows of the gate with rows of the "
             "input, and is wrong when other ranks load it."
-        ),
-    ),
-    Fault(
-        name="lock-names-an-old-job",
-        file="trainer/output_folders.py",
-        old=r"""        file.truncate(0)
-        file.write(f"{_this_job(environment)}\n".encode())""",
-        new=r"""        file.write(f"{_this_job(environment)}\n".encode())""",
-        effect=(
-            "The error about a folder in use names the first job that ever saved there, and not the one that "
-            "holds the lock."
         ),
     ),
     Fault(

@@ -6,11 +6,11 @@ from tests.faults import Fault
 
 FAULTS = (
     Fault(
-        name="cyclic-sampler-skips-in-every-epoch",
+        name="sampler-begins-anew",
         file="trainer/data_loader.py",
-        old="            epoch, skipped_strides = epoch + 1, 0",
-        new="            epoch += 1",
-        effect="After a resume within an epoch of cyclic data, every later epoch leaves out its first samples.",
+        old="        for start in range(self.consumed_samples, self.total_samples",
+        new="        for start in range(0, self.total_samples",
+        effect="A resumed run reads its data from the beginning again.",
     ),
     Fault(
         name="pause-restarts-the-clock",
@@ -18,8 +18,7 @@ FAULTS = (
         old="        self._start += _now() - paused_at",
         new="        self._start = _now()",
         effect=(
-            "The log line after an evaluation or a save within a log interval shows too short a time per "
-            "iteration and too high a throughput."
+            "The log line after an evaluation or a save within a log interval shows too short a time per iteration."
         ),
     ),
     Fault(

@@ -22,7 +22,6 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, Schedule, lower
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.forward_step import make_forward_step
-from megatron.zero_bubble.trainer.pretrain import make_data_config
 
 NUM_MICROBATCHES = 8
 CASES = (("zb-h1", 1), ("1f1b", 4), ("zb-h1", 4), ("zb-2p", 4), ("interleaved-zb", 2), ("zb-v", 2))
@@ -82,7 +81,7 @@ def _run_megatron_core(args: Arguments, whole: Sequence[Any], device: torch.devi
     config = get_model_config(whole[0])
     config.finalize_model_grads_func = None
     losses = get_forward_backward_func()(
-        forward_step_func=make_forward_step(make_data_config(args)),
+        forward_step_func=make_forward_step(args),
         data_iterator=iter(_batches(args, device)),
         model=list(whole),
         num_microbatches=NUM_MICROBATCHES,
@@ -119,7 +118,7 @@ def make_stage(
     """Build a rank's stage as training does, with batches that are the same on every rank."""
     batches = _batches(args, device)
     return MegatronStage(
-        forward_step_func=make_forward_step(make_data_config(args)),
+        forward_step_func=make_forward_step(args),
         data_iterators=[iter(batches) for _ in chunks],
         model_chunks=chunks,
         placement=placement,
