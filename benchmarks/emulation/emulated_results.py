@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.emulation.arguments import ACTIVATION_BYTES, EmulationFlags
 from benchmarks.emulation.peers import ONE_CHUNK, Peer, peer_placements
+from benchmarks.emulation.predicted_reduction import Reduction, simulate_reduction
 from benchmarks.emulation.ranks import Records, run_job
 from benchmarks.emulation.reduction import ReductionCosts
 from benchmarks.emulation.variants import contestants
@@ -21,7 +22,7 @@ from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Idle, Schedule, Timeline, lower, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv
-from megatron.zero_bubble.schedule.tail import Reduction, reorder_tail, simulate_reduction
+from megatron.zero_bubble.schedule.tail import reorder_tail
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ FAULTS = (
     ),
     Fault(
         name="straggler-steps-counted-from-zero",
-        file="schedule/stragglers.py",
+        file="cli/estimate/stragglers.py",
         old="    for number, durations in enumerate(times, 1):",
         new="    for number, durations in enumerate(times):",
         effect=(

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.zero_bubble.cli.estimate.replica_lanes import to_replica_lanes
 from megatron.zero_bubble.cli.estimate.straggler_flags import StragglerFlags
+from megatron.zero_bubble.cli.estimate.stragglers import scaled, simulate_replicas, time_per_step
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.cli.output import deliver, table
 from megatron.zero_bubble.schedule.draw import Series, to_plot
-from megatron.zero_bubble.schedule.draw.replica_lanes import to_replica_lanes
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy, Level
-from megatron.zero_bubble.schedule.stragglers import scaled, simulate_replicas, time_per_step
 
 
 @dataclass(frozen=True)

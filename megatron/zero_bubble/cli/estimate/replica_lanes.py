@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from megatron.zero_bubble.cli.estimate.stragglers import ReplicaStep
 from megatron.zero_bubble.schedule.draw import canvas, palette
 from megatron.zero_bubble.schedule.draw.canvas import INK, LANE, figure, label, line, rect, text
-from megatron.zero_bubble.schedule.stragglers import ReplicaStep
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 20, 64, 34
 _WIDTH, _LANE, _GAP = 900, 22, 44

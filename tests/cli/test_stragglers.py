@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.schedule.draw.replica_lanes import to_replica_lanes
+from megatron.zero_bubble.cli.estimate.replica_lanes import to_replica_lanes
+from megatron.zero_bubble.cli.estimate.stragglers import Stragglers, scaled, simulate_replicas, time_per_step
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
-from megatron.zero_bubble.schedule.stragglers import Stragglers, scaled, simulate_replicas, time_per_step
 
 LEVELS = Hierarchy.parse("2:2,4:4,8:8")
 STEPS = 2000
