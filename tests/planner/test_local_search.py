@@ -28,12 +28,12 @@ def test_any_placement_gets_a_plan_that_is_valid_fits_and_is_no_worse(data, plac
     problem = replace(problem, limits=limits)
     begin = run_in_order(problem, problem.one_by_one())
     plan, _ = improve(problem, begin, 100_000)
-    schedule = problem.schedule("improved", plan.orders)
+    schedule = problem.schedule(plan.orders)
     checked(schedule, costs)
     timeline = simulate(schedule, costs, overlap_communication=overlap)
     assert (plan.cost, plan.tie) == problem.judged(timeline.cost, timeline.makespan)
     assert plan.cost <= begin.cost
-    assert num_recomputed(schedule) == num_recomputed(problem.schedule("begin", begin.orders))
+    assert num_recomputed(schedule) == num_recomputed(problem.schedule(begin.orders))
     for peak, limit in zip(timeline.peak_memory, limits, strict=True):
         assert peak <= limit * (1 + 1e-9)
 

@@ -52,7 +52,7 @@ def test_the_planner_knows_what_its_plans_cost(data, p, m, v, overlap, takes_mak
     costs = data.draw(wild_costs(placement.num_stages))
     problem = Problem(placement, m, costs, (1000,) * p, overlap, takes_makespan=takes_makespan)
     plan = plan_chunks(problem, None).best
-    timeline = simulate(problem.schedule("planned", plan.orders), costs, overlap_communication=overlap)
+    timeline = simulate(problem.schedule(plan.orders), costs, overlap_communication=overlap)
     assert plan.cost == (timeline.makespan if takes_makespan else timeline.cost)
     assert plan.cost >= problem.bound
 

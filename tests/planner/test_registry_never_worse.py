@@ -75,7 +75,7 @@ def test_planners_know_what_their_plans_cost(data, kind, p, m, overlap):
     costs = data.draw(wild_costs(placement.num_stages))
     problem = Problem(placement, m, costs, (1000,) * p, overlap)
     plan = (v_shaped._search(problem) if kind == "v" else plan_chunks(problem)).best
-    timeline = simulate(problem.schedule("planned", plan.orders), costs, overlap_communication=overlap)
+    timeline = simulate(problem.schedule(plan.orders), costs, overlap_communication=overlap)
     assert plan.cost == timeline.cost
     assert plan.cost >= problem.bound
 

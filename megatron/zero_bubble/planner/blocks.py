@@ -6,7 +6,9 @@ rank of each of these four legs sets the life span of its activations, and so th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain, cycle
 from random import Random
 from statistics import median
 from typing import NamedTuple
@@ -104,7 +106,7 @@ def repeated(problem: Problem, block: Block) -> list[Order]:
 
 
 def eager_orders(problem: Problem) -> list[Order]:
-    """ZB-V: every rank runs what arrives, F of chunk 0 until the first F of chunk 1 comes back, and so on.
+    """ZB-V: every rank runs each operation that is ready: F of chunk 0 until the first F of chunk 1, and so on.
 
     With unit slots the first microbatch comes to chunk 1 of rank r after 2(p - r) - 1 slots there, its
     gradient 2r slots later, and back to chunk 0 after 2(p - r) more: with as many operations each phase is full.
@@ -114,31 +116,14 @@ def eager_orders(problem: Problem) -> list[Order]:
     for rank in range(p):
         first, last = problem.stages_of[rank]
         phases = [first] * (2 * (p - rank) - 1) + [last, first] * rank + [last, size + last] * (p - rank)
-        order = _Order(m)
-        for code in phases:
-            order.add(code)
-        while len(order.codes) < 4 * m:
-            for code, needed in ((first, first), (size + first, size + last), (last, first), (size + last, last)):
-                if code == needed or order.count(code) < order.count(needed):
-                    order.add(code)
-        orders.append(order.codes)
+        steady = ((first, first), (size + first, size + last), (last, first), (size + last, last))
+        order: Order = []
+        counts: Counter[int] = Counter()
+        for code, needed in chain(zip(phases, phases, strict=True), cycle(steady)):
+            if counts[code] < m and (code == needed or counts[code] < counts[needed]):
+                counts[code] += 1
+                order.append(code)
+            if len(order) == 4 * m:
+                break
+        orders.append(order)
     return orders
-
-
-class _Order:
-    """Collects an order in which no operation comes more often than there are microbatches."""
-
-    def __init__(self, num_microbatches: int) -> None:
-        self.codes: Order = []
-        self._left: dict[int, int] = {}
-        self._num_microbatches = num_microbatches
-
-    def count(self, code: int) -> int:
-        return self._num_microbatches - self._left.get(code, self._num_microbatches)
-
-    def add(self, code: int) -> None:
-        """Append `code`, unless the order holds all of its microbatches."""
-        left = self._left.get(code, self._num_microbatches)
-        if left > 0:
-            self._left[code] = left - 1
-            self.codes.append(code)

@@ -234,8 +234,8 @@ class _Rank:
     def idle_after_f(self) -> float:
         """Least idle time from the end of the last F to the start of the last B.
 
-        In between a rank has only the B and W of what it holds at the last F, which includes microbatch m - 1 in all
-        stages.
+        In between a rank has only the B and W of the microbatches that it holds at the last F, among them the last one
+        in all stages.
         """
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.turn(last)
@@ -270,7 +270,7 @@ class _Rank:
             drain_rate = max(drain_rate, whole / (b + w), after_b / w)
             largest = max(largest, whole)
             if after_b + costs.memory_w[s] > 1e-9 * whole:
-                return 0  # what is never released does not drain
+                return 0  # memory that is never released does not drain
         if fill_rate == 0 or drain_rate == 0:
             return 0
         ramp = max(0, limit - largest)

@@ -35,7 +35,7 @@ class OrderGraph:
         self.duration = [problem.duration[code] for code in numbered for _ in range(m)]
         self.latency = [problem.latency[code] for code in numbered for _ in range(m)]
         self.allocation = [problem.allocation[code] for code in numbered for _ in range(m)]
-        self.rank_of = [problem.rank_of[code % codes.b] for code in numbered for _ in range(m)]
+        self.rank_of = [problem.ranks[code] for code in numbered for _ in range(m)]
         self.dropped: set[int] = set()
         """Every F that drops its activations."""
         self.needs: list[list[tuple[int, float]]] = [[] for _ in self.duration]
@@ -43,9 +43,10 @@ class OrderGraph:
         latency of the result."""
         self.users: list[list[tuple[int, float]]] = [[] for _ in self.duration]
         """Operation -> the operations that wait for its result, each with its latency."""
-        self._link_stages()
-        if problem.has_shards:
-            self._link_shards()
+        for source, target, latency in problem.links:
+            for k in range(m):
+                self.needs[target * m + k].append((source * m + k, latency))
+                self.users[source * m + k].append((target * m + k, latency))
         self.restore([self._numbers(order) for order in orders])
         self.start = [0.0] * len(self.duration)
         self.end = [0.0] * len(self.duration)
@@ -53,43 +54,9 @@ class OrderGraph:
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the critical path from its start to the end of the slowest rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> the beginning of its span, negated: added to the end of its last operation it gives the span."""
+        """Rank -> the start of its span, negated: added to the end of its last operation it gives the span."""
         self.cost = self.tie = 0.0
         """As in `PlannedOrders`."""
-
-    def _link_stages(self) -> None:
-        codes, m, message = self.codes, self.num_microbatches, self.problem.message
-        for stage in range(codes.b):
-            for k in range(m):
-                f, b = stage * m + k, (codes.b + stage) * m + k
-                if stage + 1 < codes.b:
-                    self._link(f, f + m, message[stage])
-                    self._link(b + m, b, message[stage])
-                elif not self.problem.has_shards:
-                    self._link(f, b, 0)
-
-    def _link_shards(self) -> None:
-        codes, m, problem = self.codes, self.num_microbatches, self.problem
-        first, last = problem.rank_of[0], problem.rank_of[-1]
-        self.rank_of[codes.loss * m : (codes.loss + 1) * m] = [last] * m
-        for k in range(m):
-            f, b, loss = k, (codes.w - 1) * m + k, codes.loss * m + k
-            last_f, first_b, embedding = (codes.b - 1) * m + k, codes.b * m + k, codes.e * m + k
-            self._link(loss, b, 0)
-            for rank in range(problem.num_ranks):
-                own = rank * m
-                to_first, to_last = problem.collective * (rank != first), problem.collective * (rank != last)
-                self._link(embedding + own, f, to_first)
-                if rank != first:
-                    self._link(embedding, embedding + own, problem.collective)
-                self._link(last_f, codes.s * m + k + own, to_last)
-                self._link(codes.s * m + k + own, loss, to_last)
-                self._link(loss, codes.t * m + k + own, to_last)
-                self._link(first_b, codes.ew * m + k + own, to_first)
-
-    def _link(self, source: int, target: int, delay: float) -> None:
-        self.needs[target].append((source, delay))
-        self.users[source].append((target, delay))
 
     def _numbers(self, order: Order) -> list[int]:
         codes = self.codes
@@ -136,18 +103,18 @@ class OrderGraph:
         sequence = self._run()
         if len(sequence) < sum(map(len, self.lanes)):
             return []
-        begins = [self._begin(lane) for lane in self.lanes]
+        starts = [self._span_start(lane) for lane in self.lanes]
         ends = [self.end[lane[-1]] for lane in self.lanes]
-        span = max(end - begin for begin, end in zip(begins, ends, strict=True))
-        first = 0.0 if self.problem.has_shards else min(begins)
+        span = max(end - start for start, end in zip(starts, ends, strict=True))
+        first = 0.0 if self.problem.has_shards else min(starts)
         self.cost, self.tie = self.problem.judged(span, max(ends) - first)
         if self.problem.is_judged_by_makespan:
-            begins = [first] * len(begins)
-        self.final = [-begin for begin in begins]
+            starts = [first] * len(starts)
+        self.final = [-start for start in starts]
         return sequence
 
-    def _begin(self, lane: Sequence[int]) -> float:
-        """Beginning of the span of a rank. Embeddings that run ahead count with their own time alone."""
+    def _span_start(self, lane: Sequence[int]) -> float:
+        """Start of the span of a rank. Embeddings that run ahead count with their own time alone."""
         m, codes, ahead = self.num_microbatches, self.codes, 0.0
         for op in lane:
             if not codes.e <= op // m < codes.ew:

@@ -32,9 +32,14 @@ class EventLoop(ABC):
 
     With vocabulary shards every idle rank first runs a loss, a softmax or an embedding that is ready: the last stage's
     backward waits for all ranks. The weight gradients of shards join the W that nobody waits for.
+
+    Attributes:
+        weight: how much longer a policy takes for an operation than the fastest one.
     """
 
-    def __init__(self, problem: Problem, target: float = 0, keeping: Keeping = KEEPS_WHAT_FITS) -> None:
+    weight = 1
+
+    def __init__(self, problem: Problem, keeping: Keeping = KEEPS_WHAT_FITS) -> None:
         codes, ranks = problem.codes, problem.num_ranks
         self.problem = problem
         self.keeping = keeping
@@ -43,10 +48,10 @@ class EventLoop(ABC):
         self.num_stages = codes.b
         self.has_shards = problem.has_shards
         self.num_microbatches = problem.num_microbatches
-        self.rank_of = problem.rank_of
+        self.ranks = problem.ranks
         self.duration = problem.duration
         self.latency = problem.latency
-        self.message = problem.message
+        self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
         """Rank -> time that all its operations occupy it, going by the microbatches that it has dropped so far."""
@@ -55,7 +60,7 @@ class EventLoop(ABC):
         self.limits = self.full_limits
         """Rank -> its memory limit, less the memory of one softmax."""
         self.epsilon = 1e-9 * max(problem.duration)
-        self.target = target
+        self.target = 0.0
         """The longest span that any rank can still keep, going by its idle time so far."""
         self.arrivals: list[list[float]] = [[] for _ in range(codes.end)]
         """Code -> arrival times of its inputs, for every microbatch for which they are known."""
@@ -69,12 +74,12 @@ class EventLoop(ABC):
         self.releasable = [0.0] * ranks
         """Rank -> the memory that these hold."""
         self.free = [0.0] * ranks
-        self.has_begun = [False] * ranks
-        self.begin = [0.0] * ranks
+        self.has_started = [False] * ranks
+        self.span_start = [0.0] * ranks
         self.end = [0.0] * ranks
         """Rank -> time of the result of its latest operation; the span does not count the message after it."""
         self.worked = [0.0] * ranks
-        self.held = [0.0] * ranks
+        self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
         """Rank -> operations of its shard with known inputs that have neither run nor joined `weights`."""
@@ -82,16 +87,16 @@ class EventLoop(ABC):
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
             self.arrivals[codes.e] = [0.0] * min(LEAD, self.num_microbatches)
-            self._joined = {codes.f: [0] * self.num_microbatches, codes.loss: [0] * self.num_microbatches}
-            """Code that needs a result of all ranks -> for every microbatch, how many ranks have made it."""
-            self._latest = {code: [0.0] * self.num_microbatches for code in self._joined}
-            """The same code -> for every microbatch, when the latest of these arrives."""
+            self._missing = {code: [ranks] * self.num_microbatches for code in (codes.f, codes.loss)}
+            """Code that needs a result of all ranks -> for every microbatch, how many are not known."""
+            self._latest = {code: [0.0] * self.num_microbatches for code in self._missing}
+            """The same code -> for every microbatch, the latest arrival of those that are."""
             self._moved = [0] * codes.end
             """Code of a shard's weight gradient -> how many have joined `weights`."""
             self._of_weights = [(codes.t + rank, codes.ew + rank) for rank in range(ranks)]
             """Rank -> the weight gradients of its shard."""
             self._first_of_all: list[tuple[int, ...]] = [(codes.s + rank, codes.e + rank) for rank in range(ranks)]
-            """Rank -> what it runs as soon as it can: loss, softmax and embedding."""
+            """Rank -> operations that it runs as soon as it can: loss, softmax and embedding."""
             last = problem.rank_of[-1]
             self._first_of_all[last] = (codes.loss, *self._first_of_all[last])
             self._due[problem.rank_of[0]] = len(self.arrivals[codes.e])
@@ -118,55 +123,52 @@ class EventLoop(ABC):
                 heappush(events, (when, rank))
         if sum(map(len, self.orders)) - sum(map(len, self.dropped)) < self.problem.num_ops:
             return None
-        span = max(end - begin for begin, end in zip(self.begin, self.end, strict=True))
-        begin = 0.0 if self.has_shards else min(self.begin)
-        cost, tie = self.problem.judged(span, max(self.end) - begin)
+        span = max(end - start for start, end in zip(self.span_start, self.end, strict=True))
+        first = 0.0 if self.has_shards else min(self.span_start)
+        cost, tie = self.problem.judged(span, max(self.end) - first)
         return PlannedOrders(cost, self.orders, tie)
 
     def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
         """Run the operation `code` on `rank`, from `now`."""
         codes, size = self.codes, self.num_stages
-        if self.has_begun[rank]:
-            span = now - self.begin[rank] + self.work[rank] - self.worked[rank]
+        if self.has_started[rank]:
+            span = now - self.span_start[rank] + self.work[rank] - self.worked[rank]
             if span > self.target:
                 self.target = span
         elif not codes.e <= code < codes.ew:
             # Embeddings that ran ahead count with their own time alone.
-            self.has_begun[rank] = True
-            self.begin[rank] = now + self.problem.receiving[code] - self.worked[rank]
+            self.has_started[rank] = True
+            self.span_start[rank] = now + self.problem.receiving[code] - self.worked[rank]
         self.orders[rank].append(code)
         duration = self.duration[code]
         self.end[rank] = end = now + self.latency[code]
         self.free[rank] = free = now + duration
         self.worked[rank] += duration
-        self.held[rank] += self.allocation[code]
+        self.memory[rank] += self.allocation[code]
         heappush(events, (free, rank))
         if codes.drop <= code < codes.e:
             code -= codes.drop
             self.drop(code, rank)
-        microbatch = self.done[code]
-        self.done[code] += 1
-        if code < size:
-            if code + 1 < size:
-                self.arrive(code + 1, end + self.message[code], rank, events)
-            elif not self.has_shards:
-                self.arrivals[size + code].append(end)
-            if self.has_shards:
-                self._continue_after_f(code, rank, now, end, events)
-        elif code < codes.w:
+        self.note_results(code, rank, end, events)
+        if codes.b <= code < codes.w:
             self.offer_weight(code + size, rank)
-            if code > size:
-                self.arrive(code - 1, end + self.message[code - size - 1], rank, events)
-            elif self.has_shards:
-                self._tell_all(codes.ew, rank, end, events)
-        elif code < codes.r or code >= codes.e:
-            if code < codes.r or codes.is_weight_gradient(code):
-                self._ran(code, rank)
+        elif codes.w <= code < codes.r or code >= codes.e:
+            if codes.is_weight_gradient(code):
+                self.remove_weight(code, rank)
             else:
                 self._due[rank] -= 1
-                self._continue_after_shard(code, microbatch, rank, end, events)
+        elif self.has_shards and code == codes.f and len(self.arrivals[codes.e]) < self.num_microbatches:
+            self.arrivals[codes.e].append(now)
+            self._due[rank] += 1
 
-    def _ran(self, code: int, rank: int) -> None:
+    def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
+        """Note the result of the next operation `code`, which is there from `end` on, where it is needed."""
+        microbatch = self.done[code]
+        self.done[code] += 1
+        for user, latency in self.users[code]:
+            self.arrive(user, microbatch, end + latency, rank, events)
+
+    def remove_weight(self, code: int, rank: int) -> None:
         """Note that a weight gradient has run."""
         weights = self.weights[rank]
         if weights and weights[0] == code:
@@ -179,49 +181,6 @@ class EventLoop(ABC):
         """Note that a weight gradient may run."""
         self.weights[rank].append(code)
         self.releasable[rank] -= self.allocation[code]
-
-    def _continue_after_f(self, stage: int, rank: int, now: float, end: float, events: list[tuple[float, int]]) -> None:
-        codes, embeddings = self.codes, self.arrivals[self.codes.e]
-        if stage == codes.b - 1:
-            self._tell_all(codes.s, rank, end, events)
-        if stage == 0 and len(embeddings) < self.num_microbatches:
-            embeddings.append(now)
-            self._due[rank] += 1
-
-    def _continue_after_shard(
-        self, code: int, microbatch: int, rank: int, end: float, events: list[tuple[float, int]]
-    ) -> None:
-        codes = self.codes
-        if code < codes.ew:
-            if rank == self.problem.rank_of[0]:
-                self._tell_all(codes.e, rank, end, events, but=rank)
-            self._join(codes.f, microbatch, rank, end, events)
-        elif code < codes.loss:
-            self._join(codes.loss, microbatch, rank, end, events)
-        else:
-            self.arrive(codes.w - 1, end, rank, events)
-            self._tell_all(codes.t, rank, end, events)
-
-    def _tell_all(
-        self, code: int, source: int, end: float, events: list[tuple[float, int]], but: int | None = None
-    ) -> None:
-        """Give a result to the shards of all ranks."""
-        for rank in range(self.problem.num_ranks):
-            if rank != but:
-                self._due[rank] += 1
-                self.arrive(code + rank, end + self.problem.collective * (rank != source), source, events)
-
-    def _join(self, code: int, microbatch: int, source: int, end: float, events: list[tuple[float, int]]) -> None:
-        """Note that one rank has made a result that `code` needs of all ranks."""
-        rank, latest = self.problem.rank_of[code % self.num_stages], self._latest[code]
-        if code == self.codes.loss:
-            rank = self.problem.rank_of[-1]
-        latest[microbatch] = max(latest[microbatch], end + self.problem.collective * (rank != source))
-        self._joined[code][microbatch] += 1
-        if self._joined[code][microbatch] == self.problem.num_ranks:
-            self._due[rank] += code == self.codes.loss
-            self.arrivals[code].append(latest[microbatch])
-            heappush(events, (latest[microbatch], rank))
 
     def shard_op(self, rank: int, now: float) -> int:
         """The loss, softmax or embedding that `rank` runs next, or a W that makes room for it; -1 if none is ready.
@@ -238,7 +197,7 @@ class EventLoop(ABC):
         for code in self._first_of_all[rank]:
             there, count = arrivals[code], done[code]
             if count < len(there) and there[count] <= now:
-                if self.held[rank] + self.allocation[code] <= self.full_limits[rank]:
+                if self.memory[rank] + self.allocation[code] <= self.full_limits[rank]:
                     return code
                 if self.weights[rank]:
                     return self.weights[rank][0]
@@ -260,20 +219,20 @@ class EventLoop(ABC):
 
         Room is kept for one restored microbatch: with every W done, the next R fits.
         """
-        held, limit, keep = self.held[rank], self.limits[rank], self.allocation[code]
+        memory, limit, keep = self.memory[rank], self.limits[rank], self.allocation[code]
         if not self.recomputes:
-            return code if held + keep <= limit else -1
+            return code if memory + keep <= limit else -1
         dropping = code + self.codes.drop
         drop, restored = self.allocation[dropping], self.allocation[code + self.codes.r]
         to_restore = self.to_restore(rank)
-        without_weights = held - self.releasable[rank]
-        at_once = without_weights if self.keeping.defers_weights else held
+        without_weights = memory - self.releasable[rank]
+        at_once = without_weights if self.keeping.defers_weights else memory
         keeps = self.will_keep(rank, code)
-        if keeps and held + keep <= limit and at_once + keep + to_restore <= limit:
+        if keeps and memory + keep <= limit and at_once + keep + to_restore <= limit:
             return code
         if keeps and not self.keeping.defers_weights and without_weights + keep + to_restore <= limit:
             return -1
-        return dropping if held + drop <= limit and at_once + drop + max(restored, to_restore) <= limit else -1
+        return dropping if memory + drop <= limit and at_once + drop + max(restored, to_restore) <= limit else -1
 
     def will_keep(self, rank: int, code: int) -> bool:
         """Whether the F `code` keeps its activations, if they fit."""
@@ -284,10 +243,18 @@ class EventLoop(ABC):
         r, stages = self.codes.r, self.problem.stages_of[rank]
         return max((self.allocation[r + s] for s in stages if self.done[r + s] < len(self.dropped[s])), default=0)
 
-    def arrive(self, code: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
+    def arrive(self, code: int, microbatch: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
         """Note that an input of `code` arrives at `when`, and wake its rank if it may be idle then."""
+        rank = self.ranks[code]
+        if self.has_shards:
+            if code in self._missing:
+                self._missing[code][microbatch] -= 1
+                self._latest[code][microbatch] = when = max(when, self._latest[code][microbatch])
+                if self._missing[code][microbatch]:
+                    return
+                source = -1  # the rank may have to wait for another one's result
+            self._due[rank] += code >= self.codes.e
         self.arrivals[code].append(when)
-        rank = self.rank_of[code % self.num_stages]
         if rank != source and when >= self.free[rank]:
             heappush(events, (when, rank))
 
@@ -298,9 +265,9 @@ class EventLoop(ABC):
 
     def span_so_far(self, rank: int, now: float) -> float:
         """The span of `rank` if it never idles again from `now` on."""
-        if not self.has_begun[rank]:
+        if not self.has_started[rank]:
             return self.work[rank]
-        return now - self.begin[rank] + self.work[rank] - self.worked[rank]
+        return now - self.span_start[rank] + self.work[rank] - self.worked[rank]
 
     def fills(self, rank: int, now: float, ready: float, duration: float, rule: GapRule) -> bool:
         """Whether an operation of this duration goes before the one that is ready at `ready`."""

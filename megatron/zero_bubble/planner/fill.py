@@ -6,29 +6,23 @@ from collections.abc import Sequence
 from math import inf
 
 from megatron.zero_bubble.planner.codes import Order
-from megatron.zero_bubble.planner.event_loop import EventLoop, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import EventLoop
 from megatron.zero_bubble.planner.problem import Problem
-from megatron.zero_bubble.planner.rules import GapRule, Keeping
+from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 
 
-def fill_weights(
-    problem: Problem, orders: Sequence[Order], rule: GapRule, target: float, keeping: Keeping
-) -> PlannedOrders | None:
-    """The plan that runs F and B in the given order, and W in between.
+class InOrder(EventLoop):
+    """Ranks that run F and B in a given order, and W in between.
 
-    W runs in gaps that are long enough, where memory is full, at the end, and in shorter gaps as `rule` says;
-    `target` is a span that `BALANCED` does not try to get below. If a rank lacks the memory for its next F, and
-    has no W to run, its next B goes first. R runs as soon as its B is the rank's next operation of the order, or in
-    a gap before the F that precedes it. None if the ranks then deadlock.
+    W runs in gaps that are long enough, where memory is full, at the end, and in shorter gaps as `rule` says. If a rank
+    lacks the memory for its next F, and has no W to run, its next B goes first. R runs as soon as its B is the rank's
+    next operation of the order, or in a gap before the F that precedes it.
     """
-    return _Filling(problem, orders, rule, target, keeping).run()
 
-
-class _Filling(EventLoop):
     def __init__(
-        self, problem: Problem, orders: Sequence[Order], rule: GapRule, target: float, keeping: Keeping
+        self, problem: Problem, orders: Sequence[Order], rule: GapRule, keeping: Keeping = KEEPS_WHAT_FITS
     ) -> None:
-        super().__init__(problem, target, keeping)
+        super().__init__(problem, keeping)
         self.rule = rule
         self.given = [list(order) for order in orders]
         self.position = [0] * problem.num_ranks
@@ -48,7 +42,7 @@ class _Filling(EventLoop):
                     code = start = given[position]
             if self.recomputes and code >= self.num_stages and self.needs_r(code - self.num_stages):
                 r = code - self.codes.b + self.codes.r
-                if weights and self.held[rank] + self.allocation[r] > self.limits[rank]:
+                if weights and self.memory[rank] + self.allocation[r] > self.limits[rank]:
                     return weights[0], now
                 return r, now
             arrivals = self.arrivals[code]
@@ -79,7 +73,7 @@ class _Filling(EventLoop):
         if not size <= code < self.codes.w or not self.needs_r(code - size):
             return -1
         r = code - size + self.codes.r
-        room = self.limits[rank] - self.held[rank] - self.allocation[r] - self.allocation[f]
+        room = self.limits[rank] - self.memory[rank] - self.allocation[r] - self.allocation[f]
         return r if self.duration[r] <= gap + 2 * self.epsilon and room >= 0 else -1
 
     def pull_backward(self, given: Order, position: int) -> bool:

@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 class Footprint:
     """Memory of one microbatch on a stage, which never grows after the start of F, or of R if it has one.
 
-    A B or W that allocates has its memory set aside when F starts, or R: a planner that looks at these alone
-    then never finds itself without the memory to finish what it began.
+    The memory that a B or W allocates is reserved when F starts, or R. A planner that checks memory at F and R alone
+    can then always finish a microbatch.
     """
 
     dropped: float

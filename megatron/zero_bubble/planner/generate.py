@@ -47,7 +47,7 @@ def request_for(
         num_chunks: model chunks a rank; by default the schedule's own number.
         placement_kind: where `auto` has the chunks; by default linear, or interleaved with several chunks.
         recompute: which microbatches have an R.
-        options: other fields of `PlanRequest`, such as `costs` and `memory_limit`.
+        options: other fields of `PlanRequest`, such as `costs`.
 
     Raises:
         ScheduleError: there is no such schedule, or it is for another placement.
@@ -81,9 +81,13 @@ def schedule_of(request: PlanRequest) -> Schedule:
     """
     entry = entry_of(request.schedule)
     request = request.checked()
-    if request.offloads and not entry.uses_costs:
-        able = ", ".join(name for name, known in ENTRIES.items() if known.uses_costs)
-        raise ScheduleError(f"schedule {request.schedule} does not plan offload: choose one of {able}")
+    unplanned = {"offload": request.offloads, "recomputation": request.recompute is Recompute.PLANNED}
+    for option, is_asked_for in unplanned.items():
+        if is_asked_for and not entry.uses_costs:
+            able = ", ".join(name for name, known in ENTRIES.items() if known.uses_costs)
+            raise ScheduleError(f"schedule {entry.name} does not plan {option}: choose one of {able}")
+    if request.recompute is not Recompute.NONE and entry.has_pairs:
+        raise ScheduleError(f"schedule {entry.name} does not recompute: its forwards and backwards run in pairs")
     if not request.offloads or request.limits is None:
         return _without_copies(request)
     best, refusal, shortest = None, None, inf
@@ -100,11 +104,11 @@ def schedule_of(request: PlanRequest) -> Schedule:
         for groups in tried:
             costs = problem.costs.in_groups(groups).at_once()
             with suppress(Infeasible):
-                yield replace(_in_one_group(replace(relaxed, costs=costs, memory_limit=limits)), groups=groups)
+                yield replace(_in_one_group(replace(relaxed.within(limits), costs=costs)), groups=groups)
         if request.recompute is Recompute.PLANNED:  # never slower than without recomputation
             keeping = replace(relaxed, costs=problem.costs.at_once(), recomputes=(Recompute.NONE,))
             with suppress(Infeasible):
-                yield _in_one_group(replace(keeping, memory_limit=limits).checked())
+                yield _in_one_group(keeping.within(limits).checked())
 
     faster = offloaded(plans, problem, shortest)
     if faster is not None:
@@ -147,18 +151,13 @@ def _without_copies(request: PlanRequest) -> Schedule:
 def _in_one_group(request: PlanRequest) -> Schedule:
     """The schedule of a checked request whose stages restore activations at once."""
     name, entry = request.schedule, entry_of(request.schedule)
-    placement, num_microbatches, recompute = request.placement, request.num_microbatches, request.recompute
-    if recompute is Recompute.PLANNED and not entry.uses_costs:
-        able = ", ".join(name for name, known in ENTRIES.items() if known.uses_costs)
-        raise ScheduleError(f"schedule {name} does not plan recomputation: choose one of {able}")
-    if recompute is not Recompute.NONE and entry.has_pairs:
-        raise ScheduleError(f"schedule {name} does not recompute: its forwards and backwards run in pairs")
-    pairs = request.pairs and entry.plans_pairs and request.stage_costs.has_all_to_all  # else nothing is gained
-    gets_recomputed = recompute is Recompute.FULL and not entry.uses_costs
+    placement, num_microbatches = request.placement, request.num_microbatches
+    pairs = request.pairs and entry.plans_all_kinds and request.stage_costs.has_all_to_all  # else nothing is gained
+    gets_recomputed = request.recompute is Recompute.FULL and not entry.uses_costs
 
     def search(num_microbatches: int, costs: StageCosts, limits: Limits | None) -> Schedule:
-        smaller = replace(request, num_microbatches=num_microbatches, costs=costs, memory_limit=limits)
-        schedule = entry.function(smaller)
+        smaller = replace(request.within(limits), num_microbatches=num_microbatches, costs=costs)
+        schedule = entry.function(smaller if entry.takes_limit else smaller.within(None))
         if pairs:
             schedule = with_pairs(name, Problem.of(smaller, limits or peak_memory(schedule, costs)), schedule)
         return with_recomputation(schedule) if gets_recomputed else schedule
@@ -173,7 +172,7 @@ def _in_one_group(request: PlanRequest) -> Schedule:
         return search(num_microbatches, costs, limits)
 
     costs, limits = request.stage_costs, request.limits
-    if request.vocabulary_parallel and not entry.plans_shards:
+    if request.vocabulary_parallel and not entry.plans_all_kinds:
         schedule = with_best_delay(make(costs.with_vocabulary_in_weight_gradients(), limits), costs, limits)
     else:
         schedule = make(costs, limits)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
 from megatron.zero_bubble.planner.codes import Order
-from megatron.zero_bubble.planner.event_loop import EventLoop, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import EventLoop
 from megatron.zero_bubble.planner.problem import Problem, tolerance
 from megatron.zero_bubble.planner.rules import GapRule
 
@@ -58,33 +57,32 @@ def _most_forwards(problem: Problem, rank: int, forwards: Order) -> int:
     return max(1, sum(amount <= room + tolerance(room) for amount in held))
 
 
-@dataclass(frozen=True)
-class GroupPolicy:
-    """How a rank decides. B comes before F, and W fills gaps, unless told otherwise."""
+class InGroups(EventLoop):
+    """Ranks that run a B where there is one, then an F, and W in gaps, without recomputation.
 
-    groups: tuple[int, ...]
-    """The sizes of the groups in which microbatches pass through the chunks; F keeps their order on every rank."""
-    weights: GapRule = GapRule.BALANCED
-    """Whether W fills a gap that is too short for it."""
-    forwards: GapRule = GapRule.ALWAYS
-    """Whether F fills a gap that is too short for it."""
+    Args:
+        groups: sizes of the groups in which microbatches pass through the chunks; F keeps their order on every rank.
+        weight_rule: whether W fills a gap that is too short for it.
+        forward_rule: whether F fills a gap that is too short for it.
+    """
 
+    weight = 3
 
-def plan_in_groups(problem: Problem, policy: GroupPolicy) -> PlannedOrders | None:
-    """The plan that `policy` leads to, without recomputation; None if the ranks deadlock."""
-    return _InGroups(problem, policy).run()
-
-
-class _InGroups(EventLoop):
-    def __init__(self, problem: Problem, policy: GroupPolicy) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        groups: Sequence[int],
+        weight_rule: GapRule = GapRule.BALANCED,
+        forward_rule: GapRule = GapRule.ALWAYS,
+    ) -> None:
         super().__init__(problem)
         assert not problem.recomputes, "R has no place among these rules"
-        self.policy = policy
+        self.weight_rule, self.forward_rule = weight_rule, forward_rule
         self.forwards: list[deque[int]] = []
         self.backwards: list[deque[int]] = []
         """Rank -> the B that it has not run, in the order of the groups."""
         for rank in range(problem.num_ranks):
-            forwards, backwards = map(deque, grouped_order(problem, rank, policy.groups))
+            forwards, backwards = map(deque, grouped_order(problem, rank, groups))
             self.forwards.append(forwards)
             self.backwards.append(backwards)
 
@@ -103,10 +101,10 @@ class _InGroups(EventLoop):
                 f_ready = inf
         ready = min(b_ready, f_ready)
         if f_ready <= now:
-            if self.fills(rank, now, b_ready, self.duration[forwards[0]], self.policy.forwards):
+            if self.fills(rank, now, b_ready, self.duration[forwards[0]], self.forward_rule):
                 return forwards.popleft(), now
             ready = b_ready
-        if weights and self.fills(rank, now, ready, self.duration[weights[0]], self.policy.weights):
+        if weights and self.fills(rank, now, ready, self.duration[weights[0]], self.weight_rule):
             return weights[0], now
         return -1, ready
 
@@ -129,7 +127,7 @@ class _InGroups(EventLoop):
         The oldest is the first that has not passed all chunks of the rank. Room for it is kept, so that no younger
         microbatch takes the memory that its forwards need. Older microbatches only release memory.
         """
-        if self.held[rank] + self.allocation[f] > self.limits[rank]:
+        if self.memory[rank] + self.allocation[f] > self.limits[rank]:
             return False
         stages = self.problem.stages_of[rank]
         begun = [self.done[stage] + (stage == f) for stage in stages]

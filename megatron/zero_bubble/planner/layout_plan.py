@@ -58,15 +58,15 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
     model = model_of(request, layout)
     states = model.states(layout.partition, layout.placement)
     costs = model.of_stages(layout.partition, layout.placement)
+    limits = limits_of(request, states, request.capacity_of(layout))
     fixed = replace(
-        request,
+        request.within(limits),
         placements=(layout.placement,),
         costs=costs if request.host_rate is None else with_host_link(costs, request.host_rate),
         partition=layout.partition,
         recomputes=(layout.recompute,),
         pairs=pairs_in(request, layout),
         vocabulary_parallel=layout.vocabulary_parallel,
-        memory_limit=limits_of(request, states, request.capacity_of(layout)),
         spread=model.spread,
         time_between=model.time_between,
         group_size=request.group_size if layout.placement.kind == "interleaved" else None,

@@ -250,7 +250,7 @@ class _Search:
         """The time of the best of these layouts if memory were unlimited; infinity if it already is no limitation."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
-        unlimited = replace(self.request, capacity=None, memory_limit=(LARGEST,) * self.request.num_ranks, effort=0)
+        unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
         try:
             time = plan_layout(unlimited, layout).time
         except ScheduleError:  # not for lack of memory

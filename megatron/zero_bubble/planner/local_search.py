@@ -35,7 +35,7 @@ WORTH_RESTARTING = 1.001
 KICK = 6
 """How many random moves a restart makes."""
 MOVE_WEIGHT = 0.3
-"""How much longer a move takes for an operation than `fill_weights`."""
+"""How much longer a move takes for an operation than the fastest policy."""
 
 
 def improve(

@@ -77,7 +77,7 @@ def capacity_of_multiple(
         is_interleaved: whether the activations are those of interleaved 1F1B, where the layout has several chunks, and
             not those of 1F1B with the same layers on every rank.
     """
-    request = replace(request, capacity=None, usual_capacity=None, memory_limit=None)
+    request = replace(request.within(None), capacity=None, usual_capacity=None)
     placement = layout.placement
     if not is_interleaved or request.num_microbatches < placement.num_ranks:
         partition = tuple(

@@ -21,8 +21,8 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 class MemoryLimit:
     """A limit on the memory of a rank's operations: the activations held, and the most that one operation needs inside.
 
-    At most one of the two is given: `multiple` of 1F1B's peak, or `num_bytes`. With neither the limit is what is free
-    on the device.
+    At most one of the two is given: `multiple` of 1F1B's peak, or `num_bytes`. With neither the limit is the free
+    memory of the device.
     """
 
     multiple: float | None = None
@@ -72,7 +72,7 @@ class MemoryLimit:
         """The limit in the unit of measured costs.
 
         Args:
-            free_bytes: what the device with the least has free for activations; needed for `auto` alone.
+            free_bytes: least memory that any device has free for activations; needed for `auto` alone.
             inside: for every rank, the most that an operation needs while it runs; zeros by default.
         """
         if self.multiple is not None:
@@ -105,18 +105,26 @@ def one_f_one_b_peaks(
 ) -> tuple[float, ...]:
     """The peaks of 1F1B's ranks: rank r holds min(m, p - r) microbatches of all of its chunks.
 
-    The oldest of them can hold more in its backward than it did since its forward. With full recomputation 1F1B
-    recomputes too: they lack the activations that R restores, except the oldest, which has had its R. Where the planner
-    chooses what to recompute, the limit is a multiple of 1F1B's peak if it keeps everything.
+    The oldest of them can hold more in its backward than it did since its forward. Where the planner chooses what to
+    recompute, the limit is a multiple of 1F1B's peak if it keeps everything.
     """
     peaks = []
     for rank in range(placement.num_ranks):
         stages, num_held = placement.stages_of(rank), min(num_microbatches, placement.num_ranks - rank)
-        held = num_held * sum(costs.memory_f[stage] for stage in stages)
-        if recompute is Recompute.FULL:
-            held -= (num_held - 1) * sum(costs.memory_r[stage] for stage in stages)
-        peaks.append(held + max(0, *(costs.memory_b[stage] for stage in stages)))
+        added = max(0, *(costs.memory_b[stage] for stage in stages))
+        peaks.append(held_memory(costs, stages, num_held, recompute) + added)
     return tuple(peaks)
+
+
+def held_memory(costs: StageCosts, stages: Sequence[int], num_held: float, recompute: Recompute) -> float:
+    """Memory of so many microbatches in all of these stages, between F and B.
+
+    With full recomputation all but the oldest, which has had its R, lack the activations that R restores.
+    """
+    held = num_held * sum(costs.memory_f[stage] for stage in stages)
+    if recompute is Recompute.FULL:
+        held -= (num_held - 1) * sum(costs.memory_r[stage] for stage in stages)
+    return held
 
 
 def interleaved_peaks(

@@ -1,7 +1,7 @@
 """Finds the best schedule of a small instance, or a bound on it, with a constraint program on OR-tools' CP-SAT.
 
 Every F, B and W is an interval of its rank's time; intervals of a rank do not overlap, a stage runs each
-kind in microbatch order, inputs come before what uses them, and memory is a reservoir that F fills and B
+kind in microbatch order, inputs come before their users, and memory is a reservoir that F fills and B
 and W drain. The longest span is minimised, starting from the best heuristic.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.zero_bubble.planner.auto import auto, multiple_of_p
+from megatron.zero_bubble.planner.auto import limit_of_1f1b, multiple_of_p, planned
 from megatron.zero_bubble.planner.bounds import lower_bounds
 from megatron.zero_bubble.planner.portfolio import best_of, fits
 from megatron.zero_bubble.planner.problem import Problem
@@ -56,17 +56,17 @@ class Solution:
 def optimal(request: PlanRequest) -> Schedule:
     """The schedule of `solve`, by default in 2p M_B.
 
-    The program knows no R. With recomputation the schedule is the better of `auto`'s and of what the program makes if
-    nothing is recomputed or, under full recomputation, if every B recomputes, where each then gets an R of its own.
+    The program knows no R. With recomputation the schedule is the better of two: that of `auto`, and that of the
+    program if nothing is recomputed or, under full recomputation, if every B recomputes, and then gets a separate R.
     """
     recompute, costs, limits = request.recompute, request.stage_costs, request.limits
     if recompute is Recompute.NONE or (recompute is Recompute.PLANNED and limits is None):
         return solve(replace(request, costs=costs.keeping_everything(), recomputes=(Recompute.NONE,))).schedule
     limits = limits or multiple_of_p(costs, request.num_ranks, 2, recompute)
-    problem, request = Problem.of(request, limits), replace(request, memory_limit=limits)
+    problem, request = Problem.of(request, limits), request.within(limits)
     is_full = recompute is Recompute.FULL
     without_r = problem.recomputing_in_backward() if is_full else problem.keeping_everything()
-    candidates = [auto(request)]
+    candidates = [planned(limit_of_1f1b, request)]
     if without_r.is_feasible:
         solved = solve(replace(request, costs=without_r.costs, recomputes=(Recompute.NONE,))).schedule
         candidates.append(with_recomputation(solved) if is_full else solved)
@@ -89,7 +89,7 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
         )
     limits = request.limits or multiple_of_p(costs, num_ranks, 2)
     problem = Problem.of(request, limits)
-    start = auto(replace(request, memory_limit=limits))
+    start = planned(limit_of_1f1b, request.within(limits))
     overlap_communication = request.overlap_communication
     timeline = simulate(start, costs, overlap_communication=overlap_communication)
     bound = float(lower_bounds(start.placement, num_microbatches, costs, limits).span)

@@ -131,7 +131,7 @@ def _plan(loop: _PairedRanks) -> Schedule | None:
     plan = loop.run()
     if plan is None:
         return None
-    schedule = loop.problem.schedule("paired", plan.orders)
+    schedule = loop.problem.schedule(plan.orders)
     return replace(schedule, ops=tuple(map(_as_pairs, schedule.ops, loop.paired)))
 
 
@@ -159,7 +159,7 @@ class _PairedRanks(EventLoop):
         in_flight = sum(self.done[s] - self.done[codes.b + s] for s in stages)
         f, f_ready = self._first(stages[::-1], now, codes.f)
         b, b_ready = self._first(stages, now, codes.b)
-        if f >= 0 and self.held[rank] + self.allocation[f] > self.limits[rank]:
+        if f >= 0 and self.memory[rank] + self.allocation[f] > self.limits[rank]:
             if f_ready <= now and weights:
                 return weights[0], now
             f, f_ready = -1, inf
@@ -200,28 +200,22 @@ class _PairedRanks(EventLoop):
         time = problem.costs.time_of_pair(forward, kind, backward)
         microbatch = self.done[codes.b + backward]
         self.paired[rank][Op(OpKind.B, microbatch, problem.placement.chunk_of(backward))] = kind
-        if not self.has_begun[rank]:
-            self.has_begun[rank], self.begin[rank] = True, now - self.worked[rank]
+        if not self.has_started[rank]:
+            self.has_started[rank], self.span_start[rank] = True, now - self.worked[rank]
         self.orders[rank] += [forward, codes.b + backward]
         self.end[rank] = self.free[rank] = end = now + time
         self.worked[rank] += time
-        self.held[rank] += self.allocation[forward] + self.allocation[codes.b + backward]
+        self.memory[rank] += self.allocation[forward] + self.allocation[codes.b + backward]
         heappush(events, (end, rank))
-        self.done[forward] += 1
-        self.done[codes.b + backward] += 1
-        if forward + 1 < codes.b:
-            self.arrive(forward + 1, end + self.message[forward], rank, events)
-        else:
-            self.arrivals[codes.b + forward].append(end)
+        self.note_results(forward, rank, end, events)
+        self.note_results(codes.b + backward, rank, end, events)
         weight = codes.w + backward
         self.offer_weight(weight, rank)
-        if backward > 0:
-            self.arrive(codes.b + backward - 1, end + self.message[backward - 1], rank, events)
         if fuses:
             self.orders[rank].append(weight)
-            self.held[rank] += self.allocation[weight]
+            self.memory[rank] += self.allocation[weight]
             self.done[weight] += 1
-            self._ran(weight, rank)
+            self.remove_weight(weight, rank)
 
 
 class _OrderedRanks(_PairedRanks):
@@ -249,7 +243,7 @@ class _OrderedRanks(_PairedRanks):
         forward, backward = (code, code) if alone else divmod(code - codes.end, self.num_stages)
         parts = (code,) if alone else (forward, codes.b + backward)
         ready = max(self.next_arrival(part, now) for part in parts)
-        is_full = forward < codes.b and self.held[rank] + self.allocation[forward] > self.limits[rank]
+        is_full = forward < codes.b and self.memory[rank] + self.allocation[forward] > self.limits[rank]
         if weights and (is_full or (ready > now and self._fills(rank, now, ready))):
             return weights[0], now
         return (code, now) if ready <= now else (-1, ready)

@@ -57,8 +57,8 @@ def extended(
 ) -> Schedule | None:
     """The schedule for more microbatches: its warmup and cooldown, and a part of its steady state repeated.
 
-    Every rank runs what it does until a moment, then a period of some microbatches again and again, then what is left.
-    What comes before that moment on all ranks needs nothing that comes after it, so that no rank waits for ever. The
+    Every rank runs its operations up to some moment, then repeats a period of some microbatches, then runs the rest.
+    Operations before that moment need no operation after it on any rank, so that no rank waits for ever. The
     period is the one that takes least time. None if each takes more time for a microbatch than the schedule itself, or
     more memory than `limits`, one a rank: that of the schedule by default.
     """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import product
 from math import inf
 from statistics import median
 
-from megatron.zero_bubble.planner.grouped import GroupPolicy, alternating_orders, even_groups
+from megatron.zero_bubble.planner.fill import InOrder
+from megatron.zero_bubble.planner.grouped import InGroups, alternating_orders, even_groups
 from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits, with_shards
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
@@ -41,7 +41,7 @@ Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
 
 
-def best_in_groups(name: str, group_size: int | None, problem: Problem) -> Schedule:
+def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
     """The best of the plan and of the named schedules of the placement that fit.
 
     The planner knows B and W as two operations, and reserves the memory that B adds from F on, or from R on. Where a
@@ -50,19 +50,19 @@ def best_in_groups(name: str, group_size: int | None, problem: Problem) -> Sched
     With a `group_size` the forwards of every rank are in the order of such groups, if that fits; otherwise the sizes of
     groups are planned, too.
     """
-    candidates = [] if group_size is None else _candidates(name, problem, group_size)
-    candidates = candidates or _candidates(name, problem, None)
+    candidates = [] if group_size is None else _candidates(problem, group_size)
+    candidates = candidates or _candidates(problem, None)
     if not candidates:
         problem.check_feasible()
-    return replace(best_of(candidates, problem), name=name)
+    return best_of(candidates, problem)
 
 
-def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Schedule]:
+def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
     """The plan and the named schedules, as far as they fit; `group_size` as in `best_in_groups`."""
     candidates, shortest = [], inf
     if problem.is_feasible:
         portfolio = plan_chunks(problem, group_size)
-        candidates, shortest = portfolio.schedules(name, problem), portfolio.cost
+        candidates, shortest = portfolio.schedules(problem), portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
         if candidates and (problem.leaves_out_named or is_best):
             return candidates
@@ -72,7 +72,7 @@ def _candidates(name: str, problem: Problem, group_size: int | None) -> list[Sch
     if problem.has_shards:
         others = list(with_shards(others, problem, shortest))
     if problem.recompute is Recompute.FULL:
-        others += map(with_recomputation, _candidates(name, problem.recomputing_in_backward(), group_size))
+        others += map(with_recomputation, _candidates(problem.recomputing_in_backward(), group_size))
     return candidates + [schedule for schedule in others if fits(schedule, problem)]
 
 
@@ -106,7 +106,7 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
     """Even groups, first those in which ranks hold as much as they may, then ever smaller and larger ones.
 
     Rank 0 holds (K (v-1) + p) / v M_B with groups of K, where every rank is one F ahead of the next. In less memory
-    than that takes, the best groups are found to be about as large as three quarters of what is held.
+    than that takes, the best groups have about three quarters as many microbatches as a rank holds.
     """
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
     if v == 1:
@@ -134,7 +134,7 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
                 portfolio.fit(problem, lambda larger: plan_chunks(larger).plans)
             portfolio.drop_into_idle_time(problem)
         return
-    tried = [(portfolio.grouped(problem, GroupPolicy(choices[0])), choices[0])]
+    tried = [(portfolio.run(InGroups(problem, choices[0])), choices[0])]
     usual = even_groups(problem.num_microbatches, problem.num_ranks)
     if _filling_slope(problem) >= 1:  # with less memory ranks do not take turns in strict order
         _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
@@ -144,11 +144,11 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
         needs_plan = not portfolio.plans and len(tried) < CHOICES_WITHOUT_PLAN
         if not needs_plan and (portfolio.finished or portfolio.budget < enough):
             break
-        tried.append((portfolio.grouped(problem, GroupPolicy(groups)), groups))
+        tried.append((portfolio.run(InGroups(problem, groups)), groups))
     for _, groups in sorted(tried)[:2]:
         for weights, forwards in RULES:
             if not portfolio.finished:
-                portfolio.grouped(problem, GroupPolicy(groups, weights, forwards))
+                portfolio.run(InGroups(problem, groups, weights, forwards))
         _try_alternating(portfolio, problem, groups, ALL_RULES)
 
 
@@ -177,4 +177,4 @@ def _filling_slope(problem: Problem) -> float:
 def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, rules: Sequence[GapRule]) -> None:
     for rule, slope, keeping in product(rules, _slopes(problem), Keeping.choices(problem)):
         if not portfolio.finished:
-            portfolio.fill(problem, alternating_orders(problem, groups, slope), rule, keeping=keeping)
+            portfolio.run(InOrder(problem, alternating_orders(problem, groups, slope), rule, keeping))

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
+from math import inf
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.critical_paths import run_in_order
-from megatron.zero_bubble.planner.event_loop import PlannedOrders
+from megatron.zero_bubble.planner.event_loop import EventLoop, PlannedOrders
 from megatron.zero_bubble.planner.expected_time import slowdown
-from megatron.zero_bubble.planner.fill import fill_weights
+from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.fitting import dropped_to_fit
-from megatron.zero_bubble.planner.grouped import GroupPolicy, plan_in_groups
 from megatron.zero_bubble.planner.local_search import improve
-from megatron.zero_bubble.planner.preference import Preference, plan_by_preference
 from megatron.zero_bubble.planner.problem import Problem, tolerance
-from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
+from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.memory import peak_memory
@@ -24,10 +23,6 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, num_recompute
 from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, with_vocabulary
 from megatron.zero_bubble.schedule.simulate import simulate
 
-GROUPED_WEIGHT = 3
-"""How much longer `plan_in_groups` takes for an operation than `fill_weights`."""
-PREFERENCE_WEIGHT = 2
-"""How much longer `plan_by_preference` takes for an operation."""
 NUM_PLANS = 3
 """How many of the best plans are kept to be improved."""
 PARTS = 2
@@ -72,16 +67,16 @@ class Portfolio:
     @property
     def cost(self) -> float:
         """The cost of the best plan; infinity before there is one."""
-        return self.plans[0].cost if self.plans else float("inf")
+        return self.plans[0].cost if self.plans else inf
 
     @property
     def finished(self) -> bool:
         """Whether the aim is reached or the budget spent."""
         return self.budget <= 0 or self.cost <= self.aim
 
-    def schedules(self, name: str, problem: Problem) -> list[Schedule]:
+    def schedules(self, problem: Problem) -> list[Schedule]:
         """The best plan as a schedule, or all plans that are kept if their expected times decide."""
-        return [problem.schedule(name, plan.orders) for plan in self.plans[: None if problem.varies else 1]]
+        return [problem.schedule(plan.orders) for plan in self.plans[: None if problem.varies else 1]]
 
     def offer(self, plan: PlannedOrders | None) -> None:
         """Keep `plan` if it is among the best so far; of equals the first stays."""
@@ -103,39 +98,22 @@ class Portfolio:
                 self.plans.remove(plan)
                 self.offer(better)
 
-    def fill(
-        self,
-        problem: Problem,
-        orders: Sequence[Order],
-        rule: GapRule,
-        target: float = 0,
-        keeping: Keeping = KEEPS_WHAT_FITS,
-    ) -> float:
-        """Try an order of F and B; its cost, infinity if it does not work."""
-        return self._take(fill_weights(problem, orders, rule, target, keeping), problem.num_ops)
-
-    def grouped(self, problem: Problem, policy: GroupPolicy) -> float:
-        """Try a policy for several chunks a rank; its cost, infinity if it does not work."""
-        return self._take(plan_in_groups(problem, policy), GROUPED_WEIGHT * problem.num_ops)
-
-    def prefer(self, problem: Problem, preference: Preference) -> None:
-        """Try priorities of the ranks of a V."""
-        self._take(plan_by_preference(problem, preference), PREFERENCE_WEIGHT * problem.num_ops)
+    def run(self, loop: EventLoop) -> float:
+        """Offer the plan of a policy; its cost, infinity if the ranks deadlock."""
+        plan = loop.run()
+        self.budget -= loop.weight * loop.problem.num_ops
+        self.offer(plan)
+        return plan.cost if plan is not None else inf
 
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
-        """Try complete orders."""
-        self._take(run_in_order(problem, orders), problem.num_ops)
+        """Offer complete orders."""
+        self.budget -= problem.num_ops
+        self.offer(run_in_order(problem, orders))
 
     def ensure_plan(self, problem: Problem) -> None:
         """Run one microbatch after the other, which works within all feasible limits, if there is no other plan."""
         if not self.plans:
             self.in_order(problem, problem.one_by_one())
-
-    def _take(self, plan: PlannedOrders | None, price: int) -> float:
-        """Offer a plan that took `price` of the budget; its cost, infinity without a plan."""
-        self.budget -= price
-        self.offer(plan)
-        return plan.cost if plan is not None else float("inf")
 
     def insert_shards(self, problem: Problem, search: Callable[[Problem], PlannedOrders]) -> None:
         """Try the plans of `search` for a whole vocabulary, with the operations on shards inserted into their order.
@@ -146,7 +124,7 @@ class Portfolio:
         for limits in (without.limits, problem.limits):
             whole = replace(without, limits=limits)
             if whole.is_feasible and not self.finished:
-                schedule = whole.schedule("without shards", search(whole).orders)
+                schedule = whole.schedule(search(whole).orders)
                 for delay in delays(schedule, problem.costs):
                     [inserted] = with_vocabulary(schedule, problem.costs, [delay])
                     self.in_order(problem, problem.orders(inserted))
@@ -170,7 +148,7 @@ class Portfolio:
             more_drops = drops | _restored_for_nothing(problem, self.best)
             orders = problem.codes.f_and_b(self.best.orders)
             for rule, defers in product((GapRule.BALANCED, GapRule.ALWAYS), (False, True)):
-                self.fill(problem, orders, rule, keeping=Keeping(defers, more_drops))
+                self.run(InOrder(problem, orders, rule, Keeping(defers, more_drops)))
             if more_drops == drops or self.cost >= before * (1 - 1e-9):
                 return
             drops = more_drops
@@ -178,7 +156,7 @@ class Portfolio:
 
 def _restored_for_nothing(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
     """(stage, microbatch) of everything that is kept though its rank idles long enough before its B for an R."""
-    schedule = problem.schedule("planned", plan.orders)
+    schedule = problem.schedule(plan.orders)
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     idle = set()
     for rank, lane in enumerate(timeline.lanes):
@@ -192,11 +170,14 @@ def _restored_for_nothing(problem: Problem, plan: PlannedOrders) -> frozenset[tu
 
 
 def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
-    """What `best` makes for the problem; where only what has no room is recomputed, with as few R as that takes.
+    """The schedule that `best` makes for the problem; where the planner chooses what to recompute, with the fewest R.
 
-    That is the shortest of what it makes if it keeps everything, drops everything, or chooses; of equals the fewest R.
-    What keeps everything is taken if more memory would not make it shorter. Without effort it keeps or chooses. Raises
-    `Infeasible`.
+    The planner then keeps everything, drops everything, or chooses microbatch by microbatch, and takes the shortest of
+    these schedules; of equals the one with the fewest R. A schedule that keeps everything is taken if more memory would
+    not make it shorter. Without effort the planner keeps everything, or chooses.
+
+    Raises:
+        Infeasible: nothing fits.
     """
     if problem.recompute is not Recompute.PLANNED:
         return best(problem)

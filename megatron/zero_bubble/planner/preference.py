@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import inf
 
-from megatron.zero_bubble.planner.event_loop import EventLoop, PlannedOrders
+from megatron.zero_bubble.planner.event_loop import EventLoop
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.rules import GapRule
 
 
-@dataclass(frozen=True)
-class Preference:
-    """Priorities of F and B. W fills gaps, and goes before an F that lacks the memory that W releases."""
+class ByPriority(EventLoop):
+    """Ranks that run the F or B of highest priority, without recomputation.
 
-    kinds: tuple[str, ...]
-    """F0, F1, B1 and B0, each with its chunk, from the one that goes first on."""
-    leads: tuple[int, ...]
-    """Rank -> how many microbatches may be between the start of F0 and the end of B0."""
+    W fills gaps, and goes before an F that lacks the memory that W releases.
 
+    Args:
+        priorities: F0, F1, B1 and B0, each with its chunk, from the one that goes first on.
+        leads: rank -> how many microbatches may be between the start of F0 and the end of B0.
+    """
 
-def plan_by_preference(problem: Problem, preference: Preference) -> PlannedOrders | None:
-    """The plan that the preference leads to, without recomputation; None if the ranks deadlock."""
-    return _Preferring(problem, preference).run()
+    weight = 2
 
-
-class _Preferring(EventLoop):
-    def __init__(self, problem: Problem, preference: Preference) -> None:
+    def __init__(self, problem: Problem, priorities: Sequence[str], leads: Sequence[int]) -> None:
         super().__init__(problem)
         assert not problem.recomputes, "R has no place among these rules"
         assert problem.placement.num_chunks == 2, "the kinds are those of two chunks"
-        self.preference = preference
-        self.preferred = [
-            [stages[int(kind[1])] + (problem.num_stages if kind[0] == "B" else 0) for kind in preference.kinds]
+        self.leads = leads
+        self.by_priority = [
+            [stages[int(kind[1])] + (problem.num_stages if kind[0] == "B" else 0) for kind in priorities]
             for stages in problem.stages_of
         ]
-        """Rank -> F and B of both chunks by preference."""
+        """Rank -> F and B of both chunks."""
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         weight = max(self.weights[rank], default=-1)
         ready = inf
-        for code in self.preferred[rank]:
+        for code in self.by_priority[rank]:
             is_forward = code < self.num_stages
             arrival = self.next_arrival(code, now)
             if arrival == inf or (is_forward and not self.may_begin(rank, code)):
@@ -48,7 +44,7 @@ class _Preferring(EventLoop):
             if arrival <= now:
                 if not is_forward:
                     return code, now
-                if self.held[rank] + self.needed_room(rank, code) > self.limits[rank]:
+                if self.memory[rank] + self.needed_room(rank, code) > self.limits[rank]:
                     return weight, now
                 return code, now
             ready = min(ready, arrival)
@@ -59,9 +55,9 @@ class _Preferring(EventLoop):
     def may_begin(self, rank: int, f: int) -> bool:
         """Whether the F `f` fits once every W is done, and microbatches in flight are few enough."""
         first = self.problem.stages_of[rank][0]
-        if f == first and self.done[f] - self.done[self.num_stages + f] >= self.preference.leads[rank]:
+        if f == first and self.done[f] - self.done[self.num_stages + f] >= self.leads[rank]:
             return False
-        return self.held[rank] - self.releasable[rank] + self.needed_room(rank, f) <= self.limits[rank]
+        return self.memory[rank] - self.releasable[rank] + self.needed_room(rank, f) <= self.limits[rank]
 
     def needed_room(self, rank: int, f: int) -> float:
         """Memory of the F `f`; in chunk 0 with room for chunk 1, if no microbatch is there that will release memory.

@@ -113,11 +113,11 @@ class Problem:
         return self.spread > 0 or self.time_between > 0
 
     def keeping_everything(self) -> Problem:
-        """The same problem without R: every F keeps what its backward needs."""
+        """The same problem without R: every F keeps its activations."""
         return replace(self, costs=self.costs.keeping_everything(), recompute=Recompute.NONE)
 
     def recomputing_in_backward(self) -> Problem:
-        """The same problem without R: every B recomputes what its F did not keep."""
+        """The same problem without R: every B recomputes the activations that its F drops."""
         return replace(self, costs=self.costs.recomputing_in_backward(), recompute=Recompute.NONE)
 
     @property
@@ -184,6 +184,13 @@ class Problem:
         return tuple(self.placement.rank_of(stage) for stage in range(self.num_stages))
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Code -> rank."""
+        ranks = list(self.rank_of) * (self.codes.end // self.num_stages)
+        ranks[self.codes.loss] = self.rank_of[-1]
+        return tuple(ranks)
+
+    @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """Rank -> its stages in model order."""
         return tuple(map(self.placement.stages_of, range(self.num_ranks)))
@@ -192,6 +199,37 @@ class Problem:
     def message(self) -> tuple[float, ...]:
         """Edge -> latency of a message between stage s and s + 1 that occupies no rank."""
         return self._messages if self.overlap_communication else (0,) * len(self._messages)
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, int, float], ...]:
+        """(code, code that waits for its result, latency of the result) of the same microbatch.
+
+        W and R, which wait for an operation of their own stage and rank, are left out. So are the embeddings of the
+        first rank, which wait for nothing.
+        """
+        codes = self.codes
+        links = [(stage, stage + 1, latency) for stage, latency in enumerate(self.message)]
+        links += [(codes.b + stage + 1, codes.b + stage, latency) for stage, latency in enumerate(self.message)]
+        if not self.has_shards:
+            return (*links, (codes.b - 1, codes.w - 1, 0.0))
+        first, last = self.rank_of[0], self.rank_of[-1]
+        links.append((codes.loss, codes.w - 1, 0.0))
+        for rank in range(self.num_ranks):
+            to_first, to_last = self.collective * (rank != first), self.collective * (rank != last)
+            if rank != first:
+                links.append((codes.e + first, codes.e + rank, self.collective))
+            links += [(codes.e + rank, codes.f, to_first), (codes.b, codes.ew + rank, to_first)]
+            links += [(codes.b - 1, codes.s + rank, to_last), (codes.s + rank, codes.loss, to_last)]
+            links.append((codes.loss, codes.t + rank, to_last))
+        return tuple(links)
+
+    @cached_property
+    def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """Code -> the codes that wait for its result, each with the latency of the result."""
+        users: list[list[tuple[int, float]]] = [[] for _ in range(self.codes.end)]
+        for source, target, latency in self.links:
+            users[source].append((target, latency))
+        return tuple(map(tuple, users))
 
     @cached_property
     def receiving(self) -> tuple[float, ...]:
@@ -276,8 +314,8 @@ class Problem:
         """Rank -> the memory it needs if it runs one microbatch after the other.
 
         No schedule with B and W apart needs less: a microbatch is in all stages of a rank at once between
-        its last F there and its first B. With recomputation one of the stages holds it whole, and those before are
-        without what R makes again.
+        its last F there and its first B. With recomputation one of the stages holds it whole, and the stages before
+        it lack the activations that R restores.
         """
         return tuple(
             self._most_held(stages)
@@ -314,8 +352,8 @@ class Problem:
             orders.append((order + [codes.t + rank, codes.ew + rank] * self.has_shards) * self.num_microbatches)
         return orders
 
-    def schedule(self, name: str, orders: Sequence[Order]) -> Schedule:
-        """The orders as a schedule."""
+    def schedule(self, orders: Sequence[Order]) -> Schedule:
+        """The orders as a schedule, whose name is `planned`."""
         kinds, size = self.codes.kinds, self.num_stages
         what = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(self.codes.end)]
         what[self.codes.loss] = (OpKind.L, 0)
@@ -323,7 +361,7 @@ class Problem:
             tuple(Op(what[code][0], microbatch, what[code][1]) for code, microbatch in self.codes.microbatches(order))
             for order in orders
         )
-        return Schedule(name, self.placement, self.num_microbatches, tuple(ranks))
+        return Schedule("planned", self.placement, self.num_microbatches, tuple(ranks))
 
     def orders(self, schedule: Schedule) -> list[Order]:
         """A schedule without communication as orders; both gradients in one operation become B and W."""

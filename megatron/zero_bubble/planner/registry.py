@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from megatron.zero_bubble.planner.auto import auto, in_multiple_of_1f1b
+from megatron.zero_bubble.planner.auto import limit_of_1f1b, limits_in_v, limits_of_multiple, planned
 from megatron.zero_bubble.planner.optimal import optimal
 from megatron.zero_bubble.planner.request import PlanRequest
-from megatron.zero_bubble.planner.v_shaped import in_v
 from megatron.zero_bubble.schedule.errors import ScheduleError, UnknownSchedule
 from megatron.zero_bubble.schedule.generators.dualpipe_v import dualpipe_v
 from megatron.zero_bubble.schedule.generators.gpipe import gpipe
@@ -31,14 +30,14 @@ class Entry:
 
     name: str
     summary: str
-    """One line: what the schedule is, its bubble and its memory."""
+    """One line: a description of the schedule, its bubble and its memory."""
     placement: PlacementKind
     """The kind of its placement, unless told otherwise."""
     num_chunks: int
     """Model chunks a rank, unless told otherwise."""
     function: Callable[[PlanRequest], Schedule]
     uses_costs: bool = False
-    """Whether the schedule follows from the costs, the limit, and what may be recomputed."""
+    """Whether the schedule follows from the costs, the limit, and the microbatches that may be recomputed."""
     takes_limit: bool = False
     """Whether it is planned within any memory limit, and not always in its own."""
     takes_placement: bool = False
@@ -51,13 +50,8 @@ class Entry:
     """Whether the name stands for an amount of memory; otherwise the limit is 1F1B's peak by default."""
 
     @property
-    def plans_pairs(self) -> bool:
-        """Whether plans with pairs of a forward and a backward are among those to choose from."""
-        return self.uses_costs and not self.is_slow
-
-    @property
-    def plans_shards(self) -> bool:
-        """Whether operations on vocabulary shards are planned with the others, and not inserted into their order."""
+    def plans_all_kinds(self) -> bool:
+        """Whether operations on vocabulary shards are planned with the others, and pairs where they are possible."""
         return self.uses_costs and not self.is_slow
 
     @property
@@ -112,7 +106,7 @@ _ENTRIES = (
         "planned from the costs in 1F1B's memory, p M_B",
         "linear",
         1,
-        partial(in_multiple_of_1f1b, "zb-1p", 1),
+        partial(planned, partial(limits_of_multiple, 1)),
         uses_costs=True,
     ),
     Entry(
@@ -120,7 +114,7 @@ _ENTRIES = (
         "planned from the costs in 2p M_B: bubble close to zero",
         "linear",
         1,
-        partial(in_multiple_of_1f1b, "zb-2p", 2),
+        partial(planned, partial(limits_of_multiple, 2)),
         uses_costs=True,
     ),
     Entry(
@@ -128,7 +122,7 @@ _ENTRIES = (
         "planned from the costs for any placement and memory limit, 1F1B's memory unless told otherwise",
         "linear",
         1,
-        auto,
+        partial(planned, limit_of_1f1b),
         uses_costs=True,
         takes_limit=True,
         takes_placement=True,
@@ -149,7 +143,7 @@ _ENTRIES = (
         "placed in a V: no bubble where F = B = W, memory p M_B",
         "v",
         2,
-        partial(in_v, "zb-v"),
+        partial(planned, partial(limits_in_v, lambda p: p)),
         uses_costs=True,
         takes_limit=True,
     ),
@@ -158,7 +152,7 @@ _ENTRIES = (
         "placed in a V: about half of 1F1B's bubble where F = B = W, memory (p/2 + 1) M_B",
         "v",
         2,
-        partial(in_v, "v-half"),
+        partial(planned, partial(limits_in_v, lambda p: p / 2 + 1)),
         uses_costs=True,
         takes_limit=True,
     ),
@@ -167,7 +161,7 @@ _ENTRIES = (
         "placed in a V, for memory: about two thirds of 1F1B's bubble where F = B = W, memory (p/3 + 1) M_B",
         "v",
         2,
-        partial(in_v, "v-min"),
+        partial(planned, partial(limits_in_v, lambda p: p / 3 + 1)),
         uses_costs=True,
         takes_limit=True,
     ),

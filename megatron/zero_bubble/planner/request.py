@@ -169,6 +169,10 @@ class PlanRequest:
             return None
         return tuple(given) if isinstance(given, Sequence) else (given,) * self.num_ranks
 
+    def within(self, limits: Limits | None) -> PlanRequest:
+        """The same request with these memory limits of the ranks; None for the schedule's own."""
+        return replace(self, memory_limit=limits)
+
     def checked(self) -> PlanRequest:
         """The request of one placement with its costs and one limit a rank.
 

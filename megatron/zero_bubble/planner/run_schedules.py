@@ -114,8 +114,8 @@ class RunSchedules:
     def in_less_memory(self, num_microbatches: int, level: int) -> Schedule | None:
         """A schedule that needs less memory than `schedule`, for steps whose microbatches are larger than usual.
 
-        It keeps the memory limit over the square root of 2, `level` times. What the request allows to recompute is
-        recomputed for it. The last level runs one microbatch after the other.
+        It keeps the memory limit over the square root of 2, `level` times, with R where the request allows it. The last
+        level runs one microbatch after the other.
 
         Returns:
             The schedule; None beyond the last level, or without a limit to lower.
@@ -128,9 +128,8 @@ class RunSchedules:
             if before is not None and before.name == _ONE_BY_ONE:
                 return None
             request = replace(
-                self.request,
+                self.request.within(tuple(limit / 2 ** (level / 2) for limit in limits)),
                 num_microbatches=num_microbatches,
-                memory_limit=tuple(limit / 2 ** (level / 2) for limit in limits),
                 effort=min(self.request.effort, _CANDIDATES * 3 * self.placement.num_stages * num_microbatches),
                 spread=0.0,
                 time_between=0.0,
@@ -139,7 +138,7 @@ class RunSchedules:
                 schedule = schedule_of(request)
             except Infeasible:
                 problem = Problem.of(request.checked(), limits)
-                schedule = problem.schedule(_ONE_BY_ONE, problem.one_by_one())
+                schedule = replace(problem.schedule(problem.one_by_one()), name=_ONE_BY_ONE)
             self._made[key] = prepare(schedule, self.costs)
         return self._made[key]
 

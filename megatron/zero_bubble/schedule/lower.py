@@ -94,8 +94,8 @@ class _Place(NamedTuple):
     before: int
     """The computation before which it stands."""
     turn: int
-    """The place in the serial order of the computation that makes the message before it on its channel. What stands
-    before the same computation is ordered by it: nothing waits in line behind what has to wait longer."""
+    """The place in the serial order of the computation that makes the message before it on its channel. Messages that
+    stand before the same computation are posted in this order, in which they are needed."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -165,7 +165,7 @@ def _with_communication(
 ) -> Schedule:
     """The schedule with its sends, each right after its maker, and with collectives and receives at these places."""
     inserted: list[list[tuple[int, int, int, int, int, Op]]] = [[] for _ in schedule.ops]
-    """For every rank: before which computation an operation stands, and what decides among those that stand there."""
+    """For every rank: the computation before which an operation stands, and its order among others that stand there."""
     for (source, destination, messages), channel_places in zip(channels, places, strict=True):
         for number, (message, (before, turn)) in enumerate(zip(messages, channel_places, strict=True)):
             inserted[source].append((message.maker + 1, -2, 0, destination, number, message.send))

@@ -35,9 +35,9 @@ class Phases:
 class SerialOrder:
     """The computations of all ranks in an order that respects their dependencies.
 
-    They are ordered by phase, then by their end in a timeline, then by rank; what takes no time comes after all else
-    that ends at the same moment, in an order in which it could run. A pair is one computation. `starts` and `ends` are
-    the timeline's times, shifted so that every phase begins after the previous one has ended on all ranks.
+    They are ordered by phase, then by their end in a timeline, then by rank. Operations that take no time come after
+    all others that end at the same moment, in an order in which they could run. A pair is one computation. `starts` and
+    `ends` are the timeline's times, shifted so that every phase begins after the previous one has ended on all ranks.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -39,7 +39,7 @@ def simulate(
     occupy the host link of their rank and nobody else (see `LinkTimes`).
 
     With `hardware_queues` a lowered schedule runs on NCCL's streams: a message also waits for its receive to be posted
-    and for the one before it on its channel, and with one queue a computation for what was launched before it.
+    and for the one before it on its channel, and with one queue a computation for all earlier launches.
 
     With `lengths` the operations of microbatch k take `lengths[k]` times the time and the memory of `costs`.
 

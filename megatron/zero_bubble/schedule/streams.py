@@ -53,8 +53,8 @@ class StreamReplay:
     def run(self, queues: HardwareQueues) -> tuple[tuple[TimedOp, ...], ...]:
         """For every rank, its computations and when they ran.
 
-        Raises `Deadlock`, and `InvalidSchedule` where an operation uses a message that its rank has not posted; what
-        else `validate` checks is taken for granted.
+        Raises `Deadlock`, and `InvalidSchedule` where an operation uses a message that its rank has not posted. The
+        schedule has passed the other checks of `validate`.
         """
         streams = Streams(self._schedule.num_ranks)
         links = LinkTimes.of_ranks(self._schedule, self._costs)

@@ -171,7 +171,7 @@ class Timeline:
         return peak_memory(self.schedule, self.costs, self.lengths)
 
     def memory_held(self, rank: int) -> Iterator[tuple[Op, float, float]]:
-        """For every operation of `rank`: the operation, what the rank holds while it runs, and after it."""
+        """For every operation of `rank`: the operation, and the memory of the rank while it runs, and after it."""
         return memory_held(self.schedule, self.costs, rank, self.lengths)
 
     @cached_property

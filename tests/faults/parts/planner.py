@@ -69,7 +69,7 @@ FAULTS = (
     Fault(
         name="v-back-to-back-keeps-the-full-limit",
         file="planner/v_shaped.py",
-        old="    limits = tuple(limit - max(_added(placement, costs, rank)) for rank, limit in enumerate(problem.limits))",
+        old="    limits = tuple(map(sub, problem.limits, added))",
         new="    limits = problem.limits",
         effect=(
             "Where a backward adds memory, the V schedules offer plans that take more than the memory limit, or "

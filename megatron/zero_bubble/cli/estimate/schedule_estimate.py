@@ -187,10 +187,10 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
             raise
         # The device is too small for any plan: the one that needs the least says how much too small.
         allowed = (error.smallest_limit,) * placement.num_ranks
-        schedule = schedule_of(replace(request, memory_limit=allowed))
+        schedule = schedule_of(request.within(allowed))
     without = None
-    if request.pairs and entry_of(name).plans_pairs:
-        without = simulate(schedule_of(replace(request, pairs=False, memory_limit=allowed)), costs)
+    if request.pairs and entry_of(name).plans_all_kinds:
+        without = simulate(schedule_of(replace(request.within(allowed), pairs=False)), costs)
     return Estimate(job, simulate(schedule, costs), states, limit, without)
 
 

@@ -48,7 +48,7 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """What `schedule_to_json` wrote. It is not validated. Raises `ScheduleError` for anything else."""
+    """The schedule that `schedule_to_json` wrote. It is not validated. Raises `ScheduleError` for anything else."""
     keys = {"name", "placement", "num_microbatches", "ops"}
     document = _document(text, _SCHEDULE, keys, frozenset({"groups"}))
     placement = document["placement"]
@@ -84,7 +84,7 @@ def costs_to_json(costs: StageCosts) -> str:
 
 
 def costs_from_json(text: str) -> StageCosts:
-    """What `costs_to_json` wrote. Raises `ScheduleError` for anything else."""
+    """The costs that `costs_to_json` wrote. Raises `ScheduleError` for anything else."""
     keys = {field.name for field in fields(StageCosts)}
     document = _document(text, _COSTS, keys.difference(OPTIONAL), frozenset(OPTIONAL))
     keys &= set(document)

@@ -65,7 +65,7 @@ class Profile:
 
 
 def profile_to_json(profile: Profile) -> str:
-    """One object; `costs` in it is what `costs_to_json` writes."""
+    """The profile as one JSON object, whose `costs` have the form of `costs_to_json`."""
     document = {
         "format": _FORMAT,
         "version": VERSION,
@@ -85,7 +85,7 @@ def is_profile(text: str) -> bool:
 
 
 def profile_from_json(text: str) -> Profile:
-    """What `profile_to_json` wrote. Raises `ScheduleError` for anything else."""
+    """The profile that `profile_to_json` wrote. Raises `ScheduleError` for anything else."""
     document = parsed(text, _FORMAT)
     try:
         placement = Placement(**document["placement"])
