@@ -105,7 +105,7 @@ class Session:
     def make_schedules(self) -> None:
         """Make the schedules of a fixed layout, so that a run without one ends before anything is built.
 
-        While the layout is open this does nothing: the search for a layout makes the schedules.
+        While the layout is open this does nothing: the schedules of a layout that is chosen are made at the first step.
 
         Raises:
             ValueError: there is no schedule for some number of microbatches, or under the memory limit.
@@ -151,8 +151,6 @@ class Session:
                 costs = costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
             saved = new_choice(self.job.flags, costs, padded_vocab_size)
         self._take(with_layout(self.job, saved, os.environ, torch.cuda.is_available()))
-        if saved.request is None:
-            self.make_schedules()
         return saved.flags
 
     def keep_megatrons_layout(self, reason: str) -> None:
