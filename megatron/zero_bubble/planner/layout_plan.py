@@ -24,6 +24,7 @@ class Plan:
     Attributes:
         request: the request of this layout alone, with the costs of its stages.
         states: rank -> memory of parameters, gradients and optimizer states.
+        activations: rank -> peak memory of its activations, where it is not the timeline's.
         slowdown: how many times as long as simulated it is expected to take, because durations vary.
         others: the best plans of other layouts, from the shortest to the longest.
     """
@@ -32,6 +33,7 @@ class Plan:
     layout: Layout
     timeline: Timeline
     states: tuple[float, ...]
+    activations: tuple[float, ...] | None = None
     slowdown: float = 1.0
     others: tuple[Plan, ...] = ()
 
@@ -46,7 +48,7 @@ class Plan:
     @cached_property
     def memory(self) -> float:
         """Memory of the fullest rank: its states, and its activations at their peak."""
-        return max(map(add, self.states, self.timeline.peak_memory))
+        return max(map(add, self.states, self.activations or self.timeline.peak_memory))
 
 
 def plan_layout(request: PlanRequest, layout: Layout) -> Plan:

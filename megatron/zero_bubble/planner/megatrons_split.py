@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megatron.zero_bubble.planner.layout_plan import Plan, plan_layout, with_slowdown
-from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
+from megatron.zero_bubble.planner.prediction import as_megatron_recomputes, memory_in_megatron
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
 from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
@@ -53,7 +53,8 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
     if layout.placement.kind == "v":
         raise ScheduleError("megatron-core has no schedule for a V")
     plan = _own(request, layout)
-    return with_slowdown(replace(plan, timeline=as_megatron_recomputes(plan.timeline)))
+    own = as_megatron_recomputes(plan.timeline)
+    return with_slowdown(replace(plan, timeline=own, activations=memory_in_megatron(plan.timeline)))
 
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from megatron.zero_bubble.planner.generate import generate
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.ir import Schedule
+from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute, without_recomputation
 from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Idle, Timeline
@@ -112,3 +113,12 @@ def as_megatron_recomputes(timeline: Timeline) -> Timeline:
     if not timeline.schedule.recomputes:
         return timeline
     return simulate(without_recomputation(timeline.schedule), timeline.costs.recomputing_in_backward())
+
+
+def memory_in_megatron(timeline: Timeline) -> tuple[float, ...]:
+    """Rank -> peak memory of activations, if megatron-core runs the order: a backward restores one block at a time."""
+    if not timeline.schedule.recomputes:
+        return timeline.peak_memory
+    costs = timeline.costs
+    blocks = tuple(max(1, costs.blocks(stage)) for stage in range(costs.num_stages))
+    return peak_memory(replace(timeline.schedule, groups=blocks), costs)
