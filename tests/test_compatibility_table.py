@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import effects
-from megatron.zero_bubble.mcore.compatibility.refusals import REFUSALS
-from megatron.zero_bubble.mcore.compatibility.setting_rows import Effect, Feature
+from megatron.zero_bubble.mcore.refused_settings import REFUSALS, Feature
 from tests.launch import ROOT
+from tools.setting_groups import Effect, effects, is_unconditional
 
 SETTINGS = {
     "fp32, bf16": "bf16",
@@ -56,9 +55,9 @@ def table() -> dict[str, list[str]]:
 def refused_with(setting: str) -> Iterator[str]:
     """The features that a setting is refused with, each with the values for which it is."""
     for refusal in REFUSALS:
-        if setting in refusal.names.split() and not refusal.is_unconditional:
+        if setting in refusal.names.split() and not is_unconditional(refusal):
             features = " and ".join(shown(feature) for feature in refusal.features) or "every schedule"
-            yield f"{features} ({refusal.condition})" if refusal.condition else features
+            yield f"{features} ({refusal.when.words})" if refusal.when.words else features
 
 
 def shown(feature: Feature) -> str:

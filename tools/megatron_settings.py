@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import effects, is_class_without_effect
+from tools.setting_groups import CLASSES_WITHOUT_EFFECT, effects
 
 RECORDS = Path(__file__).parents[1] / "tests" / "tools" / "megatron_settings"
 _PARSERS = ("megatron/training/arguments.py", "megatron/post_training/arguments.py")
@@ -75,7 +75,7 @@ class SettingNames:
     @property
     def settings(self) -> list[str]:
         """The settings that the table must classify."""
-        fields = (names for name, names in self.fields.items() if not is_class_without_effect(name))
+        fields = (names for name, names in self.fields.items() if not name.startswith(CLASSES_WITHOUT_EFFECT))
         return sorted({*(name for names in fields for name in names), *self.flags.values()})
 
     def missing(self) -> list[str]:

@@ -16,10 +16,10 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 from megatron.zero_bubble.launcher.hooks import Needed
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import GROUPS, effects, flag_of_setting
-from megatron.zero_bubble.mcore.compatibility.refusals import WITH_EVERY_SCHEDULE, WITH_FEATURES
-from megatron.zero_bubble.mcore.compatibility.setting_rows import Effect, Refusal
+from megatron.zero_bubble.mcore.refusals import flag_of_setting
+from megatron.zero_bubble.mcore.refused_settings import WITH_EVERY_SCHEDULE, WITH_FEATURES, Refusal
 from tools.megatron_settings import SettingNames, recorded
+from tools.setting_groups import GROUPS, Effect, effects
 
 _POST_VALIDATION, _REPLICAS = "`--zero-bubble-post-validation`", "`--hierarchical-sgd`"
 
@@ -123,7 +123,7 @@ def _functions(rows: Iterable[tuple[str, Needed]]) -> str:
 
 
 def _refusal(row: Refusal, flags: Mapping[str, str], features: str = "") -> str:
-    names = f"{_names(row.names, flags)} {row.condition}".strip()
+    names = f"{_names(row.names.split(), flags)} {row.when.words}".strip()
     return "| " + " | ".join([names, *([features] if features else []), row.reason, row.instead]) + " |"
 
 
@@ -131,8 +131,8 @@ def _table(heads: Sequence[str], rows: Iterable[str]) -> str:
     return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows])
 
 
-def _names(names: str, flags: Mapping[str, str]) -> str:
-    return " ".join(_code(flags.get(name, name)) for name in names.split())
+def _names(names: Iterable[str], flags: Mapping[str, str]) -> str:
+    return " ".join(_code(flags.get(name, name)) for name in names)
 
 
 def _code(name: str) -> str:

@@ -12,9 +12,10 @@ import pytest
 
 from megatron.zero_bubble.launcher.hooks import minor_version
 from megatron.zero_bubble.launcher.launch import SUPPORTED
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import effects, flag_of_setting
-from megatron.zero_bubble.mcore.compatibility.refusals import REFUSALS
+from megatron.zero_bubble.mcore.refusals import flag_of_setting
+from megatron.zero_bubble.mcore.refused_settings import REFUSALS
 from tools.megatron_settings import SettingNames, main, recorded
+from tools.setting_groups import effects
 
 VERSIONS = recorded()
 CORE = Path(importlib.import_module("megatron.core").__path__[0])

@@ -9,12 +9,11 @@ import pytest
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 from megatron.zero_bubble.launcher.launch import SUPPORTED
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import effects
-from megatron.zero_bubble.mcore.compatibility.refusals import REFUSALS
-from megatron.zero_bubble.mcore.compatibility.setting_rows import Effect
+from megatron.zero_bubble.mcore.refused_settings import REFUSALS
 from tests.launch import ROOT
 from tools.megatron_settings import recorded
 from tools.reference_tables import TABLES, main, with_tables
+from tools.setting_groups import Effect, effects
 
 SETTINGS, HOOKS = (TABLES[name]() for name in ("settings", "hooks"))
 

@@ -24,11 +24,11 @@ from megatron.zero_bubble.launcher.script_settings import (
 )
 from megatron.zero_bubble.launcher.script_stages import ScriptLayouts
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import works_with
-from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.placement import adopt_placement
+from megatron.zero_bubble.mcore.refusals import works_with
+from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.runtime.joint import jointly
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags

@@ -6,8 +6,8 @@ from argparse import Namespace
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features, refuse_with_schedule
-from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
+from megatron.zero_bubble.mcore.refusals import refuse_with_features, refuse_with_schedule
+from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute

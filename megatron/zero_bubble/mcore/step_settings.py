@@ -9,8 +9,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import unsupported
 from megatron.zero_bubble.mcore.decoder_models import HYBRID, HYBRID_RECOMPUTES
+from megatron.zero_bubble.mcore.refusals import unsupported
 from megatron.zero_bubble.schedule.recomputation import recomputes_blocks
 
 

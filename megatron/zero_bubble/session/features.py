@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.mcore.compatibility.compatibility_table import refuse_with_features
-from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature
+from megatron.zero_bubble.mcore.refusals import refuse_with_features
+from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size, divides
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Placement, iteration_time, with_post_validation

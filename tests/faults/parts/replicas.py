@@ -36,7 +36,7 @@ FAULTS = (
     ),
     Fault(
         name="per-token-loss-no-longer-refused",
-        file="mcore/compatibility/refusals.py",
+        file="mcore/refused_settings.py",
         old="""        Refusal(
             "calculate_per_token_loss", "the number of tokens is summed over replicas in every step", "leave it out"
         ),

@@ -1,16 +1,12 @@
-"""The table of all settings of megatron-core and Megatron-LM, and the refusals that follow from it."""
+"""Refuses settings of megatron-core and Megatron-LM that no zero-bubble schedule, or a feature in use, supports."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megatron.zero_bubble.mcore.compatibility.refusals import REFUSALS
-from megatron.zero_bubble.mcore.compatibility.setting_rows import Effect, Feature, Refusal
-from megatron.zero_bubble.mcore.compatibility.settings_without_effect import CLASSES_WITHOUT_EFFECT, WITHOUT_EFFECT
-from megatron.zero_bubble.mcore.compatibility.working_settings import WORKING
+from megatron.zero_bubble.mcore.refused_settings import REFUSALS, Feature, Refusal
 
-GROUPS = (*WORKING, *WITHOUT_EFFECT)
 _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "logit_dtype": "--output-logit-dtype"}
 """Refused settings whose flag has another name."""
 
@@ -18,24 +14,6 @@ _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "logit_dtype": "--output
 def flag_of_setting(name: str) -> str:
     """The flag of Megatron-LM that sets a refused setting, if there is one."""
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
-
-
-def effects() -> Iterator[tuple[str, Effect]]:
-    """Yield every setting's name with its effect.
-
-    A name occurs once in a correct table. A setting that is refused with some features or values only has the effect
-    that it has without them.
-    """
-    for row in REFUSALS:
-        if row.is_unconditional:
-            yield from ((name, Effect.REFUSED) for name in row.names.split())
-    for group in GROUPS:
-        yield from ((name, group.effect) for name in group.names.split())
-
-
-def is_class_without_effect(full_name: str) -> bool:
-    """Tell whether no field of a configuration class has an effect on a schedule."""
-    return any(full_name.startswith(prefix) for prefix in CLASSES_WITHOUT_EFFECT)
 
 
 def refuse_with_schedule(settings: object, schedule: str) -> None:
@@ -78,7 +56,7 @@ def _refused(settings: object, feature: Feature | None) -> Iterator[tuple[str, A
         if feature in row.features or (feature is None and not row.features):
             for name in row.names.split():
                 value = getattr(settings, name, None)
-                if row.when(value, settings):
+                if row.when.holds(value, settings):
                     yield name, value, row
 
 

@@ -3,39 +3,88 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, NamedTuple
 
-from megatron.zero_bubble.mcore.compatibility.setting_rows import Feature, Refusal, is_on
+
+class Feature(Enum):
+    """A feature of this project with which a setting may be refused that works otherwise, as a user asks for it."""
+
+    POST_VALIDATION = "--zero-bubble-post-validation"
+    SCRIPT_POST_VALIDATION = "--zero-bubble-post-validation under the launcher"
+    HIERARCHICAL_SGD = "--hierarchical-sgd"
+    VOCABULARY_SHARDS = "--zero-bubble-vocabulary-parallel on"
+    PLANNED_RECOMPUTATION = "--zero-bubble-recompute planned"
+    OFFLOAD = "--zero-bubble-offload auto"
+    LAYER_SEEDS = "--zero-bubble-seed-by-layer"
+    V_PLACEMENT = "a V placement (zb-v, v-half, v-min)"
+
+
+class Condition(NamedTuple):
+    """Whether a setting is refused, from its value and an object with all settings as attributes."""
+
+    holds: Callable[[Any, Any], bool]
+    words: str = ""
+    """The values, or the other settings, with which it is refused; empty if a setting that is on is always refused."""
+
+
+def _is_on(value: Any, settings: object) -> bool:
+    return bool(value) and value != "none"
+
+
+def _above(limit: int, words: str = "") -> Condition:
+    return Condition(lambda value, settings: (value or limit) > limit, words)
+
+
+def _one_of(*values: str) -> Condition:
+    return Condition(lambda value, settings: value in values, ", ".join(f"`{value}`" for value in values))
+
+
+def _more_than(name: str) -> Condition:
+    """Weights are divided into more shards than there are tensor ranks, whose number `name` is."""
+    return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
+
+
+def _on_and(words: str, holds: Callable[[Any], bool]) -> Condition:
+    return Condition(lambda value, settings: _is_on(value, settings) and holds(settings), words)
+
+
+_ON = Condition(_is_on)
+_GIVEN = Condition(lambda value, settings: value is not None)
+_FINITE = Condition(lambda value, settings: value is not None and math.isfinite(value), "finite")
+_DISTRIBUTED = Condition(lambda value, settings: str(value).startswith("dist_"), "`dist_muon`")
+_WITH_BIASES = _on_and("with biases", lambda settings: getattr(settings, "add_bias_linear", True))
+_DELAYED = _on_and("with the recipe `delayed`", lambda it: getattr(it, "fp8_recipe", None) in (None, "delayed"))
+_WITH_LOCAL_ATTENTION = _on_and(
+    "with local attention",
+    lambda it: getattr(it, "transformer_impl", None) == "local" and not getattr(it, "spec", None),
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Settings that are refused for the same reason.
+
+    Attributes:
+        names: the names of configuration fields and of Megatron-LM's arguments, separated by white space.
+        reason: why, in words that follow a colon.
+        instead: what works, in words that follow a semicolon; empty if the setting can only be left out.
+        when: for which values or together with what they are refused.
+        features: with which features they are refused; with every zero-bubble schedule if there are none.
+    """
+
+    names: str
+    reason: str
+    instead: str = ""
+    when: Condition = _ON
+    features: tuple[Feature, ...] = ()
 
 
 def _with(features: list[Feature], *rows: Refusal) -> Iterator[Refusal]:
     """Yield rows that are refused with these features only."""
     return (replace(row, features=tuple(features)) for row in rows)
-
-
-def _is_given(value: Any, settings: object) -> bool:
-    return value is not None
-
-
-def _exceeds(name: str) -> Any:
-    """Whether weights are divided into more shards than there are tensor ranks, whose number `name` is."""
-    return lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1)
-
-
-def _has_biases(value: Any, settings: Any) -> bool:
-    return is_on(value, settings) and getattr(settings, "add_bias_linear", True)
-
-
-def _remembers_forwards(value: Any, settings: Any) -> bool:
-    return is_on(value, settings) and getattr(settings, "fp8_recipe", None) in (None, "delayed")
-
-
-def _has_local_attention(value: Any, settings: Any) -> bool:
-    return is_on(value, settings) and (
-        getattr(settings, "transformer_impl", None) == "local" and not getattr(settings, "spec", None)
-    )
 
 
 WITH_EVERY_SCHEDULE = (
@@ -82,24 +131,24 @@ WITH_EVERY_SCHEDULE = (
         "num_microbatches_with_partial_activation_checkpoints",
         "it says which microbatches recompute by their place in megatron-core's own schedule",
         "--zero-bubble-recompute planned chooses the microbatches",
-        when=_is_given,
+        when=_GIVEN,
     ),
     Refusal(
         "gtp_weight_remat_size expert_gtp_weight_remat_size",
         "it shards weights, but W accumulates whole gradients",
-        when=lambda value, settings: (value or 1) > 1,
+        when=_above(1),
     ),
     Refusal(
         "tensor_parallel_num_weight_shards",
         "it shards weights, but W accumulates whole gradients",
         "it works with as many shards as tensor ranks",
-        when=_exceeds("tensor_model_parallel_size"),
+        when=_more_than("tensor_model_parallel_size"),
     ),
     Refusal(
         "expert_tensor_parallel_num_weight_shards",
         "it shards the weights of experts, but W accumulates whole gradients",
         "it works with as many shards as tensor ranks of experts",
-        when=_exceeds("expert_tensor_parallel_size"),
+        when=_more_than("expert_tensor_parallel_size"),
     ),
     Refusal(
         "use_megatron_fsdp use_custom_fsdp",
@@ -116,22 +165,19 @@ WITH_EVERY_SCHEDULE = (
     Refusal(
         "experimental_attention_variant",
         "it multiplies with weights outside of their layers, so that W would not have their gradients",
-        condition="`dsa`, `dsv4_hybrid`",
-        when=lambda value, settings: value in ("dsa", "dsv4_hybrid"),
+        when=_one_of("dsa", "dsv4_hybrid"),
     ),
     Refusal(
         "fp8 fp4",
         "Transformer Engine loses the gradients of biases if W is deferred",
         "it works without biases (--disable-bias-linear)",
-        condition="with biases",
-        when=_has_biases,
+        when=_WITH_BIASES,
     ),
     Refusal(
         "sft",
         "it packs sequences, which megatron-core's local attention cannot tell apart",
         "give --transformer-impl transformer_engine, which needs a GPU, or --spec with an attention that can",
-        condition="with local attention",
-        when=_has_local_attention,
+        when=_WITH_LOCAL_ATTENTION,
     ),
 )
 WITH_FEATURES = (
@@ -153,30 +199,13 @@ WITH_FEATURES = (
             "log_max_attention_logit save_activations_interval save_tokens_per_expert_interval moe_routing_trace_path",
             "it records forwards that may have to run again",
         ),
-        Refusal(
-            "timing_log_level",
-            "its timers make every step wait for all ranks",
-            "use 0 or 1",
-            condition="2",
-            when=lambda value, settings: (value or 0) > 1,
-        ),
+        Refusal("timing_log_level", "its timers make every step wait for all ranks", "use 0 or 1", when=_above(1, "2")),
         Refusal("mtp_detach_heads", "it clips the layers of --mtp-num-layers by a separate norm"),
         Refusal("use_precision_aware_optimizer", "it keeps gradients and parameters in an unsupported form"),
         Refusal("optimizer_cuda_graph", "its graph contains clipping and step, which post-validation runs separately"),
-        Refusal(
-            "grad_norm_skip_threshold",
-            "the norm is known only after the step",
-            condition="finite",
-            when=lambda value, settings: value is not None and math.isfinite(value),
-        ),
+        Refusal("grad_norm_skip_threshold", "the norm is known only after the step", when=_FINITE),
         Refusal("use_layer_wise_distributed_optimizer", "each replica would undo the step of its own layers only"),
-        Refusal(
-            "optimizer",
-            "each replica would undo the step of its own layers only",
-            "use muon",
-            condition="`dist_muon`",
-            when=lambda value, settings: str(value).startswith("dist_"),
-        ),
+        Refusal("optimizer", "each replica would undo the step of its own layers only", "use muon", when=_DISTRIBUTED),
         Refusal(
             "reuse_grad_buf_for_mxfp8_param_ag", "it overwrites the gradients with which a wrong step is taken again"
         ),
@@ -189,10 +218,9 @@ WITH_FEATURES = (
             "fp8",
             "its scaling remembers the forwards that have to run again",
             "use another --fp8-recipe",
-            condition="with the recipe `delayed`",
-            when=_remembers_forwards,
+            when=_DELAYED,
         ),
-        Refusal("moe_expert_rank_capacity_factor", "both run steps again", when=_is_given),
+        Refusal("moe_expert_rank_capacity_factor", "both run steps again", when=_GIVEN),
         Refusal("error_injection_rate", "both run steps again"),
     ),
     *_with(
@@ -208,8 +236,7 @@ WITH_FEATURES = (
             "rerun_mode",
             "it runs every step twice, which counts as two",
             "use validate_results or disabled",
-            condition="`report_stats`",
-            when=lambda value, settings: value == "report_stats",
+            when=_one_of("report_stats"),
         ),
     ),
     *_with(
@@ -228,8 +255,7 @@ WITH_FEATURES = (
             "expert_model_parallel_size",
             "replicas share experts, so none can step alone",
             "use 1",
-            condition="above 1",
-            when=lambda value, settings: (value or 1) > 1,
+            when=_above(1, "above 1"),
         ),
         Refusal("fp16", "every replica would have a loss scale of its own", "use --bf16"),
         Refusal(
@@ -259,8 +285,7 @@ WITH_FEATURES = (
             "transformer_impl",
             "copying the tensors that Transformer Engine keeps for W has not been tested",
             "use local, or --zero-bubble-recompute planned, which saves memory with Transformer Engine",
-            condition="`transformer_engine`",
-            when=lambda value, settings: value == "transformer_engine",
+            when=_one_of("transformer_engine"),
         ),
         Refusal("fp8 fp4", "tensors of these types are not copied to the host", "leave it out"),
         Refusal(
