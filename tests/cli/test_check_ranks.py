@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from megatron.zero_bubble.cli.check import rank_check
 from megatron.zero_bubble.cli.check.host_collectives import stage_collectives
 from megatron.zero_bubble.cli.check.matrix import NAMES, REFERENCE, cells, chosen
-from megatron.zero_bubble.cli.check.megatron_core import provide_megatron_core
 from megatron.zero_bubble.cli.check.rank_check import RankCheck
 from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
 from tests.changes import Change, Run
@@ -63,11 +61,15 @@ def run_in_a_container(folder: Path, *flags: str) -> tuple[int, dict[str, Any], 
     output = folder / "found.json"
     command = [
         *(sys._base_executable, "-m", "megatron.zero_bubble.cli", "check", "--device", "cpu", "--size", "tiny"),
-        *("--only", "ranks", "--megatron-core", str(core.parent), "--output", str(output), *flags),
+        *("--only", "ranks", "--output", str(output), *flags),
     ]
     result = subprocess.run(
         command,
-        env={"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        env={
+            "PYTHONPATH": os.pathsep.join(map(str, (packages, core.parent, ROOT))),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+        },
         cwd=folder,
         capture_output=True,
         text=True,
@@ -289,25 +291,3 @@ def test_ranks_that_cannot_begin_are_not_started_again_and_again(start, monkeypa
     ended = start({"first": None, "second": None}, Limits(training=3.0))
     assert {one.error for one in ended.values()} == {"ModuleNotFoundError: No module named 'yaml'"}
     assert len(ended) == 2
-
-
-def make_wheel(folder: Path, suffix: str) -> Path:
-    wheel = folder / "megatron_core-0.16.1.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr("megatron/core/__init__.py", "")
-        file.writestr(f"megatron/core/datasets/helpers_cpp{suffix}", "")
-    return wheel
-
-
-def test_a_wheel_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    wheel = make_wheel(tmp_path, str(sysconfig.get_config_var("EXT_SUFFIX")))
-    [folder] = provide_megatron_core(wheel, tmp_path)
-    assert (folder / "megatron" / "core" / "__init__.py").is_file()
-    assert sys.path[0] == str(folder)
-
-
-def test_a_wheel_for_another_python_is_refused(tmp_path):
-    wheel = make_wheel(tmp_path, ".cpython-39-x86_64-linux-gnu.so")
-    with pytest.raises(ValueError, match=r"not for this Python: take the wheel for cp3\d+$"):
-        provide_megatron_core(wheel, tmp_path)

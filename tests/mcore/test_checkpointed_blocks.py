@@ -24,8 +24,7 @@ from megatron.core.utils import get_model_config
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from megatron.zero_bubble.cli.check.one_process_numerics import NUM_MICROBATCHES, make_stage
-from megatron.zero_bubble.cli.check.turns import run_in_turns
+from megatron.zero_bubble.cli.check.stage_run import NUM_MICROBATCHES, make_stage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
 from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer, split_checkpoints
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
@@ -39,6 +38,7 @@ from megatron.zero_bubble.schedule.recomputation import recomputes_blocks, with_
 from megatron.zero_bubble.schedules import get_forward_backward_func
 from megatron.zero_bubble.trainer.arguments import Arguments
 from tests.launch import TINY_GPT
+from tests.turns import run_in_turns
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 

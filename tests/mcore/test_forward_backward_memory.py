@@ -15,9 +15,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from megatron.zero_bubble.cli.check.models import NUMERICS
-from megatron.zero_bubble.cli.check.one_process_numerics import NUM_MICROBATCHES, make_stage
-from megatron.zero_bubble.cli.check.turns import run_in_turns
+from megatron.zero_bubble.cli.check.models import Model
+from megatron.zero_bubble.cli.check.stage_run import NUM_MICROBATCHES, make_stage
 from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.planner import generate
@@ -28,6 +27,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, Schedule, StageCosts, lower, simulate
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.trainer.arguments import Arguments
+from tests.turns import run_in_turns
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
@@ -97,7 +97,7 @@ class CountingStage:
 
 @pytest.fixture(params=RECOMPUTED)
 def job(request: pytest.FixtureRequest) -> Iterator[Arguments]:
-    args = NUMERICS["tiny"].arguments(4)
+    args = Model("numerics", 2, 32, 4, 16, 2, 4, vocab_size=120).arguments(4)
     if RECOMPUTED[request.param]:
         granularity, method = RECOMPUTED[request.param]
         args = replace(args, recompute_granularity=granularity, recompute_method=method, recompute_num_layers=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
-from megatron.zero_bubble.cli.check.one_process_numerics import make_stage
+from megatron.zero_bubble.cli.check.stage_run import make_stage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
 from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore

@@ -1,13 +1,11 @@
 """Check numerics, the cost of the split, times, memory and messages on one CUDA device.
 
     zero-bubble check
-    zero-bubble check --megatron-core megatron_core-0.16.1-cp312-*.whl --model 1.5B --output h200.json
+    zero-bubble check --model 1.5B --output h200.json
     zero-bubble check --device cpu --size tiny
 
 The check needs no network. Its parts are:
 
-numerics  Every rank of a pipeline is a thread of this process, and messages stay in memory. The losses and gradients of
-          a step in bf16 must be bitwise those of megatron-core's own schedule on the whole model.
 stages    One stage from the middle of each model of the zero-bubble paper runs as in training, with random messages,
           in turn with B and W split and with megatron-core's fused backward. The measured times give the bubble rates
           of the paper's pipelines, with messages at --interconnect-bandwidth. The allocator's peak over a step is
@@ -37,8 +35,7 @@ import torch
 
 from megatron.zero_bubble.cli.check.arguments import PARTS, CheckFlags
 from megatron.zero_bubble.cli.check.matrix import cells, chosen
-from megatron.zero_bubble.cli.check.megatron_core import provide_megatron_core
-from megatron.zero_bubble.cli.check.models import NUMERICS, PROG, SIZES, Model
+from megatron.zero_bubble.cli.check.models import PROG, SIZES, Model
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.cli.shared_flags import to_json
@@ -53,27 +50,21 @@ ROOT = Path(__file__).resolve().parents[3]
 MEMORY_SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
 
 
-def check(flags: CheckFlags, paths: list[Path], scratch: Path) -> Findings:
+def check(flags: CheckFlags, scratch: Path) -> Findings:
     """Run every part of the check that the flags ask for, even after another part has failed.
 
     Args:
-        paths: folders that the ranks need on their module path.
         scratch: a folder for temporary files.
     """
     # Imported after `substitute_cuda`, because megatron-core looks for a device as it is imported.
     from megatron.zero_bubble.cli.check.findings import Findings
     from megatron.zero_bubble.cli.check.machine import describe_machine
-    from megatron.zero_bubble.cli.check.one_process_numerics import check_numerics
     from megatron.zero_bubble.cli.check.rank_check import RankCheck
     from megatron.zero_bubble.cli.check.rank_jobs import Limits
 
     device = torch.device(flags.device)
     results: dict[str, Any] = {"stages": [], "without_room": {}}
     errors: dict[str, str] = {}
-
-    def numerics() -> None:
-        _say("numerics")
-        results["numerics"] = check_numerics(NUMERICS[flags.size], device)
 
     def stages() -> None:
         for model in SIZES[flags.size]:
@@ -82,10 +73,10 @@ def check(flags: CheckFlags, paths: list[Path], scratch: Path) -> Findings:
 
     def ranks() -> None:
         limits = Limits(training=flags.time_limit)
-        rank_check = RankCheck(device.type == "cuda", [ROOT, *paths], scratch, limits, _say)
+        rank_check = RankCheck(device.type == "cuda", [ROOT], scratch, limits, _say)
         results["ranks"] = rank_check.run(chosen(cells(flags.size, scratch), flags.cell or ()))
 
-    parts: tuple[Callable[[], None], ...] = (numerics, stages, ranks)
+    parts: tuple[Callable[[], None], ...] = (stages, ranks)
     for name, part in zip(PARTS, parts, strict=True):
         if name in (flags.only or PARTS):
             try:
@@ -137,14 +128,13 @@ def _run(argv: list[str]) -> bool:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         try:
-            paths = provide_megatron_core(flags.megatron_core, Path(folder))
             substitution = substitute_cuda()
             try:
-                findings = check(flags, paths, Path(folder))
+                findings = check(flags, Path(folder))
             finally:
                 substitution.restore()
         except ModuleNotFoundError as error:
-            raise ValueError(f"{error}: the check needs this package, and megatron-core does not install it") from error
+            raise ValueError(f"{error}: the check needs this package (docs/gpu.md says how to bring it)") from error
         deliver(to_json(findings.as_json()), flags.output)
         deliver(findings.as_text(markdown=flags.markdown), None)
     print(f"all findings, to attach to a report: {flags.output.resolve()}")

@@ -14,7 +14,7 @@ from megatron.zero_bubble.cli.flag_values import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
 from megatron.zero_bubble.session.flag_parser import flag
 
-PARTS = ("numerics", "stages", "ranks")
+PARTS = ("stages", "ranks")
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,6 @@ class CheckFlags(CommandFlags):
     )
     interconnect_bandwidth: float = flag(
         "speed of messages in the predictions, in GB/s", 25, parse=positive, metavar="X"
-    )
-    megatron_core: Path | None = flag(
-        "megatron-core's wheel, or a folder that holds megatron/core, if it is not installed",
-        None,
-        parse=Path,
-        metavar="PATH",
     )
     markdown: bool = flag("write tables in Markdown", False)
     output: Path = flag(

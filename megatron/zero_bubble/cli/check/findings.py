@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.cli.check.models import Model
-from megatron.zero_bubble.cli.check.one_process_numerics import NumericsCheck
 from megatron.zero_bubble.cli.check.rank_check import RankFindings
 from megatron.zero_bubble.cli.check.stage_run import NUM_RANKS, MemoryCheck, StageProfile
 from megatron.zero_bubble.cli.output import percent, table
@@ -81,7 +80,6 @@ class Findings:
 
     machine: Mapping[str, Any]
     """The device, versions and settings; see `machine.py`."""
-    numerics: Sequence[NumericsCheck] = ()
     stages: Sequence[StageCheck] = ()
     without_room: Mapping[str, str] = field(default_factory=dict)
     """By model whose stage did not fit on the device, the allocator's message."""
@@ -91,14 +89,13 @@ class Findings:
 
     @property
     def passed(self) -> bool:
-        measured = all(check.passed for check in self.numerics) and all(check.passed for check in self.stages)
+        measured = all(check.passed for check in self.stages)
         return measured and not self.without_room and not self.errors and (self.ranks is None or self.ranks.passed)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "machine": dict(self.machine),
             "passed": self.passed,
-            "numerics": [{**asdict(check), "passed": check.passed} for check in self.numerics],
             "stages": [{**stage.as_json(), "passed": stage.passed} for stage in self.stages],
             "without_room": dict(self.without_room),
             "ranks": self.ranks.as_json() if self.ranks is not None else None,
@@ -106,7 +103,7 @@ class Findings:
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        tables = [self._numerics(), self._times(), self._bubbles(), self._memory()]
+        tables = [self._times(), self._bubbles(), self._memory()]
         parts = [f"device: {self.machine['device']}, torch {self.machine['torch']}\n"]
         parts += [table(heads, rows, markdown=markdown) for heads, rows in tables if rows]
         if self.ranks is not None:
@@ -117,17 +114,6 @@ class Findings:
         ]
         parts += [f"{part}: ended with an error: {reason}\n" for part, reason in self.errors.items()]
         return "\n".join(parts)
-
-    def _numerics(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
-        heads = ("losses and gradients in bf16", "ranks", "against megatron-core")
-        return heads, [
-            (
-                check.schedule,
-                str(check.num_ranks),
-                "equal" if check.passed else f"{len(check.differing)} tensors differ",
-            )
-            for check in self.numerics
-        ]
 
     def _times(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
         heads = ("a stage of", "layers", "F (ms)", "B (ms)", "W (ms)", "fused (ms)", "(B + W) / fused", "TFLOP/s")

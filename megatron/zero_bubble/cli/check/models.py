@@ -63,9 +63,3 @@ SIZES = {
     "tiny": (Model("tiny", 1, 64, 4, 32, 2, 4, vocab_size=120),),
 }
 """Models of which a middle stage is measured: those of the zero-bubble paper (Qi et al. 2024), and a tiny one."""
-
-NUMERICS = {
-    "paper": Model("numerics", 2, 512, 8, 256, 2, 4, vocab_size=1000),
-    "tiny": Model("numerics", 2, 32, 4, 16, 2, 4, vocab_size=120),
-}
-"""Models that every schedule and megatron-core train; they are small because all stages share the device."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.cli.check.models import Model
-from megatron.zero_bubble.cli.check.one_process_numerics import NUM_MICROBATCHES, make_stage
 from megatron.zero_bubble.cli.trainings import one_process, rank_model
+from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
@@ -22,8 +22,11 @@ from megatron.zero_bubble.runtime.profiler import Profiler
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCosts, lower, simulate
+from megatron.zero_bubble.trainer.arguments import Arguments
+from megatron.zero_bubble.trainer.forward_step import make_forward_step
 
 NUM_RANKS, RANK = 4, 1
+NUM_MICROBATCHES = 8
 
 
 @dataclass(frozen=True)
@@ -129,3 +132,38 @@ class MiddleStage:
 def middle_stage(model: Model, device: torch.device) -> Iterator[MiddleStage]:
     with one_process(model.arguments(NUM_RANKS)):
         yield MiddleStage(model, device)
+
+
+def make_stage(
+    args: Arguments, placement: Placement, rank: int, chunks: list[Any], device: torch.device
+) -> MegatronStage:
+    """Build a rank's stage as training does, with batches that are the same on every rank."""
+    batches = _batches(args, device)
+    return MegatronStage(
+        forward_step_func=make_forward_step(args),
+        data_iterators=[iter(batches) for _ in chunks],
+        model_chunks=chunks,
+        placement=placement,
+        rank=rank,
+        num_microbatches=NUM_MICROBATCHES,
+        output_shape=(args.seq_length, args.micro_batch_size, args.hidden_size),
+        cp_group_size=1,
+        device=device,
+    )
+
+
+def _batches(args: Arguments, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """Return the batches of one step, which are the same on every rank."""
+    shape = (args.micro_batch_size, args.seq_length)
+    generator = torch.Generator().manual_seed(args.seed)
+    assert args.vocab_size is not None
+
+    def numbers() -> torch.Tensor:
+        return torch.randint(args.vocab_size or 1, shape, generator=generator).to(device)
+
+    positions = torch.arange(args.seq_length, device=device).expand(shape)
+    mask = torch.ones(shape, device=device)
+    return [
+        {"tokens": numbers(), "labels": numbers(), "position_ids": positions, "loss_mask": mask}
+        for _ in range(NUM_MICROBATCHES)
+    ]
