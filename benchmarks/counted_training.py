@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from benchmarks.held_states import held_state_bytes
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.mcore.vocabulary_shard import ShardWeight
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
-from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
 from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore

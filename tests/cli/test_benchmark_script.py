@@ -106,7 +106,6 @@ def test_our_own_pretrain_gpt_may_be_named_like_a_script():
         (["--", "torchrun", SCRIPT, *ON_CPU], "torchrun is not a file: what follows -- are flags, or a script"),
         (["--", SCRIPT, *FLAGS], "--zero-bubble-cpu: required after --"),
         (["--losses", "--", SCRIPT, *ON_CPU], "--losses: not allowed with a script"),
-        (["--plot", "x.svg", "--", SCRIPT, *ON_CPU[:7], "--zero-bubble-cpu"], "--plot: needs --seq-length"),
         (["--pipeline-size", "2", "--num-microbatches", "4", "--", SCRIPT, *ON_CPU], "--pipeline-size: not allowed"),
         (["--", SCRIPT, *ON_CPU, "--yaml-cfg=x"], "--yaml-cfg: not allowed after --"),
         (["--", SCRIPT, "--zero-bubble-cpu"], "required: --micro-batch-size"),

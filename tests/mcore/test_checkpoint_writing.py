@@ -23,7 +23,7 @@ if __name__ == "__main__":
     substitute_cuda()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
+    from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
 
     write_in_threads(keep_results=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -28,7 +28,7 @@ from megatron.zero_bubble.cli.check.stage_run import NUM_MICROBATCHES, make_stag
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process, rank_model
 from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer, split_checkpoints
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
-from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation
+from megatron.zero_bubble.mcore.step_call import refuse_unsplit_recomputation
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore

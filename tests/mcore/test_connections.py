@@ -10,10 +10,9 @@ import torch
 from split_layers import HIDDEN, Layers, one_rank
 
 from megatron.zero_bubble.mcore.connections import Connections
-from megatron.zero_bubble.mcore.step_settings import default_groups
+from megatron.zero_bubble.mcore.step_call import default_groups
 from megatron.zero_bubble.mcore.vocabulary_model import VocabularyShard
-from megatron.zero_bubble.mcore.vocabulary_shard import Rows
-from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
+from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.schedule import Placement, ScheduleError

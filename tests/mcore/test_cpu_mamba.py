@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu, softplus
 
-from megatron.zero_bubble.mcore.cpu_mamba import GatedRMSNorm, convolve_and_scan, scan
+from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm, convolve_and_scan, scan
 
 BATCH, LENGTH, HEADS, SIZE, GROUPS, STATES, WIDTH = 2, 7, 4, 3, 2, 5, 4
 INNER = HEADS * SIZE

@@ -7,7 +7,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.zero_bubble.mcore.layer_spec import block_spec
-from megatron.zero_bubble.mcore.placed_layout import place_layout
+from megatron.zero_bubble.mcore.placement import place_layout
 from megatron.zero_bubble.schedule import Placement
 
 

@@ -14,7 +14,7 @@ from split_layers import MICROBATCHES, Layers, make_config, microbatches, one_ra
 
 from megatron.zero_bubble.mcore.forward_backward import GradSync
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
-from megatron.zero_bubble.mcore.step_settings import refuse_unsupported
+from megatron.zero_bubble.mcore.step_call import refuse_unsupported
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 LAST = MICROBATCHES - 1

@@ -10,8 +10,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
-from megatron.zero_bubble.mcore.gradient_norm import _root, gradients_of_norm
-from megatron.zero_bubble.mcore.optimizer import check_optimizer
+from megatron.zero_bubble.mcore.optimizer import _root, check_optimizer, gradients_of_norm
 
 
 def part(kind: type = FP32Optimizer, **settings: object) -> FP32Optimizer:

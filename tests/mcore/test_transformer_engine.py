@@ -13,8 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from split_layers import MICROBATCHES, assert_equal, microbatches, one_rank, run_fused, run_split
 
 from megatron.zero_bubble.mcore import transformer_engine
-from megatron.zero_bubble.mcore.linear import split_weight_gradients
-from megatron.zero_bubble.mcore.unsplit import count_gradients
+from megatron.zero_bubble.mcore.linear import count_gradients, split_weight_gradients
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 NAMES = ["first.weight", "second.weight"]

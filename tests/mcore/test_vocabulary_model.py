@@ -17,8 +17,7 @@ from split_layers import Layers, make_config, one_rank
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.recorded_call import record_call
 from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
-from megatron.zero_bubble.mcore.vocabulary_shard import Rows
-from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
+from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement
 

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from split_layers import BATCH, HIDDEN, SEQUENCE, one_rank
 
-from megatron.zero_bubble.mcore.shard_collectives import open_collectives
-from megatron.zero_bubble.mcore.step_settings import default_groups
+from megatron.zero_bubble.mcore.step_call import default_groups
 from megatron.zero_bubble.mcore.vocabulary_model import VocabularyShard
-from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun
-from megatron.zero_bubble.mcore.vocabulary_shard import Rows
+from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, open_collectives
+from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
-from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
 from megatron.zero_bubble.schedule import Op, OpKind
 
 VOCABULARY = 8

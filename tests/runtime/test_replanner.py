@@ -17,11 +17,11 @@ from megatron.zero_bubble.planner.prediction import MegatronsTime
 from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.free_memory import limits_of_ranks
+from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.plan_check import Difference
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
 from megatron.zero_bubble.runtime.run_costs import RunCosts
-from megatron.zero_bubble.runtime.shared_plan import plan_on_first_rank
 from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.pairs import PAIRED, apart

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
-from megatron.zero_bubble.cli.output import deliver
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.cli.benchmark.contestants import Contestant
@@ -54,7 +53,7 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     from megatron.zero_bubble.cli.benchmark.advice import advice
     from megatron.zero_bubble.cli.benchmark.own_training import of_own_training
     from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
-    from megatron.zero_bubble.cli.benchmark.training_results import loss_agreement, train_plot, train_table
+    from megatron.zero_bubble.cli.benchmark.training_results import loss_agreement, train_table
 
     # SIGTERM raises an exception, so that the running training is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -74,5 +73,3 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
         table = f"{table.rstrip()}\n\n{text}\n"
         document = {"results": figures, "advice": text}
     flags.deliver(document, table)
-    if flags.plot is not None:
-        deliver(train_plot(results), flags.plot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -85,6 +86,10 @@ def time_flag(what: str, default: str = "1") -> Any:
     return flag(f"time of {what} of a microbatch (default: {default})", None, parse=numbers(above=0), metavar="T")
 
 
+def _cost_flag(text: str, metavar: str = "T", at_least: float = 0) -> Any:
+    return flag(text, None, parse=numbers(at_least), metavar=metavar)
+
+
 def host_bandwidth_flag(of: str) -> Any:
     """Return the flag for the speed of the host link; `of` names the costs that it completes."""
     return flag(
@@ -96,11 +101,6 @@ def host_bandwidth_flag(of: str) -> Any:
     )
 
 
-def _memory_flag(letter: str, default: str) -> Any:
-    text = f"change of memory by {letter} (default: {default})"
-    return flag(text, None, parse=numbers(), metavar="D")
-
-
 @dataclass(frozen=True)
 class CostFlags(CommandFlags):
     """costs of a whole rank, all its chunks together: one number, or a comma-separated list with one for each rank"""
@@ -108,54 +108,30 @@ class CostFlags(CommandFlags):
     time_f: tuple[float, ...] | None = time_flag("forward")
     time_b: tuple[float, ...] | None = time_flag("the gradient of the input")
     time_w: tuple[float, ...] | None = time_flag("the gradient of the weights")
-    time_r: tuple[float, ...] | None = flag(
-        "time of the recomputation of a microbatch (default: as F)", None, parse=numbers(at_least=0), metavar="T"
-    )
-    all_to_all_f: tuple[float, ...] | None = flag(
+    time_r: tuple[float, ...] | None = _cost_flag("time of the recomputation of a microbatch (default: as F)")
+    all_to_all_f: tuple[float, ...] | None = _cost_flag(
         "part of F's time in which tokens are exchanged between experts (default: 0); with it, plans may run a forward "
-        "and a backward as one, and each computes while the other exchanges",
-        None,
-        parse=numbers(at_least=0),
-        metavar="T",
+        "and a backward as one, and each computes while the other exchanges"
     )
-    all_to_all_b: tuple[float, ...] | None = flag(
-        "the same part of B's time (default: 0)", None, parse=numbers(at_least=0), metavar="T"
+    all_to_all_b: tuple[float, ...] | None = _cost_flag("the same part of B's time (default: 0)")
+    time_comm: tuple[float, ...] | None = _cost_flag(
+        "time of a message (default: 0); a list has P - 1 numbers, one for each pair of neighbouring ranks"
     )
-    time_comm: tuple[float, ...] | None = flag(
-        "time of a message (default: 0); a list has P - 1 numbers, one for each pair of neighbouring ranks",
-        None,
-        parse=numbers(at_least=0),
-        metavar="T",
+    memory_f: tuple[float, ...] | None = _cost_flag("change of memory by F (default: 1)", "D", -math.inf)
+    memory_b: tuple[float, ...] | None = _cost_flag("change of memory by B (default: -0.5)", "D", -math.inf)
+    memory_w: tuple[float, ...] | None = _cost_flag("change of memory by W (default: -0.5)", "D", -math.inf)
+    memory_r: tuple[float, ...] | None = _cost_flag(
+        "part of F's change of memory that R makes instead, where there is an R (default: 15/16 of it)", "D"
     )
-    memory_f: tuple[float, ...] | None = _memory_flag("F", "1")
-    memory_b: tuple[float, ...] | None = _memory_flag("B", "-0.5")
-    memory_w: tuple[float, ...] | None = _memory_flag("W", "-0.5")
-    memory_r: tuple[float, ...] | None = flag(
-        "part of F's change of memory that R makes instead, where there is an R (default: 15/16 of it)",
-        None,
-        parse=numbers(at_least=0),
-        metavar="D",
+    time_d: tuple[float, ...] | None = _cost_flag(
+        "time of the copy of a microbatch's activations to the host (default: 0)"
     )
-    time_d: tuple[float, ...] | None = flag(
-        "time of the copy of a microbatch's activations to the host (default: 0)",
-        None,
-        parse=numbers(at_least=0),
-        metavar="T",
+    time_h: tuple[float, ...] | None = _cost_flag("time of the copy back (default: as --time-d)")
+    memory_d: tuple[float, ...] | None = _cost_flag(
+        "part of F's change of memory that is copied to the host, where there is a D (default: 15/16 of it)", "D"
     )
-    time_h: tuple[float, ...] | None = flag(
-        "time of the copy back (default: as --time-d)", None, parse=numbers(at_least=0), metavar="T"
-    )
-    memory_d: tuple[float, ...] | None = flag(
-        "part of F's change of memory that is copied to the host, where there is a D (default: 15/16 of it)",
-        None,
-        parse=numbers(at_least=0),
-        metavar="D",
-    )
-    num_blocks: tuple[float, ...] | None = flag(
-        "blocks of layers that can be recomputed one after the other (default: not known, all at once)",
-        None,
-        parse=numbers(at_least=0),
-        metavar="N",
+    num_blocks: tuple[float, ...] | None = _cost_flag(
+        "blocks of layers that can be recomputed one after the other (default: not known, all at once)", "N"
     )
     vocabulary_parallel: float | None = flag(
         "spread embedding and output layer over all ranks; T is the time of the whole output layer's F, and its B "

@@ -16,7 +16,7 @@ from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
 from megatron.zero_bubble.launcher.script_stages import ScriptLayouts, VPlacement
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation, post_validation_hooks, replica_hooks
-from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
+from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.session.start_up import SessionError
 

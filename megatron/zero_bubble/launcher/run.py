@@ -17,7 +17,7 @@ from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of
 from megatron.zero_bubble.launcher.script_stages import ScriptLayouts, ScriptPattern, VPlacement
 from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
-from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
+from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
 from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.session.drawings import write_plan
 from megatron.zero_bubble.session.layers import to_layout

@@ -13,8 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.mcore.multi_token import track, tracked_sums
-from megatron.zero_bubble.mcore.placed_layout import PlacedLayout
-from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding, embedding_ranks
+from megatron.zero_bubble.mcore.placement import PlacedLayout, chunk_groups, copy_tied_embedding, embedding_ranks
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 

@@ -25,8 +25,8 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron.zero_bubble.mcore.context_parallel import ContextParallelAttention
-from megatron.zero_bubble.mcore.cpu_mamba import GatedRMSNorm
+from megatron.zero_bubble.mcore.attention import ContextParallelAttention
+from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
 
 
 class AttentionKernel(Enum):

@@ -232,7 +232,7 @@ def _hybrid_models() -> Iterator[Substitution]:
     from megatron.core.ssm import gated_delta_net, mamba_mixer
     from megatron.core.transformer import multi_token_prediction
 
-    from megatron.zero_bubble.mcore import cpu_delta_net, cpu_mamba
+    from megatron.zero_bubble.mcore import cpu_kernels
     from megatron.zero_bubble.mcore.decoder_models import STACK_MODULE
     from megatron.zero_bubble.mcore.layer_spec import LocalNorm
 
@@ -246,14 +246,14 @@ def _hybrid_models() -> Iterator[Substitution]:
     if not mamba_mixer.HAVE_MAMBA_SSM:
         reason = "Mamba's kernels are written for CUDA"
         yield Substitution(mamba_mixer, "HAVE_MAMBA_SSM", True, reason)
-        yield Substitution(mamba_mixer, "RMSNormGated", cpu_mamba.GatedRMSNorm, reason)
-        yield Substitution(mamba_mixer, "ExtendedRMSNorm", cpu_mamba.GatedRMSNorm, reason)
-        yield Substitution(mamba_mixer, "mamba_chunk_scan_combined", cpu_mamba.scan, reason)
-        yield Substitution(mamba_mixer, "mamba_split_conv1d_scan_combined", cpu_mamba.convolve_and_scan, reason)
+        yield Substitution(mamba_mixer, "RMSNormGated", cpu_kernels.GatedRMSNorm, reason)
+        yield Substitution(mamba_mixer, "ExtendedRMSNorm", cpu_kernels.GatedRMSNorm, reason)
+        yield Substitution(mamba_mixer, "mamba_chunk_scan_combined", cpu_kernels.scan, reason)
+        yield Substitution(mamba_mixer, "mamba_split_conv1d_scan_combined", cpu_kernels.convolve_and_scan, reason)
     if not gated_delta_net.HAVE_FLA:
         reason = "the kernels of gated delta nets are written for CUDA"
-        kernels = cpu_delta_net.kernels(gated_delta_net.torch_chunk_gated_delta_rule)
-        for owner in cpu_delta_net.modules(gated_delta_net):
+        kernels = cpu_kernels.delta_net_kernels(gated_delta_net.torch_chunk_gated_delta_rule)
+        for owner in cpu_kernels.delta_net_modules(gated_delta_net):
             for name, kernel in kernels.items():
                 yield Substitution(owner, name, kernel, reason)
 

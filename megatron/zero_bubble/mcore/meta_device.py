@@ -26,10 +26,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch.fx.experimental import _config as symbolic_shapes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.zero_bubble.mcore import cpu_delta_net
 from megatron.zero_bubble.mcore.counted_layers import OneExpert, rotated
 from megatron.zero_bubble.mcore.cpu import FACTORIES, CpuSubstitution, Substitution, substitute_cuda
-from megatron.zero_bubble.mcore.cpu_mamba import GatedRMSNorm
+from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm, delta_net_kernels, delta_net_modules
 
 
 @contextlib.contextmanager
@@ -97,8 +96,8 @@ def _substitutions() -> Iterator[Substitution]:
     yield Substitution(backends.LocalSpecProvider, "grouped_mlp_modules", lambda *_: experts, reason)
     yield Substitution(mamba_mixer, "HAVE_MAMBA_SSM", True, "its kernels are counted, and do not run")
     yield Substitution(mamba_mixer, "ExtendedRMSNorm", GatedRMSNorm, "it is one kernel, which does not run either")
-    for module in cpu_delta_net.modules(gated_delta_net):
-        for name, kernel in cpu_delta_net.kernels(lambda *_: None).items():
+    for module in delta_net_modules(gated_delta_net):
+        for name, kernel in delta_net_kernels(lambda *_: None).items():
             yield Substitution(module, name, kernel, "kernels of `fla` need data")
     if not hasattr(random, "FP8GlobalStateManager"):
         reason = "megatron-core's recomputation asks for these, fp8 or not, and only Transformer Engine has them"

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
@@ -175,3 +178,43 @@ def tied_weights(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     if not end.share_embeddings_and_output_weights and not end.mtp_process:
         return None
     return begin.shared_embedding_or_output_weight(), end.shared_embedding_or_output_weight()
+
+
+class PlacedLayout(PipelineParallelLayerLayout):
+    """A layout that gives each rank and chunk the layers of the stage that the placement puts there.
+
+    Args:
+        stages: the layers of each stage, in model order, in one of megatron-core's notations.
+        rank: the pipeline rank that asks, which need not be this process's.
+    """
+
+    layout: list[list[list[LayerType]]]
+
+    def __init__(self, stages: str | list[list[LayerType]], placement: Placement, rank: int) -> None:
+        super().__init__(stages, placement.num_ranks)
+        self._placement, self._rank = placement, rank
+        self._stages = [row[chunk] for chunk in range(placement.num_chunks) for row in self.layout]
+        # megatron-core reads this attribute, too, to find the layers of multi-token prediction.
+        self.layout = [
+            [self._stages[stage] for stage in placement.stages_of(holder)] for holder in range(placement.num_ranks)
+        ]
+
+    def get_num_layers_to_build(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        return self._stages[self._stage(vp_stage, pp_rank)].count(layer_type)
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        return sum(stage.count(layer_type) for stage in self._stages[: self._stage(vp_stage, pp_rank)])
+
+    def _stage(self, vp_stage: int | None, pp_rank: int | None) -> int:
+        return self._placement.stage_of(self._rank if pp_rank is None else pp_rank, vp_stage or 0)
+
+
+def place_layout(config: TransformerConfig, placement: Placement, rank: int) -> None:
+    """Make the layout of `config`, if it has one, that of pipeline rank `rank` under our placement."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        config.pipeline_model_parallel_layout = PlacedLayout(layout.input_data, placement, rank)

@@ -22,8 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.mcore.gradient_norm import Norm, norm_groups, norm_of_all, squared_norm
-from megatron.zero_bubble.mcore.optimizer import copy_to_model, parts
+from megatron.zero_bubble.mcore.optimizer import Norm, copy_to_model, norm_groups, norm_of_all, parts, squared_norm
 from megatron.zero_bubble.runtime.rollback import Rollback
 
 _SCHEDULED = ("lr", "weight_decay")

@@ -14,8 +14,7 @@ from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.microbatch_orders import StepPlans
 from megatron.zero_bubble.mcore.paired_stage import PairedStage
 from megatron.zero_bubble.mcore.post_validation import PostValidation
-from megatron.zero_bubble.mcore.step_call import StepCall
-from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
+from megatron.zero_bubble.mcore.step_call import StepCall, refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.mcore.warm_up import warm_up
 from megatron.zero_bubble.planner.prediction import Prediction

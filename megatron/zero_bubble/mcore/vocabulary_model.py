@@ -27,9 +27,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
-from megatron.zero_bubble.mcore.vocabulary_shard import Rows
+from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size
-from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
 from megatron.zero_bubble.schedule import Placement
 
 _NAME = "vocabulary_shard"

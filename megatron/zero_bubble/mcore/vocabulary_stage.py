@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.recorded_call import ForwardStep, ForwardStepError, RecordedCall, record_call
-from megatron.zero_bubble.mcore.shard_collectives import made_up_collectives
-from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun
-from megatron.zero_bubble.mcore.vocabulary_shard import ShardSoftmax, combine, look_up, softmax
-from megatron.zero_bubble.mcore.vocabulary_weight import ShardWeight
+from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, made_up_collectives
+from megatron.zero_bubble.mcore.vocabulary_shard import ShardSoftmax, ShardWeight, combine, look_up, softmax
 from megatron.zero_bubble.schedule import Op, OpKind
 
 

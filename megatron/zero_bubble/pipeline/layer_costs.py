@@ -1,4 +1,4 @@
-"""Measures how long F, B and W of single layers take, for partitions and schedules made from times."""
+"""Measures how long F, B and W take: of single layers, for partitions, and of the stages of a running pipeline."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import nn
 from megatron.zero_bubble.pipeline.messages import StageMessage
 from megatron.zero_bubble.pipeline.specs import LayerSpec, built, call_of
 from megatron.zero_bubble.pipeline.weight_split import run_backward, split_modules
-from megatron.zero_bubble.runtime.recorder import device_clock
+from megatron.zero_bubble.runtime.profiler import Profiler
+from megatron.zero_bubble.runtime.recorder import MeasuredOp, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import OpKind, Placement
 from megatron.zero_bubble.schedule.errors import one_line
 
 _RUNS = 6
@@ -98,3 +100,18 @@ def _measure(
         start, after_f, after_b, after_w = clock.seconds(marks)
         runs.append(LayerTimes(after_f - start, after_b - after_f, after_w - after_b))
     return LayerTimes(*map(median, zip(*runs[1:], strict=True))), output.detach().value
+
+
+def stage_times(ops: Sequence[MeasuredOp], placement: Placement, rank: int) -> dict[int, LayerTimes]:
+    """Return the median times of one microbatch for each stage of `rank`, from the operations of a step.
+
+    Where B and W are one operation, or a layer runs again in R, that time counts as B's.
+    """
+    profiler = Profiler(placement, rank)
+    profiler.add(ops)
+    times_of = {}
+    for costs in profiler.costs():
+        seconds = {kind: milliseconds / 1000 for kind, milliseconds in costs.times.items()}
+        backward = sum(seconds.get(kind, 0.0) for kind in (OpKind.B, OpKind.BW, OpKind.R))
+        times_of[costs.stage] = LayerTimes(seconds[OpKind.F], backward, seconds.get(OpKind.W, 0.0))
+    return times_of

@@ -26,14 +26,12 @@ from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm
 from megatron.zero_bubble.pipeline.held_layers import Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
 from megatron.zero_bubble.pipeline.late_steps import TrainingOutcome
-from megatron.zero_bubble.pipeline.layer_costs import LayerTimes
+from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, stage_times
 from megatron.zero_bubble.pipeline.layer_summary import Summary
-from megatron.zero_bubble.pipeline.options import PipelineOptions
+from megatron.zero_bubble.pipeline.options import PipelineOptions, check_same_arguments
 from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
 from megatron.zero_bubble.pipeline.rank_steps import Load, RankSteps
-from megatron.zero_bubble.pipeline.same_arguments import check_same_arguments
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest
-from megatron.zero_bubble.pipeline.stage_times import stage_times
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
 from megatron.zero_bubble.schedule import Placement, Schedule
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.communicator import TorchCommunicator, channels
-from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
+from megatron.zero_bubble.runtime.communicator import HostCommunicator, TorchCommunicator, channels
 from megatron.zero_bubble.runtime.variable_shapes import HEADER, VariableCommunicator, refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
 

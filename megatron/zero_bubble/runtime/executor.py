@@ -14,15 +14,13 @@ import torch
 
 from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.copy_lane import ThreadLink
-from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
-from megatron.zero_bubble.runtime.exchanges import Exchanges
+from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane, Exchanges
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore, untimed
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.stage_messages import StageMessages
-from megatron.zero_bubble.runtime.step_progress import StepProgress
-from megatron.zero_bubble.runtime.steps import Range, Step, new_range, no_range, steps_of
+from megatron.zero_bubble.runtime.steps import Range, Step, StepProgress, new_range, no_range, steps_of
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COLLECTIVES, KINDS, VOCABULARY

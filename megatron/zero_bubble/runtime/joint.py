@@ -1,4 +1,4 @@
-"""Runs actions so that an error on one rank is raised on all ranks."""
+"""Runs actions so that an error on one rank is raised on all ranks, and plans on one rank for all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.schedule import validate
+from megatron.zero_bubble.schedule.formats import schedule_from_json, schedule_to_json
 
 T = TypeVar("T")
 
@@ -46,3 +50,17 @@ def raise_first(errors: Iterable[Exception | None]) -> None:
     for error in errors:
         if error is not None:
             raise error
+
+
+def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
+    """Let the job's first rank make the schedule for `num_microbatches`; return the plan that holds it, on all ranks.
+
+    A collective call of the whole job. All ranks must run the very same order, but a solver with a time limit may find
+    a different one on each rank.
+
+    Raises:
+        ScheduleError: the first rank found no schedule; raised on all ranks.
+    """
+    schedule = schedule_from_json(on_rank(0, lambda: schedule_to_json(plan.schedule(num_microbatches))))
+    validate(schedule)
+    return plan.with_shared(schedule)

@@ -14,6 +14,7 @@ from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.free_memory import MARGIN, least_free_bytes, limits_of_ranks
+from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.plan_check import (
     TOLERANCE,
     Difference,
@@ -23,7 +24,6 @@ from megatron.zero_bubble.runtime.plan_check import (
 )
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.runtime.run_costs import RunCosts
-from megatron.zero_bubble.runtime.shared_plan import plan_on_first_rank
 from megatron.zero_bubble.schedule import Infeasible, Schedule, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile, Setting
 from megatron.zero_bubble.schedule.host_link import with_copies_everywhere

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.replanner import Replanner
-from megatron.zero_bubble.runtime.shared_plan import plan_on_first_rank
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.formats import Profile
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.mcore.unsplit import Gradients, count_gradients
+from megatron.zero_bubble.mcore.linear import Gradients, count_gradients
 from megatron.zero_bubble.session.environment import describe_hosts, environment_warnings, host_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout

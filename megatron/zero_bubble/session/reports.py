@@ -23,7 +23,7 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.layout_words import gain_words, layers_words, named_plans
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.mcore.unsplit import Gradients
+    from megatron.zero_bubble.mcore.linear import Gradients
     from megatron.zero_bubble.runtime.step_planner import OrderTimes
     from megatron.zero_bubble.session.layout_choice import LayoutChoice
 

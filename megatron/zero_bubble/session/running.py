@@ -24,9 +24,8 @@ from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
-from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
+from megatron.zero_bubble.runtime.communicator import HostCommunicator, TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
-from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
 from megatron.zero_bubble.runtime.recorder import device_clock
 from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.replica_waits import ReplicaWaits, Waits

@@ -20,7 +20,7 @@ from megatron.zero_bubble.mcore.placement import check_layers_built
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
-from megatron.zero_bubble.mcore.step_settings import refuse_unsplit_recomputation, refuse_unsupported
+from megatron.zero_bubble.mcore.step_call import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
 from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
 from megatron.zero_bubble.runtime.replanner import Report

@@ -19,8 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, load, read_metadata
-from megatron.zero_bubble.mcore.checkpoint_writers import write_in_threads
-from megatron.zero_bubble.mcore.checkpoint_writing import save
+from megatron.zero_bubble.mcore.checkpoint_writing import save, write_in_threads
 from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
 from megatron.zero_bubble.mcore.shard_checkpoints import sharded_state, shards_matched, shards_of
 from megatron.zero_bubble.runtime.joint import jointly, on_rank

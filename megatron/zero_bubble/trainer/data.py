@@ -23,7 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
-from megatron.zero_bubble.mcore.context_parallel import cut_batch
+from megatron.zero_bubble.mcore.attention import cut_batch
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.trainer.arguments import Arguments

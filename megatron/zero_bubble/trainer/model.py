@@ -18,8 +18,7 @@ from megatron.zero_bubble.mcore.decoder_models import HYBRID_TAKES_STAGES
 from megatron.zero_bubble.mcore.layer_spec import block_spec, layer_specs, multi_token_spec
 from megatron.zero_bubble.mcore.linear import fuses_accumulation
 from megatron.zero_bubble.mcore.model_units import Unit, keep_unit
-from megatron.zero_bubble.mcore.placed_layout import place_layout
-from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding
+from megatron.zero_bubble.mcore.placement import chunk_groups, copy_tied_embedding, place_layout
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line

@@ -50,7 +50,7 @@ FAULTS = (
     ),
     Fault(
         name="every-tensor-rank-takes-the-first-part",
-        file="mcore/shard_collectives.py",
+        file="mcore/vocabulary_run.py",
         old="""            return parts[self.tensor.rank].clone()
 """,
         new="""            return parts[0].clone()

@@ -54,7 +54,7 @@ FAULTS = (
     ),
     Fault(
         name="lost-gradients-rarely-refused",
-        file="mcore/step_settings.py",
+        file="mcore/step_call.py",
         old="""    if any(getattr(parameter, "skip_backward_post_hook", False) for parameter in chunk.parameters()):
 """,
         new="""    if all(getattr(parameter, "skip_backward_post_hook", False) for parameter in chunk.parameters()):

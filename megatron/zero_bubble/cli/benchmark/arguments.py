@@ -73,7 +73,6 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     losses: bool = flag(
         "compare the losses, too: every layer draws its initial weights from its own seed, whatever the layout", False
     )
-    plot: Path | None = flag("write a plot of throughput against memory as SVG", None, parse=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
         super().__post_init__()

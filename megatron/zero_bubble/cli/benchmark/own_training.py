@@ -48,7 +48,11 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     """
     script, given = split_script(flags.training_flags)
     words = tuple(_apart(given))
-    args = _script_training(words, flags, num_devices) if script is not None else _trainers_arguments(words)
+    args: Arguments | ScriptArguments
+    if script is not None:
+        args = _script_training(words, flags, num_devices)
+    else:
+        args = parse_arguments([*words, *([] if "--lr" in words else ["--lr", "0"])], PROG)
     pipeline_size = args.pipeline_model_parallel_size
     if pipeline_size < 2:
         raise ValueError(
@@ -75,10 +79,6 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     return resolved, tuple(_contestants(resolved, args, ours))
 
 
-def _trainers_arguments(words: Sequence[str]) -> Arguments:
-    return parse_arguments([*words, *(("--lr", "0") if "--lr" not in words else ())], PROG)
-
-
 def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: int) -> ScriptArguments:
     if flags.losses:
         raise ValueError(
@@ -86,10 +86,7 @@ def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: i
         )
     if not num_devices and flags.launch is None and _CPU not in words:
         raise ValueError(f"argument {_CPU}: required after --, because torch finds no CUDA device on this machine")
-    arguments = read_script_arguments(words)
-    if flags.plot is not None and arguments.seq_length is None:
-        raise ValueError("argument --plot: needs --seq-length after --, to count tokens")
-    return arguments
+    return read_script_arguments(words)
 
 
 def _contestants(flags: BenchmarkFlags, args: Arguments | ScriptArguments, ours: Sequence[str]) -> Iterator[Contestant]:

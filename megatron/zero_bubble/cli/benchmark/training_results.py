@@ -1,4 +1,4 @@
-"""The results of `zero-bubble benchmark` as figures, a table and a plot."""
+"""The results of `zero-bubble benchmark` as figures and a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from megatron.zero_bubble.cli.benchmark.contestants import Contestant
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn
 from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, percent, table
 from megatron.zero_bubble.schedule import Idle, Timeline
-from megatron.zero_bubble.schedule.draw import Series, to_plot
 
 _RESAMPLES = 4000
 _SEED = 20
@@ -153,17 +152,13 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
                 f"{result.measured:.1f}",
                 f"{result.spread:.1f}",
                 *idle_cells(result.idle),
-                _percent(result.predicted_bubble_rate),
+                "" if (rate := result.predicted_bubble_rate) is None else percent(rate),
                 f"{result.peak_bytes / 2**20:.0f}",
                 f"{result.ratio:.3f}",
                 f"{interval[0]:.3f} .. {interval[1]:.3f}" if interval else "",
             )
         )
     return table(heads, [[cell or "-" for cell in row] for row in rows], markdown=markdown)
-
-
-def _percent(rate: float | None) -> str:
-    return "" if rate is None else percent(rate)
 
 
 def loss_agreement(results: Sequence[TrainResult]) -> str:
@@ -185,17 +180,6 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
             said = f"the same up to {largest:.1e} of their value in {len(pairs)} lines, up to iteration {max(expected)}"
         lines.append(f"losses of {result.contestant.name} and of {baseline.contestant.name}: {said}")
     return "\n".join(lines)
-
-
-def train_plot(results: list[TrainResult]) -> str:
-    """Return an SVG that plots throughput over peak memory, with a mark for each schedule."""
-    series = []
-    for result in results:
-        assert result.tokens_per_second is not None
-        series.append(Series(result.contestant.name, ((result.peak_bytes / 2**20, result.tokens_per_second),)))
-    first = results[0]
-    title = f"{first.pipeline_size} pipeline ranks, {first.num_microbatches} microbatches"
-    return to_plot(series, title=title, x_label="peak memory (MiB)", y_label="tokens/s/GPU")
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -20,7 +20,6 @@ from megatron.zero_bubble.cli.shared_flags import (
 from megatron.zero_bubble.planner import names
 from megatron.zero_bubble.schedule import HardwareQueues
 from megatron.zero_bubble.schedule.draw.drawing import MAX_WIDTH
-from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.flag_parser import flag
 from megatron.zero_bubble.session.flags import flag_name
@@ -136,12 +135,6 @@ class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):
         choices=("grid", "json", "csv", "pytorch"),
     )
     lower: bool = flag("add sends and receives (formats json and pytorch)", False)
-    receive_ahead: int = flag(
-        "with --lower: compute operations between posting a receive and using it",
-        RECEIVE_AHEAD,
-        parse=at_least(0),
-        metavar="N",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,14 +169,12 @@ class DrawFlags(SimulationFlags):
     """the picture"""
 
     output: Path = flag("file to write: .svg, .html, or .json for Perfetto; required", None, parse=Path, metavar="FILE")
-    title: str | None = flag("title of the picture (default: the schedule's name)", None)
     width: int | None = flag(
         "width of an SVG or HTML page (default: by its contents)",
         None,
         parse=at_least(200, MAX_WIDTH),
         metavar="PIXELS",
     )
-    time_unit: str | None = flag("unit in which the times are given (default: ms)", None, metavar="UNIT")
 
     def __post_init__(self) -> None:
         super().__post_init__()

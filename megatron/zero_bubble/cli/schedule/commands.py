@@ -51,7 +51,7 @@ def generate(flags: GenerateFlags) -> None:
     if flags.post_validation:
         schedule = with_post_validation(schedule, stage_costs(flags, schedule.placement))
     if flags.lower:
-        schedule = lower(schedule, flags.receive_ahead, stage_costs(flags, schedule.placement))
+        schedule = lower(schedule, costs=stage_costs(flags, schedule.placement))
     validate(schedule)
     writers: dict[str, Callable[[Schedule], str]] = {
         "grid": schedule_to_grid,
@@ -151,9 +151,9 @@ def draw(flags: DrawFlags) -> None:
     if output.suffix == ".json":
         deliver(to_chrome_trace(timeline, steps=steps), output)
         return
-    unit = flags.time_unit or ("ms" if flags.has_times else "F")
+    unit = "ms" if flags.has_times else "F"
     to_picture = to_svg if output.suffix == ".svg" else to_html
-    deliver(to_picture(timeline, title=flags.title, time_unit=unit, steps=steps, width=flags.width), output)
+    deliver(to_picture(timeline, time_unit=unit, steps=steps, width=flags.width), output)
 
 
 def prove(flags: ValidateFlags) -> None:

@@ -9,8 +9,7 @@ import torch
 from deferring_layer import DeferringLayers
 from split_layers import HIDDEN, OUTPUT, Layers, one_rank
 
-from megatron.zero_bubble.mcore.linear import split_weight_gradients
-from megatron.zero_bubble.mcore.unsplit import count_gradients
+from megatron.zero_bubble.mcore.linear import count_gradients, split_weight_gradients
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
 from split_layers import one_rank
 
-from megatron.zero_bubble.mcore.context_parallel import positions
+from megatron.zero_bubble.mcore.attention import positions
 from megatron.zero_bubble.mcore.placement import StagePosition
 
 

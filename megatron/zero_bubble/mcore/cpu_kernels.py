@@ -1,11 +1,14 @@
-"""Mamba's kernels in plain PyTorch, for machines without CUDA: those that megatron-core imports from `mamba_ssm`.
+"""Kernels of Mamba and of gated delta nets in plain PyTorch, for machines without CUDA.
 
-They compute what the kernels compute, over the whole sequence at once and not chunk by chunk, which takes memory that
-is quadratic in the sequence's length.
+They replace the kernels that megatron-core imports from `mamba_ssm` and `fla`. Mamba's scan runs over the whole
+sequence at once and not chunk by chunk, which takes memory that is quadratic in the sequence's length. The gated delta
+rule is megatron-core's own, which it otherwise takes where all must be deterministic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -130,3 +133,47 @@ def convolve_and_scan(
     x, z = (part.unflatten(-1, (heads, size)) for part in (x, z))
     b, c = (part.unflatten(-1, (ngroups, -1)) for part in (b, c))
     return scan(x, dt, A, b, c, D=D, z=z, dt_bias=dt_bias, dt_softplus=True).flatten(-2)
+
+
+def delta_net_kernels(delta_rule: Callable[..., Any]) -> dict[str, Any]:
+    """Return the replacement for each name that megatron-core imports.
+
+    Args:
+        delta_rule: the gated delta rule in plain PyTorch.
+    """
+    return {
+        "HAVE_FLA": True,
+        "l2norm": normalized,
+        "causal_conv1d": convolved,
+        "chunk_gated_delta_rule": delta_rule,
+    }
+
+
+def delta_net_modules(package: ModuleType) -> list[ModuleType]:
+    """Return the modules that import the kernels: `package`, and from megatron-core 0.19 on the modules in it."""
+    inner = [value for value in vars(package).values() if isinstance(value, ModuleType)]
+    return [package, *(module for module in inner if module.__name__.startswith(package.__name__))]
+
+
+def normalized(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
+    """Divide by the Euclidean norm over `dim`."""
+    return (x.float() * torch.rsqrt(x.float().square().sum(dim, keepdim=True) + eps)).to(x)
+
+
+def convolved(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, **unused: Any
+) -> tuple[torch.Tensor, None]:
+    """Convolve each feature with the steps before it.
+
+    Args:
+        x: [batch, length, features].
+        weight: [features, width].
+        activation: name of the function of the result: `silu` or `swish`, which are one.
+
+    Returns:
+        [batch, length, features], and no state.
+    """
+    assert activation in ("silu", "swish")
+    padded = torch.nn.functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+    result = torch.nn.functional.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))
+    return torch.nn.functional.silu(result).transpose(1, 2), None

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.communicator import TensorSpec
-from megatron.zero_bubble.runtime.host_communicator import HostCommunicator
+from megatron.zero_bubble.runtime.communicator import HostCommunicator, TensorSpec
 from megatron.zero_bubble.schedule import Placement
 from tests.runtime.test_communicator import CPU, SPEC, exchange, message
 
