@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.cli.benchmark.contestants import Contestant
 
 
-def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    return run_command(PROG, lambda: benchmark(read_flags(BenchmarkFlags, words, PROG, __doc__ or "")))
+def main(argv: list[str]) -> int:
+    return run_command(PROG, lambda: benchmark(read_flags(BenchmarkFlags, argv, PROG, __doc__ or "")))
 
 
 def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:

@@ -117,8 +117,8 @@ def _say(what: str) -> None:
     print(what, file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(PROG, lambda: _run(sys.argv[1:] if argv is None else argv))
+def main(argv: list[str]) -> int:
+    return run_command(PROG, lambda: _run(argv))
 
 
 def _run(argv: list[str]) -> bool:

@@ -33,15 +33,14 @@ A mistake ends with one line and exit status 2.
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
 from megatron.zero_bubble.cli.invocation import read_flags, run_command
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command("zero-bubble estimate", lambda: _run(sys.argv[1:] if argv is None else argv))
+def main(argv: list[str]) -> int:
+    return run_command("zero-bubble estimate", lambda: _run(argv))
 
 
 def _run(argv: list[str]) -> None:

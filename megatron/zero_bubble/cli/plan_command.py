@@ -151,8 +151,8 @@ class PlanFlags(TableFlags):
         return allowed
 
 
-def main(argv: list[str] | None = None) -> int:
-    return run_command(_PROG, lambda: _run(sys.argv[1:] if argv is None else argv))
+def main(argv: list[str]) -> int:
+    return run_command(_PROG, lambda: _run(argv))
 
 
 def _run(argv: list[str]) -> None:

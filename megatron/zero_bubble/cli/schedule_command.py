@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from megatron.zero_bubble.cli.invocation import choose_command, read_flags, run_command
 from megatron.zero_bubble.cli.schedule.commands import COMMANDS
 
@@ -25,10 +23,9 @@ A mistake ends with one line and exit status 2, and nothing is written.
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    prog = f"{_PROG} {words[0]}" if words and words[0] in COMMANDS else _PROG
-    return run_command(prog, lambda: _run(words, prog))
+def main(argv: list[str]) -> int:
+    prog = f"{_PROG} {argv[0]}" if argv and argv[0] in COMMANDS else _PROG
+    return run_command(prog, lambda: _run(argv, prog))
 
 
 def _run(words: list[str], prog: str) -> None:

@@ -9,9 +9,8 @@ and the right one is taken. The numbers are bitwise megatron-core's: the reducti
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.optimizer import Norm, copy_to_model, norm_groups, norm_of_all, parts, squared_norm
-from megatron.zero_bubble.runtime.rollback import Rollback
+from megatron.zero_bubble.runtime.rollback import Rollback, with_settings
 
 _SCHEDULED = ("lr", "weight_decay")
 """The settings of parameter groups that a scheduler changes from step to step."""
@@ -142,7 +141,7 @@ class PostValidation:
         infinite = [bool(reduction.wait()[0] > 0) for reduction in pending.found_inf]
         norm = None if any(infinite) else norm_of_all([reduction.wait() for reduction in pending.squared_norms])
         self.check_norm(None if norm is None else float(norm))
-        with self._as_in_the_step(pending):
+        with with_settings(self._optimizer.param_groups, pending.settings):
             was_wrong = self._amend(pending, infinite, norm)
         self._rollback.prepare()
         self.settled(
@@ -225,7 +224,8 @@ class PostValidation:
     def _skip(self, pending: _Pending, infinite: list[bool]) -> None:
         if pending.has_stepped:
             self._rollback.undo()
-            self._hand_out_parameters()
+            copy_to_model(self._optimizer)
+            self._gather()
         for scaler, before, is_infinite in zip(self._scalers(), pending.scales, infinite, strict=True):
             scaler.load_state_dict(before)
             scaler.update(is_infinite)
@@ -244,32 +244,13 @@ class PostValidation:
 
     def _step_again(self) -> None:
         self._optimizer.step_with_ready_grads()
-        self._gather_again()
+        # With overlapped gathering, forwards may have gathered parameters of the wrong step.
+        if self._optimizer.config.overlap_param_gather:
+            self._gather()
 
-    @contextlib.contextmanager
-    def _as_in_the_step(self, pending: _Pending) -> Iterator[None]:
-        """Give parameter groups the step's settings inside the `with` block: the scheduler may have moved on since."""
-        groups = self._optimizer.param_groups
-        now = [
-            {name: group[name] for name in settings} for group, settings in zip(groups, pending.settings, strict=True)
-        ]
-        for group, settings in zip(groups, pending.settings, strict=True):
-            group.update(settings)
-        yield
-        for group, settings in zip(groups, now, strict=True):
-            group.update(settings)
-
-    def _hand_out_parameters(self) -> None:
-        """Copy the optimizer's restored parameters to the model and, with a distributed optimizer, to the replicas."""
-        copy_to_model(self._optimizer)
+    def _gather(self) -> None:
+        """Gather the parameters from the replicas again, with a distributed optimizer."""
         if self._optimizer.config.use_distributed_optimizer:
-            for chunk in self._chunks:
-                chunk.start_param_sync(force_sync=True)
-
-    def _gather_again(self) -> None:
-        """Gather the parameters again if forwards may have gathered parameters of the wrong step (overlapped
-        gathering)."""
-        if self._optimizer.config.use_distributed_optimizer and self._optimizer.config.overlap_param_gather:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
 

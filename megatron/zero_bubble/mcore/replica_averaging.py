@@ -55,13 +55,9 @@ class ReplicaAveraging:
         self._averager = GroupAverager(hierarchy, _averaging_groups(hierarchy, timeout))
         self._averaged_at = iteration
         """The last iteration after which all replicas had the same parameters."""
-        self._is_local = False
-        self._begin_local_steps(iteration)
-
-    @property
-    def is_local(self) -> bool:
+        self.is_local = False
         """Whether the next iteration steps on this replica's own gradients."""
-        return self._is_local
+        self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:
         """Average the parameters of the groups that are due after the step of `iteration`, which must be valid; a
@@ -85,15 +81,15 @@ class ReplicaAveraging:
             self._averager.average_over_all(self._parameters())
             self._hand_out()
             self._averaged_at = iteration
-        if with_states and self._is_local:
+        if with_states and self.is_local:
             self._averager.average_over_all(self._moments())
             self._changed()
 
     def _begin_local_steps(self, iteration: int) -> None:
         """Reduce the gradients within this replica alone from the iteration after `iteration` on, if it is local."""
-        if self._is_local or not self.hierarchy.is_local(iteration + 1):
+        if self.is_local or not self.hierarchy.is_local(iteration + 1):
             return
-        self._is_local = True
+        self.is_local = True
         # With context parallelism several ranks hold parts of the same sequences; otherwise this group is one rank.
         replica = parallel_state.get_context_parallel_group()
         for chunk in self._chunks:

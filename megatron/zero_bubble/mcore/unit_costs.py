@@ -156,7 +156,7 @@ def _undisturbed() -> Iterator[None]:
     _free()
 
 
-def forget_losses() -> None:
+def clear_losses() -> None:
     """Forget the sums of losses, which megatron-core makes anew at a model's first forward, in that model's size."""
     MTPLossLoggingHelper.tracker.clear()
     _losses_of_experts().clear()
@@ -273,7 +273,7 @@ class _UnitRun:
         )
         self._executor.run(stage, recorder)
         stage.finish()
-        forget_losses()
+        clear_losses()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -59,27 +59,19 @@ class TorchInterconnect:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._rank = dist.get_rank(group)
+        self.rank, self.size = dist.get_rank(group), len(self._global_ranks)
         self.device, self._timeout = device, timeout
         self._open: list[TorchCommunicator | TorchCollectives] = []
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return len(self._global_ranks)
-
     def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
         device = device or self.device
-        communicator = TorchCommunicator(self._global_ranks, self._rank, placement, device, self._timeout)
+        communicator = TorchCommunicator(self._global_ranks, self.rank, placement, device, self._timeout)
         self._open.append(communicator)
         return communicator
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
         ranks = [self._global_ranks[member] for member in members]
-        collectives = TorchCollectives(ranks, list(members).index(self._rank), device, self._timeout)
+        collectives = TorchCollectives(ranks, list(members).index(self.rank), device, self._timeout)
         self._open.append(collectives)
         return collectives
 

@@ -8,9 +8,8 @@ step, clips, steps, and runs those forwards again. Parameters, losses and norms 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +22,7 @@ from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, total_
 from megatron.zero_bubble.pipeline.interconnect import Agreement
 from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
 from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.rollback import Snapshot
+from megatron.zero_bubble.runtime.rollback import Snapshot, with_settings
 from megatron.zero_bubble.runtime.stage import Stage
 
 
@@ -180,7 +179,7 @@ class LateSteps:
         norm = total_norm([entry for report in reports for entry in report.norms])
         was_wrong = _clips(norm, pending.max_norm) or not all(report.has_stepped for report in reports)
         if was_wrong:
-            with _as_in_the_step(pending):
+            with with_settings(pending.optimizer.param_groups, pending.settings):
                 if pending.has_stepped:
                     snapshot.undo()
                 if failures:
@@ -206,17 +205,3 @@ class LateSteps:
 def _clips(norm: torch.Tensor, max_norm: float) -> bool:
     """Tell whether `clip_grads_with_norm_` changes gradients of this norm; it multiplies them with 1 otherwise."""
     return not bool(max_norm / (norm + 1e-6) >= 1.0)
-
-
-@contextmanager
-def _as_in_the_step(pending: _UnvalidatedStep) -> Iterator[None]:
-    """Give the parameter groups the settings of the step inside the `with` block."""
-    groups = pending.optimizer.param_groups
-    now = [{name: group[name] for name in settings} for group, settings in zip(groups, pending.settings, strict=True)]
-    for group, settings in zip(groups, pending.settings, strict=True):
-        group.update(settings)
-    try:
-        yield
-    finally:
-        for group, settings in zip(groups, now, strict=True):
-            group.update(settings)

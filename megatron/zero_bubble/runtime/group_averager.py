@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.model_averaging import utils
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 _ELEMENTS_AT_ONCE = 40_000_000
-"""Elements that are averaged together, unless one tensor has more: torch's averager makes a copy of them."""
+"""Elements that are averaged together, unless one tensor has more: a copy of them is reduced."""
 
 
 def groups_of_replicas(
@@ -23,8 +19,7 @@ def groups_of_replicas(
 ) -> dict[int, dist.ProcessGroup]:
     """Make this rank's group of each size; a collective call of all ranks of the job.
 
-    torch's averager would make its groups with `new_subgroups`, which every rank has to call with the same ranks. With
-    several pipelines, the ranks at the same place in each pipeline are replicas of each other.
+    With several pipelines, the ranks at the same place in each pipeline are replicas of each other.
 
     Args:
         places: for each place in a pipeline the global ranks of its replicas, in the same order on all ranks.
@@ -49,34 +44,27 @@ class GroupAverager:
     """
 
     def __init__(self, hierarchy: Hierarchy, groups: Mapping[int, dist.ProcessGroup]) -> None:
-        self._all = groups[hierarchy.num_replicas]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that reducing gradients is cheaper than averaging after each iteration
-            self._averager = HierarchicalModelAverager(
-                OrderedDict((level.period, hierarchy.num_replicas) for level in hierarchy.levels),
-                # torch counts from 0, and averages after the first step that is not of the warm-up.
-                warmup_steps=hierarchy.warmup + 1,
-                process_group=self._all,
-            )
-        for level in hierarchy.levels:
-            self._averager.period_process_group_dict[level.period] = groups[level.group_size]
+        self._hierarchy, self._groups = hierarchy, groups
 
-    @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor], iteration: int) -> None:
         """Average over the largest group whose period divides `iteration`, if there is one."""
-        for part in _parts(tensors):
-            self._averager.step = iteration
-            stand_ins = [_stand_in(tensor) for tensor in part]
-            self._averager.average_parameters(stand_ins)
-            _copy_back(stand_ins, part)
+        size = self._hierarchy.group_size_after(iteration)
+        if size is not None:
+            _average(tensors, self._groups[size])
 
-    @torch.no_grad()
     def average_over_all(self, tensors: Iterable[torch.Tensor]) -> None:
         """Average over all replicas, whatever the iteration."""
-        for part in _parts(tensors):
-            stand_ins = [_stand_in(tensor) for tensor in part]
-            utils.average_parameters(iter(stand_ins), self._all)
-            _copy_back(stand_ins, part)
+        _average(tensors, self._groups[self._hierarchy.num_replicas])
+
+
+@torch.no_grad()
+def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Replace tensors by their means over a group: divided first, then summed, as torch's averagers do."""
+    for part in _parts(tensors):
+        mean = torch.cat([tensor.reshape(-1) for tensor in part]).div_(group.size())
+        dist.all_reduce(mean, group=group)
+        for tensor, values in zip(part, mean.split([tensor.numel() for tensor in part]), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -91,19 +79,3 @@ def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         num_elements += tensor.numel()
     if part:
         yield part
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """Make a parameter with the values of `tensor`, for torch's averager, which gives parameters new storage.
-
-    It leaves out a parameter without gradient; the value of the gradient does not matter.
-    """
-    parameter = torch.nn.Parameter(tensor.detach())
-    parameter.grad = tensor.detach()
-    return parameter
-
-
-def _copy_back(stand_ins: Sequence[torch.nn.Parameter], tensors: Sequence[torch.Tensor]) -> None:
-    for stand_in, tensor in zip(stand_ins, tensors, strict=True):
-        if stand_in.data_ptr() != tensor.data_ptr():
-            tensor.copy_(stand_in.data)

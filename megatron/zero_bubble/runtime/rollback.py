@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -216,3 +217,16 @@ def _invert(
         return
     exp_avg.sub_(gradient, alpha=1 - beta1).div_(beta1)
     exp_avg_sq.addcmul_(gradient, gradient, value=beta2 - 1).div_(beta2).clamp_(min=0)
+
+
+@contextmanager
+def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Give parameter groups the settings of an earlier step inside the `with` block; a scheduler may have moved on."""
+    now = [{name: group[name] for name in earlier} for group, earlier in zip(groups, settings, strict=True)]
+    for group, earlier in zip(groups, settings, strict=True):
+        group.update(earlier)
+    try:
+        yield
+    finally:
+        for group, present in zip(groups, now, strict=True):
+            group.update(present)

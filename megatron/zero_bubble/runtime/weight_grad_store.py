@@ -38,7 +38,8 @@ class WeightGradStore:
     def __init__(self, num_chunks: int = 1) -> None:
         self._queues: list[deque[tuple[int, _Bundle]]] = [deque() for _ in range(num_chunks)]
         self._bundle: _Bundle = []
-        self._is_deferring = False
+        self.is_deferring = False
+        """Whether layers must hand over their weight gradients instead of computing them."""
         self.num_flushed = 0
         """Number of bundles closed or dropped so far; layers use it to tell one microbatch's B from the next."""
         self.flushed_bytes = 0
@@ -48,20 +49,15 @@ class WeightGradStore:
     def num_chunks(self) -> int:
         return len(self._queues)
 
-    @property
-    def is_deferring(self) -> bool:
-        """Whether layers must hand over their weight gradients instead of computing them."""
-        return self._is_deferring
-
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Defer weight gradients inside the `with` block, which is one B."""
-        assert not self._is_deferring, "a B inside a B"
-        self._is_deferring = True
+        assert not self.is_deferring, "a B inside a B"
+        self.is_deferring = True
         try:
             yield
         finally:
-            self._is_deferring = False
+            self.is_deferring = False
 
     def put(
         self,
@@ -78,7 +74,7 @@ class WeightGradStore:
             parameter: identifies the parameter; W of the same parameter keep their order.
             start: starts background work that `weight_grad` waits for; called before the previous W runs.
         """
-        assert self._is_deferring, "put() outside of deferring()"
+        assert self.is_deferring, "put() outside of deferring()"
         storages = [tensor.untyped_storage() for tensor in held]
         bytes_of = {storage._cdata: storage.nbytes() for storage in storages}
         self._bundle.append(_Deferred(parameter, start, weight_grad, bytes_of))

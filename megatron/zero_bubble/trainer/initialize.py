@@ -18,7 +18,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron.zero_bubble.mcore.placement import embedding_ranks
-from megatron.zero_bubble.mcore.unit_costs import forget_losses
+from megatron.zero_bubble.mcore.unit_costs import clear_losses
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.session.environment import device_of_rank
@@ -52,7 +52,7 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
     dist.barrier()
     unset_num_microbatches_calculator()
     # megatron-core leaves these: they hold process groups, and one value for each layer of this model.
-    forget_losses()
+    clear_losses()
     parallel_state.destroy_model_parallel()
     if owns_process_group:
         dist.destroy_process_group()

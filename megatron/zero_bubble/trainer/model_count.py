@@ -19,7 +19,7 @@ from megatron.zero_bubble.mcore.counted_layers import AttentionKernel, Tally, co
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.meta_device import on_meta_device
 from megatron.zero_bubble.mcore.model_units import Unit
-from megatron.zero_bubble.mcore.unit_costs import forget_losses
+from megatron.zero_bubble.mcore.unit_costs import clear_losses
 from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
@@ -214,7 +214,7 @@ def _count(args: Arguments, unit: Unit) -> UnitCount:
     after_b = after_f + meter.end(b)
     with _counted(tally, operations):
         store.pop(0, 0)
-    forget_losses()
+    clear_losses()
     return UnitCount(parameters, Flops(*operations), Activations(after_f, after_b), whole, further)
 
 

@@ -56,17 +56,12 @@ FAULTS = (
     Fault(
         name="old-settings-stay-after-an-amended-step",
         file="pipeline/late_steps.py",
-        old="""    now = [{name: group[name] for name in settings} for group, settings in zip(groups, pending.settings, strict=True)]
-    for group, settings in zip(groups, pending.settings, strict=True):
-        group.update(settings)
-    try:
-        yield
-    finally:
-        for group, settings in zip(groups, now, strict=True):
-            group.update(settings)""",
-        new="""    for group, settings in zip(groups, pending.settings, strict=True):
-        group.update(settings)
-    yield""",
+        old="""            with with_settings(pending.optimizer.param_groups, pending.settings):
+""",
+        new="""            for group, settings in zip(pending.optimizer.param_groups, pending.settings, strict=True):
+                group.update(settings)
+            if was_wrong:
+""",
         effect=(
             "With post-validation and a learning-rate scheduler, an amended step puts the optimizer back to the "
             "learning rate of the step before."

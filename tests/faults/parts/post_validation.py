@@ -20,14 +20,12 @@ FAULTS = (
     Fault(
         name="settings-of-the-old-step-stay",
         file="mcore/post_validation.py",
-        old="""            group.update(settings)
-        yield
-        for group, settings in zip(groups, now, strict=True):
+        old="""        with with_settings(self._optimizer.param_groups, pending.settings):
+            was_wrong""",
+        new="""        for group, settings in zip(self._optimizer.param_groups, pending.settings, strict=True):
             group.update(settings)
-""",
-        new="""            group.update(settings)
-        yield
-""",
+        if pending:
+            was_wrong""",
         effect=(
             "After each validation the learning rate and weight decay are those of the step before, so a schedule "
             "of the learning rate is one step late."
@@ -37,7 +35,8 @@ FAULTS = (
         name="undone-parameters-not-handed-out",
         file="mcore/post_validation.py",
         old="""            self._rollback.undo()
-            self._hand_out_parameters()
+            copy_to_model(self._optimizer)
+            self._gather()
 """,
         new="""            self._rollback.undo()
 """,

@@ -21,18 +21,11 @@ FAULTS = (
     Fault(
         name="only-the-first-part-is-averaged",
         file="runtime/group_averager.py",
-        old="""        for part in _parts(tensors):
-            self._averager.step = iteration
-            stand_ins = [_stand_in(tensor) for tensor in part]
-            self._averager.average_parameters(stand_ins)""",
-        new="""        self._averager.step = iteration
-        for part in _parts(tensors):
-            stand_ins = [_stand_in(tensor) for tensor in part]
-            self._averager.average_parameters(stand_ins)""",
-        effect=(
-            "With more parameters than are averaged at once, replicas average only the first part in time, and "
-            "the others in wrong iterations or groups."
-        ),
+        old="""    for part in _parts(tensors):
+        mean =""",
+        new="""    for part in list(_parts(tensors))[:1]:
+        mean =""",
+        effect="With more parameters than are averaged at once, replicas average only the first part.",
     ),
     Fault(
         name="per-token-loss-no-longer-refused",
