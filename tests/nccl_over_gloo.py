@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime import communicator
-from megatron.zero_bubble.runtime.communicator import ChannelEnd, connect_pair
+from megatron.zero_bubble.runtime.process_group import Membership
+from megatron.zero_bubble.runtime.process_group import connect as connect_group
 from tests.runtime.simulated_nccl import LATE, NAN, Fault, SentMemory
 
 DELAYS = (0.0, 0.001, 0.02)
@@ -34,16 +35,16 @@ def nccls_rules(seed: int) -> Iterator[None]:
 
     opened: list[LateGroup] = []
 
-    def connect(end: ChannelEnd) -> LateGroup:
-        opened.append(LateGroup(end, connect_pair(end), random.Random(f"{seed} {end.name}"), faults))
+    def connect(end: Membership) -> LateGroup:
+        opened.append(LateGroup(end, connect_group(end), random.Random(f"{seed} {end.name}"), faults))
         return opened[-1]
 
-    communicator.connect_pair = connect
+    communicator.connect_group = connect
     dist.all_reduce = partial(late_all_reduce, all_reduce)
     try:
         yield
     finally:
-        communicator.connect_pair, dist.all_reduce = connect_pair, all_reduce
+        communicator.connect_group, dist.all_reduce = connect_group, all_reduce
     assert opened, "the training has gone by these rules"
     if faults:
         raise Fault("; ".join(sorted(faults)))
@@ -52,7 +53,7 @@ def nccls_rules(seed: int) -> Iterator[None]:
 class LateGroup:
     """One end of a channel."""
 
-    def __init__(self, end: ChannelEnd, inner: Any, choices: random.Random, faults: set[str]) -> None:
+    def __init__(self, end: Membership, inner: Any, choices: random.Random, faults: set[str]) -> None:
         self._name, self._inner, self._choices, self._faults = end.name, inner, choices, faults
         self._delay = choices.choice(DELAYS)
         self._sends: queue.SimpleQueue[LateSend | None] = queue.SimpleQueue()

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.runtime.communicator import ChannelEnd, TorchCommunicator
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator
+from megatron.zero_bubble.runtime.process_group import Membership
 from megatron.zero_bubble.schedule import Placement
 
 CPU = torch.device("cpu")
@@ -94,8 +95,8 @@ class SimulatedNccl:
     def report(self, fault: str) -> None:
         self._faults.append(fault)
 
-    def _connect(self, purpose: str, end: ChannelEnd) -> _Group:
-        ends = (end.source, end.destination)
+    def _connect(self, purpose: str, end: Membership) -> _Group:
+        ends = end.members
         key = (purpose, *ends)
         if key not in self._channels:
             self._channels[key] = _Channel(self, f"{purpose}{ends[0]}->{ends[1]}")

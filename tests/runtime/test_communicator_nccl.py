@@ -12,12 +12,11 @@ from toy_pipeline import Problem, ToyStage
 
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.communicator import (
-    ChannelEnd,
     RunAhead,
     TorchCommunicator,
-    connect_pair,
 )
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.process_group import Membership, connect
 from megatron.zero_bubble.runtime.stage_messages import StageMessages
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, lower
@@ -40,7 +39,8 @@ def test_a_nccl_channel_has_a_name_a_high_priority_and_few_blocks(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        connect_pair(ChannelEnd(6, 2, 1, torch.device("cuda", 0), timedelta(minutes=3)))
+        name = "megatron.zero_bubble/6->2"
+        connect(Membership(name, (6, 2), 1, torch.device("cuda", 0), timedelta(minutes=3)))
     finally:
         dist.destroy_process_group()
     ((rank, size, options),) = made

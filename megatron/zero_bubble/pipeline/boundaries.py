@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -17,37 +18,14 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     then of their lengths.
     """
     before = list(accumulate(weights, initial=0))
-    return _even_boundaries(before, num_parts, _bottleneck(before, num_parts))
-
-
-def _bottleneck(before: Sequence[float], num_parts: int) -> float:
-    """Return the smallest possible largest sum, by binary search among the sums of all consecutive weights."""
-    num_layers = len(before) - 1
-    candidates = sorted(
-        {before[end] - before[first] for first in range(num_layers) for end in range(first + 1, num_layers + 1)}
-    )
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _num_parts(before, candidates[middle]) <= num_parts:
-            high = middle
-        else:
-            low = middle + 1
-    return candidates[low]
-
-
-def _num_parts(before: Sequence[float], limit: float) -> float:
-    """Count the parts that are needed if none may be larger than `limit`: each is filled as far as possible.
-
-    Any larger number of parts up to the number of layers is possible, too, because a part can be cut.
-    """
-    parts, first = 1, 0
-    for layer in range(len(before) - 1):
-        if before[layer + 1] - before[layer] > limit:
-            return float("inf")
-        if before[layer + 1] - before[first] > limit:
-            parts, first = parts + 1, layer
-    return parts
+    smallest = [math.inf, *before[1:]]
+    """The smallest possible largest sum of as many parts as the loop has run, by the end of the last part."""
+    for _ in range(num_parts - 1):
+        smallest = [
+            min((max(smallest[first], total - before[first]) for first in range(end)), default=math.inf)
+            for end, total in enumerate(before)
+        ]
+    return _even_boundaries(before, num_parts, smallest[-1])
 
 
 def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.process_group import Membership, connect
+from megatron.zero_bubble.runtime.process_group import Membership
+from megatron.zero_bubble.runtime.process_group import connect as connect_group
 from megatron.zero_bubble.schedule import Placement
 
 
@@ -46,6 +47,16 @@ class PendingReceive(Protocol):
     """A message that was asked for and may not have arrived yet."""
 
     def wait(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A message that needs no wait, such as one between two stages of the same rank."""
+
+    message: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.message
 
 
 class Communicator(Protocol):
@@ -78,24 +89,6 @@ _SOURCE, _DESTINATION = 0, 1
 """Ranks of the sender and the receiver within a channel's group."""
 
 
-@dataclass(frozen=True)
-class ChannelEnd:
-    """The settings with which both ends of a channel create its process group."""
-
-    source: int
-    """Global rank of the sender."""
-    destination: int
-    """Global rank of the receiver."""
-    rank: int
-    """This end: 0 for the source, 1 for the destination."""
-    device: torch.device
-    timeout: timedelta
-
-    @property
-    def name(self) -> str:
-        return f"megatron.zero_bubble/{self.source}->{self.destination}"
-
-
 class PairGroup(Protocol):
     """The part of a process group of two ranks that a channel uses; torch.distributed's backends have it."""
 
@@ -104,11 +97,6 @@ class PairGroup(Protocol):
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any: ...
 
     def shutdown(self) -> None: ...
-
-
-def connect_pair(end: ChannelEnd) -> Any:
-    """Create one channel's backend, which only its two members take part in."""
-    return connect(Membership(end.name, (end.source, end.destination), end.rank, end.device, end.timeout))
 
 
 class Mark(Protocol):
@@ -160,7 +148,7 @@ class TorchCommunicator:
         placement: tells which ranks are neighbours.
         device: where messages live.
         timeout: after which a send or receive fails if the other end does not take part.
-        connect: makes the process group of a channel; `connect_pair` by default.
+        connect: makes the process group of a channel for one of its ends; torch's backend by default.
         run_ahead: limits how far the process runs ahead; by default there is a limit on a GPU only.
     """
 
@@ -171,17 +159,18 @@ class TorchCommunicator:
         placement: Placement,
         device: torch.device,
         timeout: timedelta,
-        connect: Callable[[ChannelEnd], PairGroup] | None = None,
+        connect: Callable[[Membership], PairGroup] | None = None,
         run_ahead: RunAhead | None = None,
     ) -> None:
         self._rank = rank
         self._run_ahead = run_ahead or (RunAhead(_cuda_mark) if device.type == "cuda" else None)
         self._groups: dict[tuple[int, int], PairGroup] = {}
-        connect = connect or connect_pair
+        connect = connect or connect_group
         for ends in channels(placement):
             if rank in ends:
-                source, destination = (pipeline_ranks[end] for end in ends)
-                self._groups[ends] = connect(ChannelEnd(source, destination, ends.index(rank), device, timeout))
+                source, destination = members = pipeline_ranks[ends[0]], pipeline_ranks[ends[1]]
+                name = f"megatron.zero_bubble/{source}->{destination}"
+                self._groups[ends] = connect(Membership(name, members, ends.index(rank), device, timeout))
         self._open(device)
 
     def _open(self, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.communicator import Arrived, PendingReceive, PendingSend, TensorSpec
 
 
 class InMemoryNetwork:
@@ -137,16 +137,8 @@ class MadeUpNeighbours:
         return _Delivered()
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
-        return _MadeUp(spec.empty().normal_(std=_SCALE))
+        return Arrived(spec.empty().normal_(std=_SCALE))
 
 
 _SCALE = 0.1
 """Standard deviation of made-up messages."""
-
-
-@dataclass(frozen=True)
-class _MadeUp:
-    message: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.message

@@ -7,23 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend
+from megatron.zero_bubble.runtime.communicator import Arrived, Communicator, PendingReceive, PendingSend
 from megatron.zero_bubble.runtime.stage import Stage
 from megatron.zero_bubble.runtime.variable_shapes import Announcing
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 
 _Key = tuple[bool, int, int]
 """Key of a message: (is forward, chunk, microbatch)."""
-
-
-class _LocalMessage:
-    """A tensor between two stages of the same rank."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> torch.Tensor:
-        return self._tensor
 
 
 class StageMessages:
@@ -64,7 +54,7 @@ class StageMessages:
             self._outgoing[is_forward, op.chunk, op.microbatch] = tensor
             return False
         chunk = self._placement.chunk_of(neighbour)
-        self._incoming[is_forward, chunk, op.microbatch] = _LocalMessage(tensor.detach())
+        self._incoming[is_forward, chunk, op.microbatch] = Arrived(tensor.detach())
         return True
 
     def send(self, op: Op) -> torch.Tensor:
