@@ -133,7 +133,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """The placements that the flags allow for this number of layers, with that of the usual layout."""
+        """The placements that the flags allow for this number of layers, and the placement of the usual layout."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:

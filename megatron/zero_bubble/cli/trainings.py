@@ -30,7 +30,7 @@ def complete_training(
 
     Args:
         has_cuda: whether the ranks will have CUDA devices.
-        for_this_machine: whether the training is to run here; if not, what is installed and writable here is ignored.
+        for_this_machine: whether the training is to run here. If not, installed packages and permissions are ignored.
 
     Raises:
         ValueError: the training would refuse the flags; the message is the training's own line.

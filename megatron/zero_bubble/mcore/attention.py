@@ -90,7 +90,7 @@ def positions(length: int, rank: int, size: int, device: torch.device) -> torch.
 
 
 class LocalAttention(DotProductAttention):
-    """megatron-core's local attention, also for values with other channels than --kv-channels, as latent ones have.
+    """megatron-core's local attention. Values may have other channels than --kv-channels, as in latent attention.
 
     Args:
         v_channels: channels of a head's values; None for as many as the configuration says.

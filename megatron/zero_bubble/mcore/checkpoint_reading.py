@@ -169,7 +169,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Describe in one line what is wrong with a file; torch's own message advises to load it all the same."""
+    """Describe an error of a file in one line. torch's own message advises to load the file all the same."""
     if isinstance(error, pickle.UnpicklingError):
         if name := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {name[1]}, which does not belong in a checkpoint and could run code"
@@ -242,7 +242,7 @@ def _restricted(metadata: Metadata) -> Iterator[None]:
 
 
 def _common_reader() -> tuple[Any, str]:
-    """The function with which megatron-core loads what all ranks share: its owner and its name."""
+    """Owner and name of the function with which megatron-core loads the part of a checkpoint that all ranks share."""
     # A method up to 0.16, a function from 0.17 on, and another one from 0.19 on.
     owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
     return owner, "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"

@@ -28,7 +28,8 @@ from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, Recomp
 def checkpoint_every_layer(config: Any) -> None:
     """Let a model with this megatron-core config recompute any of its layers, each as a separate block.
 
-    It is set after the config's construction, because the schedule decides what is recomputed and not the user's flags.
+    It is set after the config's construction, because the schedule, not the user's flags, chooses the recomputed
+    layers.
     """
     config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
 
@@ -37,7 +38,7 @@ def checkpoint_every_layer(config: Any) -> None:
 def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
     """Let the blocks whose forward runs inside the `with` block drop or keep their activations, as `store.mode` says.
 
-    Where there is no store or no mode, they do what megatron-core does: their backward runs the forward again.
+    Without a store or a mode their backward runs the forward again, as in megatron-core.
     """
     if store is None or store.mode is None:
         yield

@@ -138,8 +138,8 @@ def rotated(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 class CountedAttention(torch.nn.Module):
     """Core attention of one kernel.
 
-    A fused kernel skips what a causal mask forbids unless it gets the mask as a tensor, and computes one of the two
-    products of its forward again in its backward.
+    A fused kernel skips the pairs that a causal mask forbids, unless it gets the mask as a tensor. Its backward
+    computes one of the forward's two products again.
 
     Args:
         own: the layer's local attention.
@@ -261,7 +261,7 @@ def _scan_of(mixer: Any, tally: Tally) -> Callable[..., torch.Tensor]:
 def _delta_rule(tally: Tally) -> Callable[..., tuple[torch.Tensor, None]]:
     """The gated delta rule in one kernel of `fla`, which keeps its inputs and a matrix of each chunk of 64 tokens.
 
-    Its operations are those that Megatron-LM counts: four products of a token's vectors with the state.
+    Its operations are counted as Megatron-LM counts them: four products of a token's vectors with the state.
     """
 
     def rule(

@@ -70,7 +70,7 @@ class MegatronStage:
         output_shape: shape of the tensor that passes between stages.
         shapes_vary: whether the tensor has other shapes, which headers tell.
         cp_group_size: context-parallel size, by which megatron-core scales the loss.
-        forward_data_store: what the loss function returned, one entry a microbatch, on the last stage.
+        forward_data_store: results of the loss function, one for each microbatch, on the last stage.
         num_tokens: sum of the token counts that the loss function returned.
         finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.

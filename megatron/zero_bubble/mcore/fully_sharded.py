@@ -3,7 +3,7 @@
 The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
 its backward and reduces them there. Here W computes the gradients of weights, later and outside of autograd. So
 backward only accumulates, and a layer's gradients are reduced by hand after its last W of a step, as torch's own
-pipelines do it after the last backward. The sums are those of DDP, in the same order.
+pipelines do it after the last backward. The sums equal DDP's, in the same order.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the `with` block gradients are those of a microbatch before the last."""
+        """Treat gradients inside the `with` block as gradients of a microbatch before the last."""
         self._is_last_microbatch = False
         try:
             yield
@@ -167,7 +167,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             part.reshard()
 
     def gathered_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield what this replica holds beside its shards now: gathered parameters and gradients not yet reduced."""
+        """Yield the tensors that this replica holds beside its shards: gathered parameters, unreduced gradients."""
         for group in self._groups:
             for parameter in group.fsdp_params:
                 yield from parameter.all_gather_outputs

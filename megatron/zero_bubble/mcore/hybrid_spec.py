@@ -68,7 +68,7 @@ class NoSparseAttention:
 
 
 def _stack_classes() -> tuple[Any, Any]:
-    """Return the class of stacks of layers, and that of its specs."""
+    """Return the class of stacks of layers, and the class of their specs."""
     blocks = importlib.import_module(STACK_MODULE)
     name = "HybridStack" if hasattr(blocks, "HybridStack") else "MambaStack"
     return getattr(blocks, name), getattr(blocks, f"{name}Submodules")

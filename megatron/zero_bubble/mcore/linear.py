@@ -220,7 +220,7 @@ class Gradients:
         vectors: norms and biases, whose gradient is a sum as well.
         unsplit: all other weights, by `name (Class)` of their module, with `*` for the numbers of layers and experts.
             Their gradient is a matrix product or unknown, and B computes it.
-        missed: those of `unsplit` that are linear layers, or layers that can defer W by `backward_dw()`, but do not.
+        missed: entries of `unsplit` that are linear layers, or that could defer W by `backward_dw()` but do not.
     """
 
     total: int

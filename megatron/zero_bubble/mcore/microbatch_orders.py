@@ -130,7 +130,7 @@ class StepPlans:
         observer: of its steps.
         planning: how the run is profiled; None if it is not.
         timeout: for a message about a plan.
-        reorders: whether microbatches may run in another order than that of the data; by default they may where the
+        reorders: whether microbatches may run in another order than the data's; by default they may where the
             model's configuration says `variable_seq_lengths`.
         interlocks: whether iterations interlock.
     """

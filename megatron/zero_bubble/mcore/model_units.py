@@ -32,7 +32,7 @@ class UnitModels:
         data: an endless iterator over microbatches for `forward_step`.
         message: the tensor that passes between stages.
         context_parallel_size: by which megatron-core scales the loss.
-        state_bytes: bytes of the states of a number of parameters, the dense ones and those of experts.
+        state_bytes: bytes of the states of numbers of dense parameters and of expert parameters.
     """
 
     build: Callable[[Unit, WeightGradStore], torch.nn.Module]

@@ -121,7 +121,7 @@ class PairedStage(MegatronStage):
     def _run(
         self, forward: _Forward | None, backward: _Backward | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run a forward, a backward or both; return the output of the one and the input gradient of the other."""
+        """Run a forward, a backward or both; return the forward's output and the backward's input gradient."""
         config = self._config
         if forward is not None and config.timers is not None:
             config.timers("forward-compute", log_level=2).start()

@@ -214,7 +214,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def place_layout(config: TransformerConfig, placement: Placement, rank: int) -> None:
-    """Make the layout of `config`, if it has one, that of pipeline rank `rank` under our placement."""
+    """Make `config` read its layout, if it has one, as pipeline rank `rank` under our placement."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         config.pipeline_model_parallel_layout = PlacedLayout(layout.input_data, placement, rank)

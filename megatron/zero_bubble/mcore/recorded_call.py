@@ -15,8 +15,7 @@ _NEEDED = (
 
 
 class ForwardStepError(ValueError):
-    """A script's forward step does something that schedules or vocabulary shards do not support; the message says
-    what."""
+    """Raised for a forward step that schedules or vocabulary shards do not support; the message has the reason."""
 
 
 class RecordedCall(NamedTuple):

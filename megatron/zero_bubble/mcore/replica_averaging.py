@@ -1,6 +1,6 @@
 """Hierarchical SGD for megatron-core: replicas step on their own gradients, and their parameters are averaged.
 
-The averaged parameters are those of the optimizer, in mixed precision the fp32 parameters. The model's are copies of
+The optimizer's parameters are averaged, in mixed precision the fp32 parameters. The model's are copies of
 them.
 """
 
@@ -86,7 +86,7 @@ class ReplicaAveraging:
             self._changed()
 
     def _begin_local_steps(self, iteration: int) -> None:
-        """Reduce the gradients within this replica alone from the iteration after `iteration` on, if it is local."""
+        """Reduce gradients within this replica alone from the next iteration on, if that iteration is local."""
         if self.is_local or not self.hierarchy.is_local(iteration + 1):
             return
         self.is_local = True

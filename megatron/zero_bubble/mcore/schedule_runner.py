@@ -169,7 +169,7 @@ class ForwardBackward:
         """Run forward and backward of one step.
 
         Args:
-            arguments: those of `StepCall`, which megatron-core's forward-backward functions take.
+            arguments: the fields of `StepCall`, which are the arguments of megatron-core's forward-backward functions.
 
         Returns: The results of the loss function for each microbatch, on the rank that holds the last stage.
 

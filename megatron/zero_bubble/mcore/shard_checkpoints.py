@@ -88,13 +88,13 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
 
 
 def shards_of(chunk: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loaded `tensors` of the chunk, where those of sharded parameters are shards as well."""
+    """Return the loaded `tensors` of the chunk; tensors of sharded parameters become shards."""
     parameters = dict(chunk.named_parameters())
     return {name: shard_like(parameters.get(name), tensor) for name, tensor in tensors.items()}
 
 
 def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the loaded `state` of a part of the optimizer, where that of sharded parameters is shards as well.
+    """Return the loaded `state` of a part of the optimizer; the state of sharded parameters becomes shards.
 
     Args:
         part: megatron-core's optimizer in fp32 or with fp32 copies of the parameters, but not its distributed one.

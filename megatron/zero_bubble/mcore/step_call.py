@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedule.recomputation import recomputes_blocks
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """The arguments of one call of the forward-backward function: those of megatron-core's own functions.
+    """The arguments of one call of the forward-backward function, as megatron-core's own functions take them.
 
     `p2p_communicator` is not used, because messages go through the project's own channels.
     """
@@ -59,7 +59,7 @@ class StepCall:
 
     @cached_property
     def groups(self) -> ProcessGroupCollection:
-        """The process groups, by default those that megatron-core's own schedules use."""
+        """The process groups, by default the groups of megatron-core's own schedules."""
         return self.pg_collection or default_groups()
 
     @property

@@ -226,7 +226,7 @@ def _with_a_pair(placement: Placement, own: int) -> Schedule:
 
 
 class _UnitRun:
-    """Runs one microbatch after another through a unit, and collects what it measures."""
+    """Runs one microbatch after another through a unit, and collects the measurements."""
 
     def __init__(self, models: UnitModels, units: Sequence[Unit], index: int, *, pairs: bool = False) -> None:
         self._models, self._unit, self._index, self._pairs = models, units[index], index, pairs

@@ -31,7 +31,7 @@ from megatron.zero_bubble.mcore.replaced import replaced
 _MICROBATCH = "zero-bubble-microbatch"
 """Name of the running microbatch's seed among the random states that megatron-core tracks.
 
-megatron-core saves and restores these states for recomputation, which therefore draws what the forward has drawn."""
+megatron-core saves and restores these states for recomputation, which therefore draws the forward's numbers again."""
 
 
 _DEFAULT = "default-rng"

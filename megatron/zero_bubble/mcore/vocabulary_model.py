@@ -42,7 +42,7 @@ class VocabularyShard(torch.nn.Module):
 
     Args:
         embedding: the rows of the embedding.
-        output: those of the output layer, the same object if the weights are tied.
+        output: the rows of the output layer, the same object if the weights are tied.
         index: number of this shard in the vocabulary.
         count: number of shards.
     """
@@ -125,7 +125,7 @@ class HiddenOutput(torch.nn.Module):
     """Replaces an output layer and the loss after it: keeps their inputs.
 
     Attributes:
-        loss_inputs: those of the last forward, None if it had no labels.
+        loss_inputs: the inputs of the loss in the last forward, None if it had no labels.
     """
 
     def __init__(self) -> None:
@@ -152,8 +152,8 @@ class _Weight(NamedTuple):
 def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | None = None) -> VocabularyShard:
     """Spread the rows of embedding and output layer over the pipeline; a collective call of its ranks.
 
-    The values are those that megatron-core has initialized or the caller has loaded. Call it once the chunks are on
-    their device and before `split_weight_gradients` and DDP; `Float16Module` may be around them already.
+    The rows keep their values, as megatron-core has initialized or the caller has loaded them. Call it once the chunks
+    are on their device and before `split_weight_gradients` and DDP; `Float16Module` may be around them already.
 
     Args:
         chunks: all model chunks of this rank.
@@ -247,7 +247,7 @@ def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any)
 
 
 def _describe(weight: torch.Tensor) -> _Weight:
-    """Describe a weight with the attributes that megatron-core has set on it, but those of tied copies."""
+    """Describe a weight with the attributes that megatron-core has set on it, except attributes of tied copies."""
     attributes: Mapping[str, Any] = vars(weight)
     plain = {
         name: value

@@ -147,7 +147,7 @@ def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeo
 
 
 def made_up_collectives(real: ShardCollectives) -> ShardCollectives:
-    """Return groups of the same sizes, in which the other ranks send zeros, or what this rank sends."""
+    """Return groups of the same sizes without communication: other ranks send zeros or this rank's tensors."""
     tensor = None if real.tensor is None else _MadeUpRanks(real.tensor)
     return ShardCollectives(_MadeUpRanks(real.pipeline), tensor)
 

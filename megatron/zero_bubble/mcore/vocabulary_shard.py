@@ -88,7 +88,7 @@ class ShardSoftmax:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def take_input_gradient(self, alpha: torch.Tensor) -> torch.Tensor:
-        """Return this shard's term of dX for g = 1, in `statistics_type` [n, hidden]; what only it needs is dropped."""
+        """Return this shard's term of dX for g = 1, in `statistics_type` [n, hidden]; drop its own inputs."""
         assert self.product is not None
         assert self.label_weights is not None
         gradient = self.product.to(alpha.dtype).mul_((alpha / self.scale).unsqueeze(1))
@@ -146,7 +146,7 @@ def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.T
     Sums over shards are made in their order, so that bits do not depend on who makes them.
 
     Args:
-        statistics: [shards, 3, n], those of all shards.
+        statistics: [shards, 3, n], of all shards.
     """
     maxima, totals, label_logits = statistics.unbind(dim=1)
     maximum = maxima.amax(dim=0)
@@ -158,7 +158,7 @@ def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.T
 
 
 def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the embedding of every token in this shard, and zeros for those of other shards: [*tokens.shape, hidden].
+    """Return the embedding of every token in this shard, and zeros for other tokens: [*tokens.shape, hidden].
 
     Summed over shards this is the whole embedding, exactly, because all terms but one are zeros.
     """
@@ -267,5 +267,5 @@ class ShardWeight(torch.nn.Module):
             self._hook()
 
     def forget_gradient(self) -> None:
-        """Begin a new step; what is in `main_grad` stays there."""
+        """Begin a new step; gradients in `main_grad` stay there."""
         self.embedding_sum, self._num_complete = None, 0

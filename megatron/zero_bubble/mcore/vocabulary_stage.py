@@ -4,9 +4,9 @@
 forwards and backwards of megatron-core.
 
 Tensors pass between the computation and the lane of collectives. On a GPU computation and collectives are two streams,
-and memory that one frees must not be reused while the other still reads it. What the lane makes is safe, because each
-of its collectives waits for all computation before it. What computation makes for the lane is kept until this rank has
-waited for a later collective, or is marked by `record_stream`.
+and memory that one frees must not be reused while the other still reads it. Tensors made in the lane are safe, because
+each collective waits for all computation before it. Tensors made for the lane are kept until this rank has waited for a
+later collective, or are marked by `record_stream`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Microbatch:
     tokens: torch.Tensor | None = None
     """[batch, sequence]"""
     looked_up: torch.Tensor | None = None
-    """[batch, sequence, hidden]: this shard's embedding; on the first rank, after EMBEDDED, that of the pipeline."""
+    """[batch, sequence, hidden]: this shard's embedding; on the first rank, after EMBEDDED, the pipeline's sum."""
     embedding_gradient: torch.Tensor | None = None
     """[batch, sequence, hidden]"""
     hidden: torch.Tensor | None = None
-    """[sequence, batch, hidden]: what the last stage puts out; with sequence parallelism a part of the sequence."""
+    """[sequence, batch, hidden]: output of the last stage; with sequence parallelism a part of the sequence."""
     labels: torch.Tensor | None = None
     """[batch, sequence]"""
     softmax: ShardSoftmax | None = None
@@ -48,7 +48,7 @@ class _Microbatch:
     alpha: torch.Tensor | None = None
     """[n]"""
     input_gradient: torch.Tensor | None = None
-    """[n, hidden], on the last rank: that of the last stage's output for a loss gradient of 1."""
+    """[n, hidden], on the last rank: gradient of the last stage's output for a loss gradient of 1."""
     loss_gradient: torch.Tensor | None = None
     """[n]"""
 
@@ -58,7 +58,7 @@ class VocabularyStep:
 
     Args:
         message_shape: [sequence, batch, hidden] of the messages between stages.
-        forward_only: leave out what only gradients need.
+        forward_only: leave out tensors that only gradients need.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class VocabularyStep:
         return 0 if kept is None else kept.nbytes
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield what operations and collectives have left for others."""
+        """Yield the tensors that operations and collectives have left for later ones."""
         for state in self._microbatches:
             parts = {**vars(state), **(vars(state.softmax) if state.softmax else {})}
             yield from (part for part in parts.values() if isinstance(part, torch.Tensor))

@@ -21,7 +21,7 @@ class TiedLayer:
     Making one is a collective call of the ranks that hold a copy.
 
     Args:
-        stages: those that have a copy, ascending; several may be on one rank.
+        stages: the stages with a copy, ascending; several may be on one rank.
         own: stage -> the copy's module, for the stages of this rank.
     """
 
@@ -51,7 +51,7 @@ class TiedLayer:
 
     @property
     def parameters_beyond_first(self) -> set[torch.nn.Parameter]:
-        """The parameters of this rank that are copies of those on an earlier stage."""
+        """The parameters of this rank that are copies of parameters on an earlier stage."""
         return {parameter for stage, copy in self._own.items() if stage != self._stages[0] for parameter in copy}
 
     @property
@@ -81,7 +81,7 @@ class TiedLayer:
         self._before = {}
 
     def _contiguous_copy(self, stage: int, k: int, *, of_gradient: bool = False) -> torch.Tensor:
-        """Return a copy of parameter `k` of one copy or its gradient; zeros where the copy or gradient is not here."""
+        """Return the values of parameter `k` on a stage, or of its gradient; zeros if this rank does not have them."""
         result = torch.zeros_like(next(iter(self._own.values()))[k], memory_format=torch.contiguous_format)
         if stage in self._own:
             value = self._own[stage][k].grad if of_gradient else self._own[stage][k]

@@ -22,7 +22,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 class Interconnect(Protocol):
-    """One rank's connections; ranks are those of the pipeline, not of the job."""
+    """One rank's connections; ranks are counted in the pipeline, not in the job."""
 
     @property
     def rank(self) -> int: ...
@@ -137,7 +137,8 @@ class Agreement:
         """Run `action` on every rank and return the results of all; a collective call.
 
         Raises:
-            ValueError: or `OSError`, on every rank, if `action` raises it on any: that of the first such rank.
+            ValueError: or `OSError`, on every rank, if `action` raises it on any rank: the error of the first such
+                rank.
         """
         outcomes = self.gather(attempt(action))
         raise_first(error for _, error in outcomes)

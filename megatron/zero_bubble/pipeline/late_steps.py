@@ -87,7 +87,7 @@ class _UnvalidatedStep:
     max_norm: float
     has_stepped: bool
     settings: list[dict[str, Any]]
-    """Those of the optimizer's parameter groups at the step, which a scheduler may have changed since."""
+    """Settings of the optimizer's parameter groups at the step, which a scheduler may have changed since."""
 
 
 class LateSteps:

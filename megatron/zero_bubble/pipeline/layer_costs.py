@@ -76,7 +76,7 @@ def _copy_of(layers: Sequence[Any], index: int, device: torch.device) -> nn.Modu
 def _measure(
     call: Callable[[Any], Any], value: Any, store: WeightGradStore, device: torch.device, *, needs_input_grad: bool
 ) -> tuple[LayerTimes, Any]:
-    """Run a layer some times; return the times and what it returns."""
+    """Run a layer several times; return its times and its output."""
     clock = device_clock(device)
     given = StageMessage.of(value)
     runs = []

@@ -128,7 +128,7 @@ class Pipeline(PartialModel):
     ) -> TrainingOutcome | None:
         """Run `train_batch`, clip, take the optimizer's step and drop the gradients; return loss and norm.
 
-        With post-validation the ranks do not wait for each other, and the outcome is that of the previous step; None
+        With post-validation the ranks do not wait for each other, and the outcome belongs to the previous step; None
         for the first step. A step that cannot be done is a `ValueError` of the next one; the pipeline cannot be used
         after it.
         """

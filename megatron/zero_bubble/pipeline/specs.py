@@ -74,7 +74,7 @@ class FunctionLayer(torch.nn.Module):
 
 
 def class_name_of(layer: Any) -> str:
-    """Return the name of a layer's class, which `type:REGEX` searches; that of a function is its own name."""
+    """Return the name of a layer's class, which `type:REGEX` searches; for a function, the function's name."""
     if isinstance(layer, LayerSpec):
         return layer.class_name
     return type(layer).__name__ if isinstance(layer, torch.nn.Module) else getattr(layer, "__name__", "function")
@@ -86,7 +86,7 @@ def tie_of(layer: Any) -> str | None:
 
 
 def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
-    """Return the module of layer `index` on `device`. That of a spec has the same weights wherever it is built.
+    """Return the module of layer `index` on `device`. A spec has the same weights wherever it is built.
 
     Raises:
         ValueError: the layer is neither a module nor a function, or its spec cannot be built.

@@ -83,7 +83,7 @@ class LayoutRequest:
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
     def _schedules(self) -> RunSchedules:
-        """The schedules of that name, or the one that is given."""
+        """The schedules with the given name, or the given schedule."""
         schedule = self.schedule
         if isinstance(schedule, str):
             plan = RunSchedules.named(schedule, self.num_ranks, self.options.num_chunks)

@@ -64,7 +64,7 @@ class StepOrders:
         """Order the data of `stage`; a collective call. The training step runs inside of the `with` block.
 
         Args:
-            recorder: what the caller measures the step with; the planner then does not.
+            recorder: measures the step for the caller; the planner then does not measure it.
             ahead: returns the sizes of the next step's microbatches; none if they are not known.
 
         Yields:

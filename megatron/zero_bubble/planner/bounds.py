@@ -106,7 +106,7 @@ class _Path:
         self.starts_f: list[float] = [0]
         """Stage -> earliest start of F of a microbatch, after that of stage 0."""
         self.ends_b: list[float] = [0]
-        """Stage -> least time from the end of its B to the end of that of stage 0."""
+        """For each stage, the least time from the end of its B to the end of stage 0's B."""
         for s, message in enumerate(costs.messages(placement)):
             self.starts_f.append(self.starts_f[-1] + costs.time_f[s] + message)
             self.ends_b.append(self.ends_b[-1] + costs.time_b[s] + message)

@@ -160,7 +160,7 @@ class Exchanges:
             self._pending.pop(exchange).wait()
 
     def finish(self) -> list[Op]:
-        """Wait for and forget all collectives; return those whose result an operation here should have used."""
+        """Wait for all collectives and forget them; return those whose result should have been used here."""
         pending, self._pending = self._pending, {}
         for exchange in pending.values():
             exchange.wait()

@@ -47,7 +47,7 @@ class Executor:
         weight_grad_store: where the stage's layers put the weight gradients that B defers.
         recomputation_store: where the stage's layers put the forwards that R runs again; needed for a schedule with R.
         tail_by_parameter: whether the W's at the end of the rank run parameter by parameter (see `schedule.tail`).
-        offload_store: holds what the schedule copies to the host; needed for a schedule with D and H.
+        offload_store: holds the activations that are copied to the host; needed for a schedule with D and H.
         exchange_lane: where collectives run; needed for a schedule with operations on vocabulary shards.
     """
 

@@ -14,7 +14,7 @@ MARGIN = 0.9
 def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
     """Return for every rank the bytes that its operations may leave behind under its memory limit in `in_bytes`.
 
-    Each rank reserves what a single operation needs while it runs (`inside`), such as logits and attention scores.
+    Each rank reserves the temporary memory of a single operation (`inside`), such as logits and attention scores.
     """
     # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
     return tuple(max(1.0, limit - needed) for limit, needed in zip(in_bytes, inside, strict=True))

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The solution without negative entries: those that would be negative are set to zero, the lowest first.
+    """Solve without negative entries: entries that would be negative are set to zero, the lowest first.
 
     Args:
         matrix: of shape [equations, unknowns].

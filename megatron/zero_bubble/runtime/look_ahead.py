@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LookAhead(Iterator[T]):
-    """The items of an iterable, of which the next ones can be seen.
+    """An iterator over an iterable that can show its next items before they are taken.
 
     A training step whose data is one plans the next step while it runs, because it sees the lengths of the next step's
     microbatches. Use the same object in all steps.

@@ -45,7 +45,7 @@ class PlanningProcess:
         return cast("StepPlan | Infeasible", self._connection.recv())
 
     def plans(self, problem: StepProblem) -> bool:
-        """Whether this problem is the one that was asked last."""
+        """Whether this problem was asked last."""
         return self._asked is not None and self._asked[0].is_as(problem)
 
     def answer(self) -> StepPlan | Infeasible | None:

@@ -225,7 +225,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
-    """Stage -> exchanges of its fastest replica that pass in pairs: others wait for late ones in it, too."""
+    """For each stage, the exchange time in pairs of its fastest replica; others also wait there for late ones."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
     )

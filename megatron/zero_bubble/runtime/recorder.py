@@ -117,7 +117,7 @@ class MemoryMeter(Protocol):
         ...
 
     def inside(self) -> int:
-        """Return the most bytes that the last operation needed beyond those held at its `begin` and `end`."""
+        """Return the temporary bytes of the last operation: its peak beyond the memory at its `begin` and `end`."""
         ...
 
 

@@ -26,7 +26,7 @@ class Rollback(Protocol):
     def undo(self) -> None:
         """Restore parameters, optimizer states and settings of parameter groups to their values at `before_step`.
 
-        The gradients must still be those of the step.
+        The gradients of the step must still be there.
         """
         ...
 

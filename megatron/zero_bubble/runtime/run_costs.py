@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.formats import Profile, Setting
 
 
 class RunCosts:
-    """The measured costs of a run, of which each rank contributes those of its stages.
+    """The measured costs of a run; each rank contributes the costs of its stages.
 
     Args:
         placement: of the run's stages.

@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, Siz
 
 _MEMORY = {OpKind.F: "memory_f", OpKind.B: "memory_b", OpKind.W: "memory_w", OpKind.R: "memory_r"}
 _BETTER = 0.98
-"""A curve with one more part must leave a residual smaller by this factor."""
+"""A curve with one more term is taken only if its residual is smaller by this factor."""
 
 
 class _Sample(NamedTuple):
@@ -75,7 +75,7 @@ class SizeProfile:
         """Fit curves to the samples of all ranks; a collective call of them, with the same result everywhere.
 
         Args:
-            usual: costs of the mean microbatch, for what the samples do not tell.
+            usual: costs of the mean microbatch, for fields without samples.
             gather: returns the samples of all ranks.
 
         Returns:
@@ -138,7 +138,7 @@ def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, fl
 def _fit(samples: Sequence[tuple[MicrobatchSize, float]]) -> Curve:
     """The curve of least squares, whose parts all have the sign of the mean.
 
-    Of curves that fit nearly as well the one with the fewest parts is taken.
+    Of curves that fit nearly equally well, the curve with the fewest terms is taken.
     """
     sign = -1.0 if fmean(value for _, value in samples) < 0 else 1.0
     features = np.array([(1.0, size.tokens, size.squares) for size, _ in samples])

@@ -102,9 +102,8 @@ class SteppingStage(Stage, Protocol):
 class VocabularyStage(Stage, Protocol):
     """A stage whose rank also has a vocabulary shard, for schedules with operations on shards.
 
-    The forward of the first stage embeds what E and EMBEDDED have made, and the backward of the last stage starts from
-    the gradient that L has made. The stage keeps the intermediate results that operations pass to each other, by
-    microbatch.
+    The forward of the first stage starts from the embedding of E and EMBEDDED, and the backward of the last stage from
+    the gradient of L. The stage keeps the intermediate results that operations pass to each other, by microbatch.
     """
 
     def run_on_shard(self, op: Op) -> None:

@@ -72,7 +72,7 @@ class StepDecision(NamedTuple):
     schedule: Schedule | None = None
     """The schedule for less memory; None at level 0, where the run's own schedule runs."""
     order: MicrobatchOrder | None = None
-    """The order as it was planned for these sizes; None for the order of the data, or that of an earlier plan."""
+    """The order that was planned for these sizes; None for the order of the data or of an earlier plan."""
     milliseconds: float = 0.0
     """Time of planning."""
     waited: float = 0.0
@@ -134,7 +134,7 @@ class StepPlanner:
 
         Args:
             step: its number.
-            rules: what it is planned with.
+            rules: of the plan.
             num_microbatches: of the step.
             read_sizes: returns the sizes of its microbatches; called on the first rank.
             read_next_sizes: returns those of the next step, which is then planned while this one runs; none if they are
@@ -230,5 +230,5 @@ class StepPlanner:
 
 
 def whole_limits(limits: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
-    """The bytes that the operations of every rank may need, of the limits on what they leave behind."""
+    """Return the bytes that operations of every rank may need, from limits on the bytes that they leave behind."""
     return tuple(map(add, limits, inside))

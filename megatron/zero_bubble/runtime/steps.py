@@ -35,7 +35,7 @@ class Step(NamedTuple):
     """One operation of a rank, or several that run as one (see `run_together`)."""
 
     position: int
-    """Index of the first operation among those of its rank."""
+    """Index of the first operation in the rank's operations."""
     ops: tuple[Op, ...]
     name: str
     is_computation: bool

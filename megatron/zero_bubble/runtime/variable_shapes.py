@@ -61,8 +61,8 @@ class Announcing(Protocol):
 class VariableCommunicator:
     """A `Communicator` that also receives messages of unknown shape.
 
-    Nobody waits for a header before the operation that uses the message. Its receive is posted then, and with it those
-    before it on its channel, so that the order of every channel is that of the schedule.
+    Nobody waits for a header before the operation that uses the message. Then its receive is posted after all earlier
+    receives of its channel, so that every channel keeps the order of the schedule.
 
     Args:
         messages: the channels of the messages.

@@ -1,7 +1,7 @@
 """The kinds of operations, and `KINDS`, the one table of all that follows from a kind.
 
-All code reads from the table what an operation waits for, costs and looks like. So a new kind needs a row here, a
-handler in the executor, and a planner that places it; CONTRIBUTING.md shows one.
+All code reads from the table which inputs an operation waits for, what it costs, and how it is drawn. So a new kind
+needs a row here, a handler in the executor, and a planner that places it; CONTRIBUTING.md shows one.
 """
 
 from __future__ import annotations

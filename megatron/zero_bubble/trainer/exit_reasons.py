@@ -28,7 +28,7 @@ class ExitReasons:
         self._started = time.monotonic()
         self._signal: signal.Signals | None = None
         self._votes: tuple[torch.Tensor, Any] | None = None
-        """For each reason to stop whether any rank has it, once the reduction in progress has ended."""
+        """For each reason to stop, whether any rank has that reason; waits for the reduction in progress."""
 
     @contextmanager
     def signals_handled(self) -> Iterator[None]:

@@ -109,7 +109,7 @@ def _result(
 
 
 def _stage_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
-    """Return the costs of a contestant's stages; those of a whole vocabulary also follow from those of its shards."""
+    """Return the costs of a contestant's stages. The costs of a whole vocabulary may be derived from its shards."""
     if (
         own := measured.get((contestant.placement, contestant.spreads_vocabulary))
     ) is not None or contestant.spreads_vocabulary:

@@ -109,7 +109,7 @@ class TrainResult:
         return [theirs / mine for theirs, mine in zip(rounds, self.rounds, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures under the keys of `benchmarks.emulate` and those of a training; null if not measured."""
+        """Return figures under the keys of `benchmarks.emulate` and further keys; null if not measured."""
         placement = self.contestant.placement
         interval = bootstrap_interval(self.ratios)
         return {
@@ -136,7 +136,7 @@ class TrainResult:
 
 
 def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
-    """Return the results as a table, with `-` for what was not measured."""
+    """Return the results as a table, with `-` for missing measurements."""
     heads = (
         *("schedule", "tokens/s/GPU", "TFLOP/s/GPU", "iteration (ms)", "spread", *IDLE_HEADS),
         *("predicted", "memory (MiB)", "to 1F1B", "95% interval"),
@@ -162,7 +162,7 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
 
 
 def loss_agreement(results: Sequence[TrainResult]) -> str:
-    """Return a line for each schedule that says how far its losses are from those of the baseline, the first result.
+    """Return a line for each schedule with the largest difference of its losses from the baseline, the first result.
 
     The last turns are compared. A log line has seven digits of the mean loss of its iterations.
     """

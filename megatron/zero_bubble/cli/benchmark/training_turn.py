@@ -41,11 +41,11 @@ class Turn:
     peak_bytes: float
     """Peak of the allocator on the fullest rank; without CUDA, the resident memory of the largest process."""
     losses: tuple[tuple[int, float], ...] = ()
-    """The mean loss of every interval, with its last iteration; those of the warmup, too."""
+    """The mean loss of every interval, warmup included, with the last iteration of the interval."""
     layout: str | None = None
     """Placement and layers of the stages that the training chose; None if it chose none."""
     is_device_memory: bool = False
-    """Whether `peak_bytes` is that of the allocator."""
+    """Whether the allocator measured `peak_bytes`."""
     tflops: tuple[float, ...] = ()
     """TFLOP/s/GPU of every interval, as the training printed it; empty if it does not, or less than it can show."""
 

@@ -1,4 +1,4 @@
-"""Formats what `zero-bubble check` found as tables and as JSON."""
+"""Formats the findings of `zero-bubble check` as tables and as JSON."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _schedule_flags(schedule: str, *more: str) -> tuple[str, ...]:
 
 
 def cells(size: str, folder: Path) -> list[Cell]:
-    """Return all trainings of the matrix, each after those that it needs.
+    """Return all trainings of the matrix, each after the trainings that it needs.
 
     Args:
         size: `paper` or `tiny`.
@@ -111,7 +111,7 @@ NAMES = tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path()) if cell.
 
 
 def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
-    """Return the cells of these names (all cells without names), and those that their layouts need."""
+    """Return the cells with these names, or all cells if there are no names, and the references of their layouts."""
     layouts = {cell.layout for cell in everything if cell.name in names}
     return [
         cell for cell in everything if not names or cell.name in names or (cell.layout in layouts and not cell.is_ours)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PROG = "zero-bubble check"
 REPEATABLE_ATTENTION = ("--attention-backend", "local")
-"""Flags for an attention whose backward is repeatable bit for bit; that of torch's fused attention is not."""
+"""Flags for an attention whose backward repeats bit for bit. The backward of torch's fused attention does not."""
 _ANY_TRAINING = (
     *("--train-iters", "1", "--lr", "1e-4", "--mock-data", "--bf16", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
@@ -62,4 +62,4 @@ SIZES = {
     ),
     "tiny": (Model("tiny", 1, 64, 4, 32, 2, 4, vocab_size=120),),
 }
-"""Models of which a middle stage is measured: those of the zero-bubble paper (Qi et al. 2024), and a tiny one."""
+"""Models of which a middle stage is measured: the zero-bubble paper's (Qi et al. 2024), and a tiny model."""

@@ -42,7 +42,7 @@ class StageProfile:
 
     @property
     def price(self) -> float:
-        """Ratio of the time of B + W to that of the fused backward."""
+        """Time of B + W divided by the time of the fused backward."""
         return (self.time(OpKind.B) + self.time(OpKind.W)) / self.time(OpKind.BW)
 
     def costs(self, num_stages: int, message_ms: float) -> StageCosts:

@@ -136,7 +136,7 @@ _SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("micro
 
 
 def mistake(error: Exception) -> dict[str, str]:
-    """Return the message of an error, and the flag that it is about: the one that it names, or the best guess."""
+    """Return the message of an error and its flag: the flag that the message names, or the best guess."""
     message = one_line(error)
     named = re.match(r"arguments? --([\w-]+):? (.*)", message)
     if named:

@@ -75,7 +75,7 @@ def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dic
 
 
 def picture_of_run(timeline: Timeline, memory: Mapping[int, Steps]) -> dict[str, Any]:
-    """Return a recorded timeline; `memory` is what each rank held over time, where the record says so."""
+    """Return a recorded timeline; `memory` has the memory of each rank over time, if it was recorded."""
     figures = {
         "schedule": timeline.schedule.name,
         "cost": timeline.cost,

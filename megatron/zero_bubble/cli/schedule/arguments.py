@@ -146,7 +146,7 @@ class GenerateFlags(SourceFlags, PostValidationFlags, FileFlags):
 
     @property
     def chosen_format(self) -> str:
-        """The format that --format names, else that of the suffix of --output."""
+        """The format that --format names, by default the format of the suffix of --output."""
         return self.format or FORMATS["" if self.output is None else self.output.suffix]
 
 

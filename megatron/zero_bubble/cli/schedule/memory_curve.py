@@ -36,7 +36,7 @@ _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
 """Longest relative time that the plot of a dial shows: near it the others would look alike."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Parts of the memory of the fastest plan; a sentence says what the nearest smaller limit costs."""
+"""Fractions of the fastest plan's memory. For each, a sentence gives the time at the nearest smaller limit."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield what the table's times are relative to, and how much longer plans in less memory take."""
+    """Yield the time that stands for 1 in the table, and the relative times of plans in less memory."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)
