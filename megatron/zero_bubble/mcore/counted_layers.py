@@ -136,7 +136,7 @@ def rotated(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 class CountedAttention(torch.nn.Module):
-    """Core attention of one kernel.
+    """Core attention that keeps the tensors and counts the operations of one kernel.
 
     A fused kernel skips the pairs that a causal mask forbids, unless it gets the mask as a tensor. Its backward
     computes one of the forward's two products again.

@@ -1,4 +1,4 @@
-"""Decides which layers each stage gets: partitions of weights into consecutive parts whose largest is smallest."""
+"""Decides which layers each stage gets: cuts weights into consecutive parts with the smallest maximum."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ on the fullest rank changes much."""
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried where unlimited memory would make a plan faster by this factor, or where nothing fits."""
 PROMISING_PARTITION = 1.02
-"""A partition is planned if its bound is at most this much above that of the partition beside it."""
+"""A partition is planned if its bound is at most this factor times the bound of the neighbouring partition."""
 MOST_MOVES = 6
 """Further partitions that are planned for a placement, unless it has many operations."""
 MOVED_OPERATIONS = 20_000

@@ -102,7 +102,7 @@ class _Part(NamedTuple):
     begin: int
     """The position of the first operation of the period."""
     end: int
-    """The position behind the last one."""
+    """The position after the last operation of the period."""
     size: int
     """How many operations of the period stand there. The others come after it."""
     behind: dict[tuple[OpKind, int], int]

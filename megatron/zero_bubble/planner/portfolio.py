@@ -213,7 +213,7 @@ def _cost(schedule: Schedule, problem: Problem) -> float:
 
 
 def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
-    """The time by which the schedule is judged, and the one that decides between equals."""
+    """Return the time by which a schedule is judged, and a second time that decides between equal schedules."""
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     factor = slowdown(timeline, problem.spread, problem.time_between)
     return problem.judged(factor * timeline.cost, factor * timeline.makespan)

@@ -39,7 +39,7 @@ def total_work(costs: StageCosts) -> float:
 
 
 class Gain(NamedTuple):
-    """How many times as fast a schedule is predicted to be as another one, with the name of that."""
+    """Predicted speed of a schedule relative to another schedule, and the name of the other schedule."""
 
     times: float
     over: str

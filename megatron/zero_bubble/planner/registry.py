@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def takes_num_chunks(self) -> bool:
-        """Whether the model chunks a rank can be chosen, and are not always `num_chunks`."""
+        """Whether the number of model chunks a rank is a choice, and not always `num_chunks`."""
         return self.takes_placement or self.placement == "interleaved"
 
 

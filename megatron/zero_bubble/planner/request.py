@@ -216,7 +216,7 @@ class PlanRequest:
 
 
 def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
-    """The limits and the memory that vocabulary shards add: of one more microbatch in flight, and of its softmax."""
+    """Raise limits by the memory that vocabulary shards add: one more microbatch in flight, and its softmax."""
     costs = request.stage_costs
     if not costs.has_vocabulary:
         return limits

@@ -200,9 +200,9 @@ class StageCosts:
     def in_groups(self, groups: Sequence[int]) -> StageCosts:
         """The costs of a schedule whose stages restore their activations in `groups` groups of blocks.
 
-        In a stage with several groups, F keeps the last group, or R restores it. B restores each of the others right
-        before it runs through it, and runs the weight gradients of all groups but the first, which is its last, so that
-        at no time more than one group is there. D does not copy what F has dropped.
+        In a stage with several groups, F keeps the last group, or R restores it. B restores each other group right
+        before it runs through the group. It also runs the weight gradients of all groups except the first, so that no
+        more than one group is in memory at a time. D does not copy what F has dropped.
 
         Args:
             groups: stage -> groups; empty for one group everywhere.
@@ -243,7 +243,7 @@ class StageCosts:
     def with_whole_vocabulary(self) -> StageCosts:
         """The costs of the same stages without shards: the first has the embedding, and the last the output layer.
 
-        Half of the time of all S is the output layer's forward, and half its B, whose product is as large.
+        Half of the total time of S is the output layer's forward, and the other half its B, which multiplies as much.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}

@@ -27,7 +27,7 @@ class OpKind(str, Enum):
     PB = "&B"
     """B that runs in a pair: as one with the F, of another microbatch or stage, right before it."""
     PBW = "&BW"
-    """BW that runs in a pair."""
+    """BW that runs in a pair, as PB does."""
     R = "R"
     """Recomputation: the forward once more, for a backward whose activations F did not keep."""
     D = "D"

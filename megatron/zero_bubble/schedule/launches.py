@@ -115,7 +115,7 @@ class Host:
         return times_in_pairs(self.schedule, self._costs, self.rank)
 
     def sending(self) -> list[End]:
-        """The ends of streams that have messages for which the rank waits at the end of a step."""
+        """Return the stream ends with sends that the rank waits for at the end of a step."""
         return [end for end in self._ends.values() if end.sends and end.num_posted]
 
     def posted_by(self, op: Op) -> End | None:

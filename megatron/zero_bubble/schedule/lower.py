@@ -235,7 +235,7 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
 
 
 def _time_with_one_queue(lowered: Schedule, costs: StageCosts) -> float:
-    """The makespan with one hardware queue; endless if the schedule stands still then."""
+    """The makespan with one hardware queue; infinite if the schedule hangs with one queue."""
     try:
         return simulate(lowered, costs, hardware_queues=HardwareQueues.ONE).makespan
     except Deadlock:

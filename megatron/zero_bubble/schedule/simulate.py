@@ -271,7 +271,7 @@ class _Simulation:
         blocked: dict[int, list[int]],
         runnable: deque[int],
     ) -> float:
-        """Run an operation of a pair, whose results are both there when its backward ends; return as `_run_rank`."""
+        """Run an operation of a pair, whose two results are ready when the backward ends; return the rank's time."""
         op = self._schedule.ops[rank][position]
         end = start + self._pairs[rank][op]
         lane.starts.append(start)

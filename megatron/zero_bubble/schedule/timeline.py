@@ -41,7 +41,7 @@ def timed_ops(ops: Iterable[Op], starts: Iterable[float], ends: Iterable[float])
 
 @dataclass(frozen=True)
 class Idle:
-    """The share of all ranks' time that is not work, in two parts; a rank's time is the longest span of any rank."""
+    """Share of the ranks' time without work, in two parts. The time of each rank is the longest span of all ranks."""
 
     imbalance: float
     """The imbalance: the idle share that follows from the partition, because ranks have less work than the busiest
@@ -160,8 +160,8 @@ class Timeline:
         """(cost - work) / cost, with the work of the busiest rank.
 
         For equal stages it is the published (cost - m (T_F + T_B + T_W)) / cost. For unequal stages no schedule for
-        this placement can cost less than the busiest rank's work, so that the rate says what the schedule wastes, not
-        what the uneven partition of the layers wastes: that is in `idle`.
+        this placement can cost less than the busiest rank's work, so that the rate is the waste of the schedule alone.
+        `idle` also has the waste of the uneven partition.
         """
         return self.idle.bubble
 

@@ -37,7 +37,7 @@ from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
 _Rows = dict[tuple[OpKind, int], list[int]]
-"""Kind and chunk -> for every microbatch, where this operation of a rank stands; -1 where the rank has none."""
+"""For each kind and chunk, the position of the operation of every microbatch on a rank; -1 if there is none."""
 
 
 @paused_collector()

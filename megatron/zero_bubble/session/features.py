@@ -1,4 +1,4 @@
-"""Says which flags the optional features need and do not work with. Imports no megatron.core."""
+"""Checks the flags that optional features need, and refuses flags that they do not work with. Imports no megatron.core."""
 
 from __future__ import annotations
 

@@ -67,11 +67,11 @@ class Results:
     job: EstimatedJob
     estimates: list[Estimate]
     refused: dict[str, str]
-    """By schedule that is not possible, the reason; under `layout`, why no layout is."""
+    """Reason for every schedule that is not possible, by name; under `layout`, the reason why no layout is possible."""
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if its flags fix one, or none is possible."""
     freed: LayoutEstimate | None = None
-    """The layout that it would choose without the flags of Megatron that fix one; None where there are none."""
+    """The layout that the training would choose without Megatron's layout flags; None without such flags."""
     ways_out: Sequence[WayOut] = ()
     """The outcomes of other layouts and of recomputation where no schedule fits; otherwise empty."""
     added_flags: Mapping[str, Any] = field(default_factory=dict)

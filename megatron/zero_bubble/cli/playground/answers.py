@@ -55,7 +55,7 @@ def run(file: str, planned: bool) -> dict[str, Any]:
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
     """Return one point of the plot: bubble rate and time under a memory limit, or the smallest limit that works.
 
-    A point of the dial is of the plan with the shortest time, as in `memory-curve --dial`.
+    For the dial, the plan with the shortest time counts, as in `memory-curve --dial`.
     """
     try:
         figures = figures_of_source(_flags([*words, f"--memory-limit={limit}"]), takes_makespan=of_dial)

@@ -24,9 +24,8 @@ _GROUPS = "groups"
 
 
 def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
-    """For every rank and column, the operation that starts there, `-` where one goes on, or nothing.
-
-    And the columns that are no slots: those of operations that take no time.
+    """Return, for every rank and column, the operation that starts there, `-` where an operation goes on, or nothing.
+    Also return the columns of operations that take no time, which are no slots.
     """
     # With several groups, operations would take fractions of a slot.
     timeline = simulate(replace(schedule, groups=()), StageCosts.uniform(schedule.num_stages, time_r=1))
