@@ -48,7 +48,7 @@ class Rows:
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the row of every token in this shard, and whether it is there; if not, the row is any of the shard.
 
-        The rows of others are spread, because a GPU adds up many gradients of one row one after the other.
+        Tokens of other shards get different rows, because a GPU adds gradients of one row one after the other.
         """
         row = tokens - self.first
         return torch.remainder(row, self.count), (row >= 0) & (row < self.count)

@@ -177,7 +177,7 @@ class _LocalSearch:
         return not any(self._waits_for(other, op) for other in lane[move.target : move.source])
 
     def _waits_for(self, earlier: int, later: int) -> bool:
-        """Whether `later`, which comes after `earlier` on the same rank, has to.
+        """Whether `later` must come after `earlier` on the same rank, where it comes now.
 
         F, B, W and R of one microbatch and stage stay in their order. Operations on shards wait for results alone.
         """

@@ -110,7 +110,7 @@ class _Part(NamedTuple):
 
 
 def _repeated(schedule: Schedule, period: _Period, count: int) -> Schedule:
-    """The schedule in which the period occurs `count` more times."""
+    """The schedule with `count` more repetitions of the period."""
     length, num_microbatches = period.length, schedule.num_microbatches + count * period.length
     every = {
         (kind, chunk): [Op(kind, microbatch, chunk) for microbatch in range(num_microbatches)]

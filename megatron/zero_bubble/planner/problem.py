@@ -281,7 +281,7 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Rank -> time that all its operations occupy it, if R is where it is as a rule."""
+        """For each rank, the total time of its operations, if each R is at its usual place."""
         kinds = (self.codes.f, self.codes.b, self.codes.w, *self.codes[5:-1])
         each = [
             sum(self.duration[first + s] for first in (*kinds, *(self.codes.r,) * self.is_dropped_as_a_rule(s)))
@@ -296,7 +296,7 @@ class Problem:
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound on the longest span of a rank, or on the makespan if an iteration takes that.
+        """A lower bound on the longest span of a rank, or on the makespan if it is the time of an iteration.
 
         A rank's span has all of its messages but the one before its first F: its last operation, a W, sends nothing.
         """
@@ -325,7 +325,7 @@ class Problem:
         )
 
     def _most_held(self, stages: Sequence[int]) -> float:
-        """The most that one microbatch, alone on a rank, holds in its stages."""
+        """The largest memory that one microbatch, alone on a rank, takes in its stages."""
         footprints = [self.footprints[s] for s in stages]
         if not self.recomputes:
             return sum(each.whole for each in footprints)

@@ -43,7 +43,7 @@ class Entry:
     takes_placement: bool = False
     """Whether it is planned for a placement of any kind, and not always for its own."""
     is_slow: bool = False
-    """Whether it takes seconds to minutes: no command makes it unless it is named."""
+    """Whether planning takes seconds to minutes. Commands make such a schedule only if it is named."""
     has_pairs: bool = False
     """Whether it always has pairs: a forward and a backward that run as one."""
     has_own_limit: bool = True

@@ -188,7 +188,7 @@ class Executor:
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
         """Run a forward and a backward as one, or one after the other if the stage cannot, when both inputs are there.
 
-        Both have their inputs first, and their results are handed on when both have run, in the order of the channels.
+        It waits for both inputs first, and hands the results on when both have run, in the order of the channels.
         """
         input_tensor = self._input_of_forward(stage, forward)
         inputs = self._inputs_of_backward(stage, backward)

@@ -164,7 +164,7 @@ class StepPlanner:
             self._process.close()
 
     def _problem(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepProblem | None:
-        """The problem that a step of these sizes is; None if nothing can be decided."""
+        """Return the planning problem of a step with these sizes; None if nothing can be decided."""
         known = tuple(size for size in sizes if size is not None)
         if self._costs is None or len(known) != count:
             return None

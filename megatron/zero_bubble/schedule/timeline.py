@@ -113,7 +113,7 @@ class Timeline:
         """For every rank, the time from the start of its first operation to the end of its last.
 
         STEP and VALIDATE do not count: a rank validates long before its first forward arrives, if there is time.
-        Embeddings that it looks up before that count with their own time alone.
+        Embeddings that it looks up before then count with their own time alone.
         """
         spans = []
         for lane in self.lanes:

@@ -1,4 +1,4 @@
-"""Checks the flags that optional features need, and refuses flags that they do not work with. Imports no megatron.core."""
+"""Checks flags that optional features need, and refuses flags that contradict them. Imports no megatron.core."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool) -> tuple[Placement, ...]:
-    """The placements that the flags allow; with `frees_layout` all, and that of the flags."""
+    """The placements that the flags allow; with `frees_layout` all placements, and the placement of the flags."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:

@@ -140,7 +140,7 @@ def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
 
 
 def _critical_path(drawing: Drawing) -> Iterator[str]:
-    """A line along the feet of the operations that make the step as long as it is."""
+    """A line below the operations of the critical path."""
     points: list[tuple[float, float]] = []
     for rank, (_, start, end) in critical_path(drawing.timeline):
         y = drawing.lane_top(rank) + drawing.lane_height - 2.5
