@@ -105,12 +105,8 @@ def _measure_stage(model: Model, flags: CheckFlags, device: torch.device) -> Sta
     with middle_stage(model, device) as stage:
         profile = stage.profile(flags.rounds)
         memory = [stage.check_memory(name, profile) for name in MEMORY_SCHEDULES]
-    return StageCheck(model, profile, memory, _message_ms(model, flags.interconnect_bandwidth))
-
-
-def _message_ms(model: Model, gigabytes_a_second: float) -> float:
-    """Return the milliseconds to send one activation of `model` in bf16."""
-    return 2 * model.seq_length * model.micro_batch_size * model.hidden_size / gigabytes_a_second / 1e6
+    message_bytes = 2 * model.seq_length * model.micro_batch_size * model.hidden_size  # in bf16
+    return StageCheck(model, profile, memory, message_bytes / flags.interconnect_bandwidth / 1e6)
 
 
 def _say(what: str) -> None:

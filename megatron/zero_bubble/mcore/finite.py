@@ -103,7 +103,8 @@ class FiniteCheck:
     def check_norm(self, norm: float | None) -> None:
         """Check the norm of all gradients, the same on all ranks; None, where it was not computed, counts as wrong."""
         if norm is None or not math.isfinite(norm):
-            self._end(f"iteration {self._iteration()}", self._find(), self.steps_with)
+            finding = self._find_weight() or self._find_loss() or self._find_gradient()
+            self._end(f"iteration {self._iteration()}", finding, self.steps_with)
 
     def check_losses(self, losses: Iterable[torch.Tensor]) -> None:
         """Check the losses of an evaluation; a collective call of all ranks."""
@@ -130,9 +131,6 @@ class FiniteCheck:
             f"{occasion}: {what} is not finite: the training ends before this changes parameters or a checkpoint; "
             f"to continue in spite of it, give {SWITCH_OFF}"
         )
-
-    def _find(self) -> _Finding | None:
-        return self._find_weight() or self._find_loss() or self._find_gradient()
 
     def _find_weight(self) -> _Finding | None:
         """Find the first weight that is not finite: everything computed after it is wrong because of it."""

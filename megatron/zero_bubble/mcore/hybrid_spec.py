@@ -67,14 +67,9 @@ class NoSparseAttention:
         )
 
 
-def _stack_classes() -> tuple[Any, Any]:
-    """Return the class of stacks of layers, and the class of their specs."""
-    blocks = importlib.import_module(STACK_MODULE)
-    name = "HybridStack" if hasattr(blocks, "HybridStack") else "MambaStack"
-    return getattr(blocks, name), getattr(blocks, f"{name}Submodules")
-
-
-_STACK, _SUBMODULES = _stack_classes()
+_BLOCKS = importlib.import_module(STACK_MODULE)
+_NAME = "HybridStack" if hasattr(_BLOCKS, "HybridStack") else "MambaStack"
+_STACK, _SUBMODULES = getattr(_BLOCKS, _NAME), getattr(_BLOCKS, f"{_NAME}Submodules")
 HAS_FURTHER = "mtp_block_spec" in _SUBMODULES.__dataclass_fields__
 """Whether hybrid models of this megatron-core have multi-token prediction, as they do from 0.17 on."""
 

@@ -85,14 +85,11 @@ class LayerBuilder:
     def _split(self, chunk: Sequence[HeldLayer]) -> Unsplit:
         """Split the backward of a stage's layers, and count the parameters whose gradients stay in B."""
         # A tied layer need not call its module's forward.
-        called = {id(layer.module) for layer in chunk if _calls_something_else(self.layers[layer.index])}
+        specs = ((layer, self.layers[layer.index]) for layer in chunk)
+        called = {id(layer.module) for layer, spec in specs if isinstance(spec, TiedLayerSpec) and spec.forward}
         modules = [layer.module for layer in chunk if id(layer.module) not in called]
         split = {id(parameter) for parameter in split_modules(modules, self.store, self.options.split_layers)}
         return unsplit_of([layer.module for layer in chunk], split)
-
-
-def _calls_something_else(layer: Any) -> bool:
-    return isinstance(layer, TiedLayerSpec) and layer.forward is not None
 
 
 def unsplit_of(modules: Sequence[nn.Module], split: set[int]) -> Unsplit:

@@ -52,7 +52,9 @@ def measure_layers(
     times = []
     for index in range(len(layers) + 1):
         is_loss = index == len(layers)
-        module = nn.Identity() if is_loss else _copy_of(layers, index, device)
+        module = nn.Identity() if is_loss else built(layers, index, device)
+        if not is_loss and not isinstance(layers[index], LayerSpec):
+            module = copy.deepcopy(module)
         call = (lambda output: loss_fn(output, targets)) if is_loss else call_of(layers[index], module)
         store = WeightGradStore()
         split_modules([module], store, split_layers)
@@ -66,11 +68,6 @@ def measure_layers(
         times.append(of_layer)
     *of_layers, of_last, of_loss = times
     return [*of_layers, LayerTimes(*map(sum, zip(of_last, of_loss, strict=True)))]
-
-
-def _copy_of(layers: Sequence[Any], index: int, device: torch.device) -> nn.Module:
-    module = built(layers, index, device)
-    return module if isinstance(layers[index], LayerSpec) else copy.deepcopy(module)
 
 
 def _measure(

@@ -137,8 +137,11 @@ class Watchdog:
             torch.cuda.set_device(self._device)
         try:
             while not self._closed.wait(self._pause):
-                self._look()
-                if self._stands_still() and self._store.add("alarms", 1) == 1:
+                position = self._position()
+                if position != self._seen:
+                    self._seen, self._seen_at = position, time.monotonic()
+                is_late = position is not None and time.monotonic() - self._seen_at > self._timeout
+                if is_late and self._store.add("alarms", 1) == 1:
                     self._raise_alarm()
                 if self._store.check(["alarm"]):
                     self._answer()
@@ -147,14 +150,6 @@ class Watchdog:
         except dist.DistError:
             # The store is gone, because the launcher is ending the job.
             return
-
-    def _look(self) -> None:
-        position = self._position()
-        if position != self._seen:
-            self._seen, self._seen_at = position, time.monotonic()
-
-    def _stands_still(self) -> bool:
-        return self._seen is not None and time.monotonic() - self._seen_at > self._timeout
 
     def _raise_alarm(self) -> None:
         """Ask all ranks for their state, report it, and let the ranks exit."""

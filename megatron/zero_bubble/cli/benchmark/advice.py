@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
@@ -61,9 +62,10 @@ def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
     """Return the comparison with every other result, the slowest last."""
     parts = []
     for other in sorted(others, key=lambda result: -result.ratio):
-        interval = bootstrap_interval(best.ratios_to(other))
+        ratios = best.ratios_to(other)
+        interval = bootstrap_interval(ratios)
         bounds = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
-        parts.append(f"{best.ratio_to(other):.2f}{bounds} times as fast as {other.contestant.name}")
+        parts.append(f"{median(ratios):.2f}{bounds} times as fast as {other.contestant.name}")
     return ", ".join(parts) or "nothing else ran"
 
 

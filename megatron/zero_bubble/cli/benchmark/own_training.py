@@ -66,7 +66,8 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     shared, ours = _parted(shared, (*_ALIASES, *(_REPLICAS if script is not None else ())), prefix="--zero-bubble")
     # Our own training counts its operations itself; for a script, Megatron-LM prints its count.
     added = ["--log-throughput"] if script is not None and "--log-throughput" not in shared else []
-    num_ranks = flags.world_size or _num_ranks(args, num_devices)
+    # As many replicas as this machine's GPUs have room for, or one.
+    num_ranks = flags.world_size or args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
     resolved = replace(
         flags,
         pipeline_size=pipeline_size,
@@ -98,11 +99,6 @@ def _contestants(flags: BenchmarkFlags, args: Arguments | ScriptArguments, ours:
     own = args.num_virtual_stages_per_pipeline_rank
     for chunks in sorted({*CHUNKS, *([own] if own is not None and own > 1 else [])}):
         yield megatrons_interleaved(flags, chunks, f"megatron-core interleaved, {chunks} chunks")
-
-
-def _num_ranks(args: Arguments | ScriptArguments, num_devices: int) -> int:
-    """Ranks of a job on this machine: as many replicas as its GPUs have room for, or one."""
-    return args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
 
 
 def _num_microbatches(args: Arguments | ScriptArguments, num_ranks: int) -> int:

@@ -102,9 +102,6 @@ class TrainResult:
         """For every round, how many times as fast this schedule was as `other` in the same round."""
         return self._ratios(other.rounds)
 
-    def ratio_to(self, other: TrainResult) -> float:
-        return median(self.ratios_to(other))
-
     def _ratios(self, rounds: Iterable[float]) -> list[float]:
         return [theirs / mine for theirs, mine in zip(rounds, self.rounds, strict=True)]
 

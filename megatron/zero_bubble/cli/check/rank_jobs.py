@@ -37,10 +37,6 @@ class Backend:
         return f"{self.name}, one queue" if self.one_queue else self.name
 
     @property
-    def torch_backend(self) -> str:
-        return "gloo" if self.name == "host" else self.name
-
-    @property
     def flags(self) -> tuple[str, ...]:
         """Training flags that our schedules need over this backend."""
         return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
@@ -112,7 +108,7 @@ class _Attempt:
         self._folder = start.folder / f"job {time.monotonic_ns()}"
         self._folder.mkdir()
         plan = {
-            "backend": start.backend.torch_backend,
+            "backend": "gloo" if start.backend.name == "host" else start.backend.name,
             "over_host": start.backend.name == "host",
             "limit": start.limits.training,
             "trainings": trainings,
