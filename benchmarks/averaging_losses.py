@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.benchmark.training_turn import printed_losses
-from megatron.zero_bubble.cli.flag_values import at_least, positive
-from megatron.zero_bubble.cli.invocation import FollowingFlags, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, positive, read_flags, run_command
 from megatron.zero_bubble.cli.output import deliver, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.cli.trainings import failure_reason

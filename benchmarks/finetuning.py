@@ -25,8 +25,7 @@ import torch.distributed as dist
 from examples.finetune_conversations import build_stage, forward_backward, microbatch, with_optimizer
 from megatron.zero_bubble import WeightGradStore, get_forward_backward_func, split_weight_gradients
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval
-from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, REFITTED_AFTER

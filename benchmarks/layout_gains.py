@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from benchmarks.emulation.emulated_results import Result, run_plans
-from megatron.zero_bubble.cli.flag_values import at_least, positive
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, positive, read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, plan_layout, search_layouts

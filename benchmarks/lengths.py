@@ -24,8 +24,7 @@ from statistics import fmean, median
 
 from benchmarks.emulation.ranks import run_job
 from benchmarks.emulation.worker import EmulatedJob
-from megatron.zero_bubble.cli.flag_values import at_least, one_number
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, one_number, read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.microbatch_order import order_microbatches

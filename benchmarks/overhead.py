@@ -29,8 +29,7 @@ from benchmarks.emulation.ranks import run_job
 from benchmarks.emulation.worker import EmulatedJob
 from benchmarks.executor_overhead import seconds_per_op
 from benchmarks.split_price import ModelSize, Round, measure_split
-from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import generate

@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from benchmarks.plain_contestants import TRAININGS, PlainPipeline, PlainTraining, contestants
 from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interval
-from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.session.flag_parser import flag

@@ -24,8 +24,7 @@ from statistics import median, quantiles
 from typing import get_args
 
 from benchmarks.planning_at_scale import planned_at_scale
-from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import generate

@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import ceil
 
-from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Plan, PlanRequest, all_placements, search_layouts

@@ -22,8 +22,7 @@ from megatron.zero_bubble.cli.benchmark.arguments import BenchmarkFlags
 from megatron.zero_bubble.cli.benchmark.contestants import CHOSEN, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
-from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.session.flag_parser import flag

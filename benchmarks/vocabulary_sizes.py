@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.emulation.emulated_results import Result
 from benchmarks.layout_gains import RunFlags, request_of, run_named, words_of
-from megatron.zero_bubble.cli.flag_values import positive
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import positive, read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.planner import Plan, search_layouts
 from megatron.zero_bubble.session.flag_parser import flag

@@ -23,8 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.mcore.cpu import substitute_cuda

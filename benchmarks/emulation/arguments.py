@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.zero_bubble.cli.flag_values import at_least, positive
+from megatron.zero_bubble.cli.invocation import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import (
     LimitFlags,
     PostValidationFlags,

@@ -18,7 +18,7 @@ from benchmarks.emulation.reduction import ReductionCosts
 from benchmarks.emulation.variants import contestants
 from benchmarks.emulation.worker import EmulatedJob, StepRecord
 from megatron.zero_bubble.cli.output import IDLE_HEADS, idle_cells, table
-from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
+from megatron.zero_bubble.cli.schedule.figures import stage_costs
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Idle, Schedule, Timeline, lower, simulate
 from megatron.zero_bubble.schedule.formats import schedule_from_pytorch_csv

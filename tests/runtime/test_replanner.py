@@ -16,7 +16,7 @@ from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import MegatronsTime
 from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime import replanner
-from megatron.zero_bubble.runtime.free_memory import limits_of_ranks
+from megatron.zero_bubble.runtime.device import limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.plan_check import Difference

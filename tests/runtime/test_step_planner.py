@@ -13,9 +13,8 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.planner.step_plan import StepPlan, StepProblem, StepRules
 from megatron.zero_bubble.runtime import step_planner
 from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.planning_process import PlanningProcess
 from megatron.zero_bubble.runtime.recorder import HostClock, MeasuredOp
-from megatron.zero_bubble.runtime.step_planner import StepDecision, StepPlanner, whole_limits
+from megatron.zero_bubble.runtime.step_planner import PlanningProcess, StepDecision, StepPlanner, whole_limits
 from megatron.zero_bubble.schedule import Infeasible, Op, OpKind, StageCosts
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
 

@@ -57,8 +57,7 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
         scratch: a folder for temporary files.
     """
     # Imported after `substitute_cuda`, because megatron-core looks for a device as it is imported.
-    from megatron.zero_bubble.cli.check.findings import Findings
-    from megatron.zero_bubble.cli.check.machine import describe_machine
+    from megatron.zero_bubble.cli.check.findings import Findings, describe_machine
     from megatron.zero_bubble.cli.check.rank_check import RankCheck
     from megatron.zero_bubble.cli.check.rank_jobs import Limits
 

@@ -17,8 +17,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
 from megatron.zero_bubble.cli.playground.site_files import PYODIDE, write_site
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
 from megatron.zero_bubble.session.flag_parser import flag

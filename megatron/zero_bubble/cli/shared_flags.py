@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
-from megatron.zero_bubble.cli.flag_values import at_least, numbers, positive
+from megatron.zero_bubble.cli.invocation import at_least, numbers, positive
 from megatron.zero_bubble.cli.output import deliver
 from megatron.zero_bubble.planner.request import MOST_CHUNKS
 from megatron.zero_bubble.schedule import StageCosts

@@ -23,11 +23,10 @@ from torch import nn
 
 from megatron.zero_bubble.pipeline.batches import microbatches_of
 from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, own_norms
-from megatron.zero_bubble.pipeline.held_layers import Unsplit
+from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
 from megatron.zero_bubble.pipeline.late_steps import TrainingOutcome
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, stage_times
-from megatron.zero_bubble.pipeline.layer_summary import Summary
 from megatron.zero_bubble.pipeline.options import PipelineOptions, check_same_arguments
 from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
 from megatron.zero_bubble.pipeline.rank_steps import Load, RankSteps

@@ -1,8 +1,11 @@
-"""The device that this process computes on."""
+"""The device that this process computes on, and the memory of it that operations may take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 
 
 def own_device() -> torch.device:
@@ -10,3 +13,25 @@ def own_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+MARGIN = 0.9
+"""Share of the free memory that the limit `auto` gives to activations, because allocators fragment."""
+
+
+def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
+    """Return for every rank the bytes that its operations may leave behind under its memory limit in `in_bytes`.
+
+    Each rank reserves the temporary memory of a single operation (`inside`), such as logits and attention scores.
+    """
+    # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
+    return tuple(max(1.0, limit - needed) for limit, needed in zip(in_bytes, inside, strict=True))
+
+
+def least_free_bytes(device: torch.device) -> float:
+    """Return the bytes that the fullest device of the job could still give; a collective call of the whole job."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = torch.tensor([float(free + unused)], dtype=torch.float64, device=device)
+    dist.all_reduce(available, op=dist.ReduceOp.MIN)
+    return available.item()

@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner.expected_time import expected_time
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.runtime.free_memory import MARGIN, least_free_bytes, limits_of_ranks
+from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.plan_check import (
     TOLERANCE,

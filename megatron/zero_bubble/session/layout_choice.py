@@ -16,7 +16,7 @@ from megatron.zero_bubble.planner.prediction import MegatronsTime, total_work
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.runtime.copy_lane import copy_lane, link_rate
-from megatron.zero_bubble.runtime.free_memory import MARGIN, least_free_bytes
+from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import units_to_json

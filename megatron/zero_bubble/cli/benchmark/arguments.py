@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron.zero_bubble.cli.flag_values import at_least
-from megatron.zero_bubble.cli.invocation import FollowingFlags
+from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least
 from megatron.zero_bubble.cli.shared_flags import SizeFlags, TableFlags
 from megatron.zero_bubble.session.flag_parser import flag
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron.zero_bubble.cli.check.matrix import NAMES
 from megatron.zero_bubble.cli.check.models import SIZES
-from megatron.zero_bubble.cli.flag_values import at_least, positive
+from megatron.zero_bubble.cli.invocation import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
 from megatron.zero_bubble.session.flag_parser import flag
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.flag_values import at_least, positive
-from megatron.zero_bubble.cli.invocation import FollowingFlags
+from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags, host_bandwidth_flag
 from megatron.zero_bubble.session.flag_parser import flag
 

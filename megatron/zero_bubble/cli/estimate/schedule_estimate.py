@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.prediction import as_megatron_recomputes
 from megatron.zero_bubble.planner.registry import entry_of
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT
-from megatron.zero_bubble.runtime.free_memory import MARGIN, limits_of_ranks
+from megatron.zero_bubble.runtime.device import MARGIN, limits_of_ranks
 from megatron.zero_bubble.schedule import (
     Infeasible,
     Placement,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.zero_bubble.cli.estimate.stragglers import STRAGGLER_KINDS, StragglerKind, Stragglers
-from megatron.zero_bubble.cli.flag_values import at_least, one_number, positive
+from megatron.zero_bubble.cli.invocation import at_least, one_number, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 from megatron.zero_bubble.session.flag_parser import flag

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.invocation import read_flags
-from megatron.zero_bubble.cli.playground.pictures import picture_of, picture_of_run
-from megatron.zero_bubble.cli.playground.recorded_run import is_trace, recorded_run
+from megatron.zero_bubble.cli.playground.pictures import is_trace, picture_of, picture_of_run, recorded_run
 from megatron.zero_bubble.cli.schedule.arguments import SimulateFlags
 from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_source
 from megatron.zero_bubble.planner.request import EFFORT

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.zero_bubble.cli.flag_values import at_least, numbers, positive
+from megatron.zero_bubble.cli.invocation import at_least, numbers, positive
 from megatron.zero_bubble.cli.shared_flags import (
     CommandFlags,
     FileFlags,

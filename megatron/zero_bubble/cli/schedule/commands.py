@@ -17,10 +17,9 @@ from megatron.zero_bubble.cli.schedule.arguments import (
     SimulateFlags,
     ValidateFlags,
 )
-from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures
+from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, stage_costs
 from megatron.zero_bubble.cli.schedule.memory_curve import memory_curve
 from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_all, figures_of_source, source
-from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Schedule, ScheduleError, lower, validate, with_post_validation
 from megatron.zero_bubble.schedule.analysis import causes

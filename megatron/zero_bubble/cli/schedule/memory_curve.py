@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron.zero_bubble.cli.output import deliver, percent, table
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
-from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, simulated_figures
+from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, microbatch_bytes, simulated_figures, stage_costs
 from megatron.zero_bubble.cli.schedule.planned_figures import lacking_costs, make_schedule
-from megatron.zero_bubble.cli.schedule.rank_costs import microbatch_bytes, stage_costs
 from megatron.zero_bubble.cli.shared_flags import to_json
 from megatron.zero_bubble.planner import placement_for
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
-from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, simulated_figures
-from megatron.zero_bubble.cli.schedule.rank_costs import stage_costs
+from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, simulated_figures, stage_costs
 from megatron.zero_bubble.cli.shared_flags import PostValidationFlags, ScheduleFlags
 from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of

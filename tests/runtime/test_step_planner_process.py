@@ -7,7 +7,7 @@ import pytest
 from megatron.zero_bubble.planner.generate import request_for
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.planner.step_plan import StepPlan, StepProblem, StepRules
-from megatron.zero_bubble.runtime.planning_process import PlanningProcess
+from megatron.zero_bubble.runtime.step_planner import PlanningProcess
 from megatron.zero_bubble.schedule import Infeasible, StageCosts
 from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, SizedCosts
 
