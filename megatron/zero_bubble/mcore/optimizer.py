@@ -44,7 +44,7 @@ def copy_to_model(optimizer: MegatronOptimizer) -> None:
             part._copy_main_params_to_model_params()
 
 
-def check_optimizer(optimizer: MegatronOptimizer) -> None:
+def refuse_optimizer(optimizer: MegatronOptimizer) -> None:
     """Check that post-validation can take this optimizer's steps before the norm of all gradients is known.
 
     Raises:

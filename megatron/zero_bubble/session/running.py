@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
-from megatron.zero_bubble.mcore.optimizer import check_optimizer, torch_optimizers
+from megatron.zero_bubble.mcore.optimizer import refuse_optimizer, torch_optimizers
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.replica_averaging import ReplicaAveraging
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
@@ -197,7 +197,7 @@ def build_post_validation(
         return None
     assert plan is not None, "checked with the flags"
     try:
-        check_optimizer(optimizer)
+        refuse_optimizer(optimizer)
     except ValueError as error:
         raise ValueError(f"{POST_VALIDATION}: {error}") from error
     try:

@@ -31,8 +31,8 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
     memory = _memory_words(best, baseline)
     if rounds < FEWEST_ROUNDS or iterations < FEWEST_ITERATIONS:
         return (
-            f"A trial, after which no schedule is recommended: {_counted(rounds, 'round')} of "
-            f"{_counted(iterations, 'iteration')}. At least --rounds {FEWEST_ROUNDS} and --iterations "
+            f"A trial, after which no schedule is recommended: {_plural(rounds, 'round')} of "
+            f"{_plural(iterations, 'iteration')}. At least --rounds {FEWEST_ROUNDS} and --iterations "
             f"{FEWEST_ITERATIONS} give an interval.\nThe fastest in it was {speed}.\n{memory}"
         )
     close = [other for other in others if not _is_faster(best, other)]
@@ -54,7 +54,7 @@ def _memory_words(best: TrainResult, baseline: TrainResult) -> str:
     return f"{memory}."
 
 
-def _counted(count: int, noun: str) -> str:
+def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 

@@ -104,11 +104,11 @@ def _result(
         tokens=None if length is None else batch * length,
         flops=batch * flops_of_sequence(args) if isinstance(args, Arguments) else None,
         world_size=flags.num_ranks,
-        simulated=_simulated_schedule(contestant, flags, _stage_costs(contestant, costs)),
+        simulated=_simulated_schedule(contestant, flags, _measured_costs(contestant, costs)),
     )
 
 
-def _stage_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
+def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
     """Return the costs of a contestant's stages. The costs of a whole vocabulary may be derived from its shards."""
     if (
         own := measured.get((contestant.placement, contestant.spreads_vocabulary))

@@ -27,7 +27,7 @@ from megatron.zero_bubble.session.start_up import quiet_start_up, run_program
 BEGINS, ENDS = "begins", "ends"
 
 
-def run_plan(plan: dict[str, Any], folder: Path) -> None:
+def run_trainings(plan: dict[str, Any], folder: Path) -> None:
     rank = int(os.environ["RANK"])
     if plan["over_host"]:
         from megatron.zero_bubble.cli.check.host_collectives import stage_collectives
@@ -77,7 +77,7 @@ def main(plan: Path) -> None:
     end_with_parent()
     quiet_start_up()
     substitute_cuda()
-    run_plan(json.loads(plan.read_text()), plan.parent)
+    run_trainings(json.loads(plan.read_text()), plan.parent)
 
 
 if __name__ == "__main__":

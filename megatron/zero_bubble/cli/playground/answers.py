@@ -68,7 +68,7 @@ def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
     }
 
 
-def save(words: Words, kind: str) -> dict[str, str]:
+def saved_file(words: Words, kind: str) -> dict[str, str]:
     """Return the name and the text of a file: `json`, `csv` (PyTorch's), `svg` or `trace`."""
     flags = _flags(words)
     figures = figures_of_source(flags)
@@ -116,7 +116,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "picture": picture,
     "run": run,
     "point": point,
-    "save": save,
+    "save": saved_file,
     "opened": opened,
 }
 

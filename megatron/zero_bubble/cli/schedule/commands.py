@@ -44,7 +44,7 @@ def list_schedules(flags: ListFlags) -> None:
     flags.deliver(rows, "".join(f"{entry.name:<{width}}  {entry.summary}\n" for entry in entries))
 
 
-def generate(flags: GenerateFlags) -> None:
+def write_schedule(flags: GenerateFlags) -> None:
     """Print or write one schedule in the format that the flags ask for."""
     schedule, _ = source(flags)
     if flags.post_validation:
@@ -61,7 +61,7 @@ def generate(flags: GenerateFlags) -> None:
     deliver(writers[flags.chosen_format](schedule), flags.output)
 
 
-def simulate(flags: SimulateFlags) -> None:
+def show_simulation(flags: SimulateFlags) -> None:
     """Print the costs of one schedule, and the causes of each rank's bubble."""
     figures = figures_of_source(flags)
     flags.deliver(figures.as_json(), _summary([figures]) + "\n" + _rank_table(figures))
@@ -187,10 +187,10 @@ COMMANDS: Mapping[str, ScheduleCommand] = MappingProxyType(
     {
         "list": ScheduleCommand(list_schedules, ListFlags, "list all schedules", ""),
         "generate": ScheduleCommand(
-            generate, GenerateFlags, "make a schedule", f"--schedule zb-h1 {_SIZE} --output zb-h1.json"
+            write_schedule, GenerateFlags, "make a schedule", f"--schedule zb-h1 {_SIZE} --output zb-h1.json"
         ),
         "simulate": ScheduleCommand(
-            simulate,
+            show_simulation,
             SimulateFlags,
             "simulate a schedule: idle time, times, memory and messages",
             f"--schedule zb-h1 {_SIZE} --time-comm 0.1",
