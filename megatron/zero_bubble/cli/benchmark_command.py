@@ -18,9 +18,9 @@ compares schedules by name. Every one runs pretrain_gpt.py as a job of its own, 
 megatron-core's own 1F1B always runs, as the baseline. The schedules take turns, and a turn is compared with the turn of
 1F1B in the same round; `to 1F1B` is the median of these ratios, and its interval is a bootstrap over rounds.
 `--schedule chosen` trains with --zero-bubble alone, on the layout that it chooses; the line of its turn says which.
-Bubble rates are measured in runs of our schedules; `predicted` of megatron-core's own is simulated from the costs that
-a run of ours in the same placement measured, where the costs of vocabulary shards are put back on the first and the
-last stage. Memory is the allocator's peak on the fullest GPU; without CUDA it is the resident memory of the largest
+Bubble rates are measured in runs of our schedules; For megatron-core's schedules, `predicted` is simulated with the
+costs that a schedule of ours measured in the same placement. The costs of vocabulary shards then count on the first and
+the last stage. Memory is the allocator's peak on the fullest GPU; without CUDA it is the resident memory of the largest
 process, its libraries included. `--losses` also says how far the losses are from those of 1F1B.
 
 A mistake in the flags ends with one line and exit status 2, a training that fails with status 1.

@@ -52,7 +52,7 @@ class Connections:
     def prepare(self, chunks: Sequence[torch.nn.Module], placement: Placement, groups: ProcessGroupCollection) -> None:
         """Read the model's settings, and open the collectives of its vocabulary shards if it has them.
 
-        A collective call of a pipeline's ranks and their tensor-parallel ranks; all but the first do nothing.
+        A collective call of a pipeline's ranks and their tensor-parallel ranks. Only the first call does anything.
         """
         if self._channels is None:
             config = get_model_config(chunks[0])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Feature(Enum):
-    """A feature of this project with which a setting may be refused that works otherwise, as a user asks for it."""
+    """A feature of this project, by its flag. Some settings work without the feature and are refused with it."""
 
     POST_VALIDATION = "--zero-bubble-post-validation"
     SCRIPT_POST_VALIDATION = "--zero-bubble-post-validation under the launcher"
@@ -43,7 +43,7 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """Weights are divided into more shards than there are tensor ranks, whose number `name` is."""
+    """There are more shards of weights than tensor ranks; the setting `name` is the number of these ranks."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 

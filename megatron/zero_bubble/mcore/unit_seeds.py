@@ -2,8 +2,8 @@
 
 megatron-core seeds each pipeline rank once. The random numbers of a layer then depend on the rank, and on all previous
 draws of the rank. Here each unit has its own seeds for its weights and for the dropout of each microbatch. A unit is
-the embedding, a layer, a layer of multi-token prediction, or the output layer. From that seed tensor-parallel and
-expert-parallel ranks draw the same or different numbers as they do in megatron-core.
+the embedding, a layer, a layer of multi-token prediction, or the output layer. As in megatron-core, tensor-parallel and
+expert-parallel ranks derive equal or different numbers from that seed.
 """
 
 from __future__ import annotations

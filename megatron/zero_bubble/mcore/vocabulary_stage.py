@@ -30,7 +30,7 @@ class _Microbatch:
     batch]."""
 
     call: RecordedCall | None = None
-    """The call of the first or the last stage whose forward comes next."""
+    """The call of the model in the first stage, until its forward runs."""
     loss_function: Callable[..., Any] | None = None
     tokens: torch.Tensor | None = None
     """[batch, sequence]"""

@@ -32,7 +32,7 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
     """Return the most even partition without a part above `limit`, by dynamic programming over the ends of parts."""
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
-    """Part -> end -> (sum of squared weights, of squared lengths, first layer) of the best partition up to there."""
+    """For each part and end, the best partition up to there: sums of squared weights and lengths, first layer."""
     for part in range(num_parts):
         ends: dict[int, tuple[float, float, int]] = {}
         for first, (squares, lengths, _) in best[-1].items():

@@ -78,7 +78,7 @@ class MessageSpec:
         return replace(self, template=tuple(later(k) for k in range(len(self.tensors))))
 
     def has_form_of(self, other: MessageSpec, *, shapes_vary: bool = False) -> bool:
-        """Tell whether a receiver of `other` can receive this message, which it must if shapes vary, too."""
+        """Tell whether a receiver that expects `other` can receive this message; with `shapes_vary`, in any shape."""
         if shapes_vary:
             return bool(self.announced().template == other.announced().template)
         return bool(self.template == other.template)

@@ -30,7 +30,7 @@ class PipelineOptions:
         num_chunks: stages of a rank, by default those of the schedule.
         memory_limit: most activations of a rank, in microbatches of a whole rank; for all ranks or one a rank. By
             default as much as the schedule of that name needs.
-        offload: microbatches of a whole rank that its host link copies one way while it runs the forward of one. A
+        offload: speed of a rank's host link in each direction: microbatches copied in the time of one forward. A
             planned schedule then copies activations to the host and back where that is faster under `memory_limit`,
             and microbatches keep their order. None copies nothing.
         checkpoint: whether all layers drop their activations in F and run again in R. A spec says so of one layer.

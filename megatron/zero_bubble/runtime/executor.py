@@ -186,7 +186,7 @@ class Executor:
             stage.release_output(output)
 
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
-        """Run a forward and a backward as one, or one after the other if the stage cannot, when both inputs are there.
+        """Run a forward and a backward as one operation; a stage that cannot do so runs the two in turn.
 
         It waits for both inputs first, and hands the results on when both have run, in the order of the channels.
         """

@@ -42,7 +42,7 @@ class StageMessages:
         return self._incoming.pop((is_forward, op.chunk, op.microbatch)).wait()
 
     def hand_on(self, op: Op, tensor: torch.Tensor | None, *, is_forward: bool) -> bool:
-        """Give the result of `op` to the neighbouring stage: to the following send, or directly on the same rank.
+        """Give the result of `op` to the neighbouring stage: on the same rank at once, else by the next send.
 
         Returns:
             Whether the result has been passed on; a send does so later, and a result that no stage needs stays.

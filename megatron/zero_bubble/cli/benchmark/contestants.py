@@ -130,7 +130,7 @@ def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Cont
 
 
 def _chunks_in(words: Sequence[str]) -> int | None:
-    """The model chunks a rank that a training's flags ask for; None if they say nothing that is a number."""
+    """Return the number of model chunks a rank in a training's flags; None without the flag or without a number."""
     value = next((after for before, after in pairwise(words) if before == CHUNKS_FLAG), "")
     return int(value) if value.isdigit() else None
 

@@ -32,7 +32,7 @@ class TrainResult:
     """Operations of one iteration, counted as --log-throughput does; None for a script, which counts them itself."""
     world_size: int
     simulated: Timeline | None
-    """The schedule simulated with costs that one of ours measured in this placement; None if that is not possible."""
+    """The schedule, simulated with the costs that a schedule of ours measured in this placement; None without costs."""
 
     @property
     def rounds(self) -> tuple[float, ...]:

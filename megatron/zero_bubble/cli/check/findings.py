@@ -86,7 +86,7 @@ class Findings:
     """Everything that the check found on one device."""
 
     machine: Mapping[str, Any]
-    """The device, versions and settings; see `findings.py`."""
+    """The device, versions and settings; see `describe_machine`."""
     stages: Sequence[StageCheck] = ()
     without_room: Mapping[str, str] = field(default_factory=dict)
     """By model whose stage did not fit on the device, the allocator's message."""

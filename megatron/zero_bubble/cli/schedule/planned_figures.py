@@ -59,7 +59,7 @@ def make_schedule(
 
 
 def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
-    """Why R or copies to the host, which the flags ask for, free no memory with these costs; None if they do."""
+    """Return why recomputation or offload, if the flags ask for it, frees no memory with these costs; else None."""
     for is_asked, flag, name, effect in (
         (flags.recomputation is not Recompute.NONE, f"--recompute {flags.recompute}", "memory_r", "dropped"),
         (flags.offloads, "--offload auto", "memory_d", "copied to the host"),
