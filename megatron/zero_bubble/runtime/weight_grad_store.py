@@ -115,11 +115,15 @@ class WeightGradStore:
         Parameters come in the order of B, from the last layer to the first, and the microbatches of each parameter in
         the given order. `before` is called with the microbatch before each W.
         """
+        _run_in_order(self._take_by_parameter(chunk, microbatches), before)
+
+    def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
+        """Take the W of microbatches by parameter; a function, so that nothing else keeps a W that has run."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
                 by_parameter.setdefault(deferred.parameter, []).append((microbatch, deferred))
-        _run_in_order([entry for entries in by_parameter.values() for entry in entries], before)
+        return [entry for entries in by_parameter.values() for entry in entries]
 
     def _take(self, chunk: int, microbatch: int) -> _Bundle:
         assert self._queues[chunk], f"W of microbatch {microbatch}, chunk {chunk}: nothing is pending"
