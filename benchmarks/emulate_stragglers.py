@@ -32,8 +32,7 @@ import torch.multiprocessing
 from benchmarks.emulation.sleeping import sleep_precisely, sleep_until, start_together
 from megatron.zero_bubble.cli.estimate.straggler_flags import ReplicasFlags
 from megatron.zero_bubble.cli.estimate.stragglers import time_per_step
-from megatron.zero_bubble.cli.invocation import at_least, positive
-from megatron.zero_bubble.cli.invocation import read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, positive, read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.runtime.group_averager import GroupAverager, groups_of_replicas
