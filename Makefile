@@ -41,7 +41,7 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py
 	@echo "making $(VENV) (once): torch, megatron-core and what the tests and tools need"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(PIP_FLAGS) torch
-	$(BIN)/pip install $(PIP_FLAGS) --editable '.[dev,tensorboard,solver,examples]'
+	$(BIN)/pip install $(PIP_FLAGS) --editable '.[dev,solver,examples]'
 	@touch $@
 
 pretrain: $(INSTALLED)

@@ -125,7 +125,7 @@ def cause_scalars(timeline: Timeline) -> dict[str, float]:
 
 def plan_picture(timeline: Timeline) -> np.ndarray:
     """A picture [height, width, 3] of the operations of every rank over time, numbered by their microbatches."""
-    from PIL import Image, ImageDraw  # a dependency of TensorBoard
+    from PIL import Image, ImageDraw  # which TensorBoard needs for pictures, too
 
     schedule = timeline.schedule
     image = Image.new("RGB", (_WIDTH, _LANE * len(timeline.lanes)), "#ffffff")
