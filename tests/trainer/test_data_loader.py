@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 import torch
@@ -56,13 +55,23 @@ def test_an_error_elsewhere_is_that_of_a_killed_worker(iterator: MicrobatchItera
             next(iterator)
             worker = iterator._workers[1]
             worker.kill()
-            with suppress(RuntimeError):  # torch's handler may raise while this waits
-                worker.join()
+            worker.join()  # torch's handler would raise here
             raise error
 
     with pytest.raises(SessionError, match="SIGKILL") as raised:
         train()
     assert raised.value.__cause__ is error
+
+
+def test_a_worker_killed_with_a_lock_does_not_hang_the_end(iterator: MicrobatchIterator):
+    """torch's end takes the lock of an event, which each worker takes after each sample."""
+    next(iterator)
+    worker = iterator._workers[0]
+    with iterator._batches._workers_done_event._cond:
+        worker.kill()
+        worker.join()
+        iterator.close()
+    assert all(process.exitcode for process in iterator._workers)
 
 
 def test_a_worker_that_exits_is_named_with_its_status():

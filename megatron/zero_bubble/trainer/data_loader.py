@@ -9,11 +9,12 @@ how many microbatches make a step.
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 import torch
@@ -34,13 +35,19 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     The owner must close the iterator. Otherwise the workers live on while a traceback, a cycle or a signal handler
     refers to the iterator, and Python waits for them at its exit.
 
-    Where a worker has ended by itself, because the system killed it for example, an error inside the `with` block
-    becomes a `SessionError` about that worker: torch raises an error wherever the training is when the worker ends.
+    Where a worker has ended by itself, because the system killed it for example, the next read, or any error inside
+    the `with` block, becomes a `SessionError` about that worker. torch's handler of SIGCHLD, which raises an error
+    wherever the training is when a worker ends, is not installed: an error between two arbitrary instructions can
+    be lost, or leave a lock taken.
     """
 
     def __init__(self, loader: DataLoader) -> None:
+        handler = signal.getsignal(signal.SIGCHLD)
         self._batches = iter(loader)
-        self._workers = getattr(self._batches, "_workers", [])  # with num_workers 0 this process loads
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+        # With num_workers 0 this process loads.
+        self._workers: list[BaseProcess] = getattr(self._batches, "_workers", [])
         super().__init__(iter(self._load, None))
 
     def _load(self) -> dict[str, torch.Tensor]:
@@ -63,23 +70,29 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     def _raise_if_worker_ended(self, error: BaseException, seconds: float) -> None:
         """Raise `SessionError` if a worker has ended, or does so within this time."""
         end = time.monotonic() + seconds
-        while not (lost := [worker for worker in self._workers if worker.exitcode]):
+        while not (lost := self._lost_workers()):
             if time.monotonic() >= end:
                 return
-            with suppress(RuntimeError):  # raised by torch's handler of SIGCHLD
-                time.sleep(0.01)
+            time.sleep(0.01)
         code = lost[0].exitcode
+        assert code is not None
         how = signal.Signals(-code).name if code < 0 else f"status {code}"
         raise SessionError(
             f"--num-workers {len(self._workers)}: a worker that loads data (process {lost[0].pid}) ended with {how}; "
             "if memory ran out, which the system's log tells, give fewer workers or 0"
         ) from error
 
+    def _lost_workers(self) -> list[BaseProcess]:
+        return [worker for worker in self._workers if worker.exitcode]
+
     def close(self) -> None:
         """End the worker processes, by force if needed. A second call does nothing."""
         if not self._workers:
             return
-        with suppress(RuntimeError):  # raised by torch's handler of SIGCHLD where a worker has ended before
+        if self._lost_workers():
+            # A killed worker may hold the lock of the event by which torch ends workers: torch would wait for ever.
+            self._batches._shutdown = True  # type: ignore[attr-defined]
+        else:
             self._batches._shutdown_workers()  # type: ignore[attr-defined]
         for worker in self._workers:
             worker.kill()  # workers ignore SIGTERM, with which torch asked them to end
