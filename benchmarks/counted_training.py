@@ -22,6 +22,7 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
+from megatron.zero_bubble.session.profiling import reporter
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import parse_arguments
@@ -94,7 +95,9 @@ class CountedSession(Session):
     def open_run(self, iteration: int, write_plan: Any) -> ForwardBackward:
         assert self.job.plan is not None
         assert self.store is not None
-        self._counted = CountedForwardBackward(self.job.plan, self.store, planning=self.job.planning)
+        self._counted = CountedForwardBackward(
+            self.job.plan, self.store, planning=self.job.planning, report=reporter(self.job.flags, print_rank_0)
+        )
         return self._counted
 
     def close(self) -> None:
