@@ -61,10 +61,8 @@ def test_few_hardware_queues_are_warned_of(connections):
     assert "tensor parallelism" not in warning
     tensor_parallel = flags("--zero-bubble", "--tensor-model-parallel-size", "2")
     (warning,) = environment_warnings(tensor_parallel, environment, has_cuda=True)
-    assert "with tensor parallelism too" in warning
-    (warning,) = environment_warnings(tensor_parallel, environment, has_cuda=True, is_megatron_lm=True)
-    assert "Megatron-LM demands 1 with tensor or context parallelism" in warning
-    assert "Unset" not in warning
+    assert "8 or more, with tensor and context parallelism too" in warning
+    assert "Megatron-LM's own trainer demands 1 with them, on GPUs before Blackwell" in warning
 
 
 def test_blocking_waits_are_warned_of():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -72,24 +69,18 @@ def test_a_session_counts_the_training_steps_after_those_of_earlier_runs() -> No
     assert (session.num_steps, session.iteration, session.num_microbatches) == (1, 8, 2)
 
 
-def test_what_is_found_while_costs_are_measured_restricts_the_choice_of_a_layout() -> None:
+def test_what_is_known_of_the_model_restricts_the_choice_of_a_layout() -> None:
     """A script may turn out to have microbatches of several lengths, for which no vocabulary is spread."""
     session = Session(job("auto", "--zero-bubble"), "test")
-
-    @contextmanager
-    def units() -> Iterator[Any]:
-        yield None, None
-        session.restrict(zero_bubble_vocabulary_parallel="off")
 
     def search(flags: JobFlags, *more: Any) -> Any:
         raise ValueError(f"with the vocabulary {flags.zero_bubble_vocabulary_parallel}")
 
     with (
-        mock.patch.object(session_module, "costs_of_units"),
         mock.patch.object(session_module, "new_choice", search),
         pytest.raises(ValueError, match=r"^with the vocabulary off$"),
     ):
-        session.choose_layout(None, units, 1024)
+        session.choose_layout(mock.Mock(), 1024, zero_bubble_vocabulary_parallel="off")
 
 
 def test_what_was_changed_is_undone_after_an_error() -> None:
@@ -112,12 +103,6 @@ def test_a_second_close_does_nothing() -> None:
     session.close()
     session.close()
     run.close.assert_called_once_with()
-
-
-def test_replaced_flags_are_those_of_the_settings() -> None:
-    session = Session(job("auto", "--zero-bubble"), "test")
-    session.restrict(zero_bubble_placement="linear")
-    assert session.job == replace(session.job, flags=replace(session.job.flags, zero_bubble_placement="linear"))
 
 
 def test_a_session_that_builds_has_the_store_that_it_is_given() -> None:

@@ -213,7 +213,7 @@ class Run:
         """Start the session, when the model is built and a checkpoint loaded; a collective call."""
         iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
-            self.session.start(self._chunks, self._optimizer, iteration, self._write_plan, is_megatron_lm=True)
+            self.session.start(self._chunks, self._optimizer, iteration, self._write_plan)
         self.post_validation.start(self.session.post_validation, self._optimizer, self._chunks)
 
     def extend_log_line(self, message: str) -> str:

@@ -7,7 +7,6 @@ import copy
 import inspect
 import io
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from megatron.zero_bubble.launcher.script_settings import (
 from megatron.zero_bubble.launcher.script_stages import ScriptLayouts
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
-from megatron.zero_bubble.mcore.model_units import UnitModels
-from megatron.zero_bubble.mcore.placement import adopt_placement
 from megatron.zero_bubble.mcore.refusals import works_with
 from megatron.zero_bubble.mcore.refused_settings import Feature
 from megatron.zero_bubble.runtime.joint import jointly
@@ -34,7 +31,6 @@ from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import spread_layers, to_layout
 from megatron.zero_bubble.session.layout_choice import SAVED_NAMES, ChosenLayout, is_layout_open, saved_choice
-from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import JobSettings
 from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
@@ -88,6 +84,7 @@ def _even_layout(script: Namespace, job: JobFlags) -> str | None:
     return to_layout(spread_layers(job.num_layers, num_stages), job.mtp_num_layers)
 
 
+@users_mistakes()
 def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup: Call) -> bool:
     """Choose what the flags leave open of the layout, before the call `setup` builds the model; a collective call.
 
@@ -100,49 +97,35 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
     Raises:
         SessionError: no layout fits in the memory, or a flag does not work with the chosen one.
     """
-    saved = _saved_choice(script, session.job)
-    if saved is not None:
-        print_rank_0(f" > layout: that of the checkpoint in --load {script.load}")
-    elif (reason := _reason_to_keep(script)) is not None:
+    if (saved := _saved_choice(script, session.job)) is not None:
+        session.restore_layout(saved, script.load)
+        return True
+    if (reason := _reason_to_keep(script)) is None:
+        try:
+            with units.models(setup) as (models, kinds):
+                costs = session.unit_costs(models, kinds)
+        except SessionError as error:
+            reason = str(error)
+    if reason is not None:
         keep_megatrons_layout(script, session, reason)
         return False
-    elif not _builds_chunks(setup):
-        session.restrict(zero_bubble_placement="linear")
-
-    @contextlib.contextmanager
-    def measurable_units() -> Iterator[tuple[UnitModels, list[int]]]:
-        try:
-            with units.models(setup) as models:
-                yield models
-        except SessionError as error:
-            raise _Unmeasured(str(error)) from error
-        spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
-        if not spreads and not session.job.flags.vocabulary_parallel:
-            session.restrict(zero_bubble_vocabulary_parallel="off")
-
-    try:
-        with users_mistakes():
-            session.choose_layout(saved, measurable_units, script.padded_vocab_size)
-    except _Unmeasured as error:
-        keep_megatrons_layout(script, session, str(error))
-        return False
+    restrictions = {} if _builds_chunks(setup) else {"zero_bubble_placement": "linear"}
+    spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
+    if not spreads and not session.job.flags.vocabulary_parallel:
+        restrictions["zero_bubble_vocabulary_parallel"] = "off"
+    session.choose_layout(costs, script.padded_vocab_size, **restrictions)
     return True
 
 
-class _Unmeasured(Exception):
-    """The costs of the script's model cannot be measured."""
-
-
+@users_mistakes()
 def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> None:
     """Keep Megatron's layout where another could be chosen, for a reason that is printed; a collective call.
 
     Raises:
         SessionError: a flag does not work with Megatron's layout.
     """
-    with users_mistakes():
-        session.keep_megatrons_layout(reason)
-        check_chunks(script, session.job.flags, session.job.placement)
-    adopt_placement(session.job.placement)
+    session.keep_megatrons_layout(reason)
+    check_chunks(script, session.job.flags, session.job.placement)
 
 
 def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: ScriptLayouts | None) -> None:
@@ -157,7 +140,6 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: Scri
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     script.num_layers_per_virtual_pipeline_stage = script.num_virtual_stages_per_pipeline_rank = None
     script.virtual_pipeline_model_parallel_size = num_chunks
-    adopt_placement(placement)
     # From Megatron-LM 0.19 on, scripts make the model's configuration and collect the groups before.
     groups = setup.get("pg_collection")
     if groups is not None:

@@ -19,7 +19,9 @@ from megatron.zero_bubble.session.settings import JobSettings
 
 
 def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
-    """Print parameters, deferred gradients and the schedule, once in the job; a collective call of all ranks.
+    """Print parameters, deferred gradients, the schedule and the stages of each host, once in the job.
+
+    It is a collective call of all ranks.
 
     Raises:
         ValueError: W of a linear layer is not deferred, or under `--zero-bubble-strict` of any weight; raised on all
@@ -46,14 +48,9 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     chunks = f", {len(model)} model chunks a rank" if len(model) > 1 else ""
     megatrons = "megatron-core (interleaved 1F1B)" if len(model) > 1 else "megatron-core (1F1B)"
     print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")
-
-
-def describe_places(job: JobSettings, *, is_megatron_lm: bool = False) -> None:
-    """Print the stages of each host and warnings about the environment, once in the job; a collective call."""
-    has_cuda = torch.cuda.is_available()
-    for warning in environment_warnings(job.flags, os.environ, has_cuda, is_megatron_lm=is_megatron_lm):
+    for warning in environment_warnings(flags, os.environ, torch.cuda.is_available()):
         print_rank_0(f" > WARNING: {warning}")
-    places: list[Any] = [None] * job.flags.world_size
+    places: list[Any] = [None] * flags.world_size
     dist.all_gather_object(places, (parallel_state.get_pipeline_model_parallel_rank(), host_name(os.environ)))
     pipeline_ranks, hosts = zip(*places, strict=True)
     if len(set(hosts)) > 1:

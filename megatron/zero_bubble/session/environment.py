@@ -111,23 +111,19 @@ def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda:
         )
 
 
-def environment_warnings(
-    flags: JobFlags, environment: Mapping[str, str], has_cuda: bool, *, is_megatron_lm: bool = False
-) -> list[str]:
-    """Warnings about settings that work but cost time, one line each.
-
-    `is_megatron_lm` adapts the advice to a Megatron-LM script, which demands some settings itself.
-    """
+def environment_warnings(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> list[str]:
+    """Warnings about settings that work but cost time, one line each."""
     if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
         return []
     warnings = []
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if connections.isdigit() and int(connections) < 8:
-        parallel = flags.tensor_model_parallel_size * flags.context_parallel_size > 1
-        if parallel and is_megatron_lm:
-            advice = "Megatron-LM demands 1 with tensor or context parallelism on GPUs before Blackwell"
-        else:
-            advice = "Unset it, or set 8 or more" + (", with tensor parallelism too" if parallel else "")
+        advice = "Unset it, or set 8 or more"
+        if flags.tensor_model_parallel_size * flags.context_parallel_size > 1:
+            advice += (
+                ", with tensor and context parallelism too; only Megatron-LM's own trainer demands 1 with them, on "
+                "GPUs before Blackwell"
+            )
         warnings.append(
             f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: kernels of all streams share {connections} queue(s) of the "
             f"device, and messages between stages wait behind computation. {advice}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_laye
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
-from megatron.zero_bubble.mcore.placement import check_layers_built
+from megatron.zero_bubble.mcore.placement import adopt_placement, check_layers_built
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
@@ -27,8 +27,9 @@ from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible, Placement
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.description import describe, describe_places
+from megatron.zero_bubble.session.description import describe
 from megatron.zero_bubble.session.drawings import TimelineWriter
 from megatron.zero_bubble.session.features import HIERARCHICAL_SGD, POST_VALIDATION, check_shards
 from megatron.zero_bubble.session.flags import limit_flag
@@ -44,7 +45,7 @@ from megatron.zero_bubble.session.running import (
     open_timeline,
     run_plan,
 )
-from megatron.zero_bubble.session.settings import JobSettings, job_settings, with_layout
+from megatron.zero_bubble.session.settings import JobSettings, job_settings
 from megatron.zero_bubble.session.stalls import open_watchdog
 from megatron.zero_bubble.session.start_up import SessionError
 
@@ -52,15 +53,15 @@ from megatron.zero_bubble.session.start_up import SessionError
 class Session:
     """One training run with zero bubble, or with megatron-core's own schedule if the settings name no other.
 
-    Whoever trains calls the methods at Megatron's seams: `make_schedules` at the beginning, `choose_layout` when the
-    process groups exist, `configure`, `initializing`, `shard` and `split` while the model is built, `start` when
-    everything is built and loaded, `forward_backward` and `after_iteration` in every iteration, `settle` before
-    anything but a training step reads parameters, and `close` at the end. As a context manager it undoes what it has
-    changed, also after an error.
+    Whoever trains calls the methods at Megatron's seams: `make_schedules` at the beginning, `unit_costs` and
+    `choose_layout` when the process groups exist, `configure`, `initializing`, `shard` and `split` while the model is
+    built, `start` when everything is built and loaded, `forward_backward` and `after_iteration` in every iteration,
+    `settle` before anything but a training step reads parameters, and `close` at the end. As a context manager it
+    undoes its changes, also after an error.
 
     Args:
-        job: the checked settings. If they leave the layout open, `choose_layout` or `keep_megatrons_layout` is called
-            before anything is built.
+        job: the checked settings. If they leave the layout open, `choose_layout`, `restore_layout` or
+            `keep_megatrons_layout` is called before anything is built.
         program: name of the program, with which the lines of its watchdog begin.
 
     Attributes:
@@ -113,10 +114,6 @@ class Session:
         if self.job.plan is not None and not self.job.is_layout_open:
             make_schedules(self.job.flags, self.job.plan)
 
-    def restrict(self, **flags: Any) -> None:
-        """Replace flags of the settings before the layout is chosen, by name."""
-        self._take(replace(self.job, flags=replace(self.job.flags, **flags)))
-
     def complete(self, flags: JobFlags) -> None:
         """Replace the flags by complete ones of the same layout, which were not known before the model was built.
 
@@ -126,19 +123,23 @@ class Session:
         self.job = job_settings(flags, os.environ, torch.cuda.is_available())
         self.make_schedules()
 
-    def choose_layout(
-        self,
-        saved: ChosenLayout | None,
-        units: Callable[[], AbstractContextManager[tuple[UnitModels, Sequence[int]]]],
-        padded_vocab_size: int,
-    ) -> Mapping[str, Any]:
-        """Choose partition, placement and chunks if the settings leave them open; a collective call before the build.
+    def unit_costs(self, models: UnitModels, kinds: Sequence[int]) -> ModelCosts:
+        """Return the costs of the model's units, measured or from the given profile; a collective call of all ranks.
 
         Args:
-            saved: the layout of the checkpoint from which the run goes on, whose numbers depend on it; None if the
-                run is new.
-            units: opens a context in which the model's units are built, and gives the kind of every layer. Leaving
-                it may restrict the settings.
+            kinds: the kind of every layer, by number.
+
+        Raises:
+            ValueError: the profile cannot be read, or does not tell the costs.
+        """
+        return costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
+
+    def choose_layout(self, costs: ModelCosts, padded_vocab_size: int, **restrictions: Any) -> Mapping[str, Any]:
+        """Choose partition, placement and chunks where the settings leave them open; a collective call of all ranks.
+
+        Args:
+            costs: the result of `unit_costs`.
+            restrictions: flags, by name, that replace those of the settings for the choice.
 
         Returns:
             The flags, by name, that fix the layout.
@@ -146,11 +147,14 @@ class Session:
         Raises:
             ValueError: no layout fits in the memory, or a flag does not work with the chosen one.
         """
-        if saved is None:
-            with units() as (models, kinds):
-                costs = costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
-            saved = new_choice(self.job.flags, costs, padded_vocab_size)
-        self._take(with_layout(self.job, saved, os.environ, torch.cuda.is_available()))
+        choice = new_choice(replace(self.job.flags, **restrictions), costs, padded_vocab_size)
+        self._take_layout(self.job.flags, choice)
+        return choice.flags
+
+    def restore_layout(self, saved: ChosenLayout, folder: str) -> Mapping[str, Any]:
+        """Take the layout of the checkpoint in `folder`, whose numbers depend on it; see `choose_layout`."""
+        print_rank_0(f" > layout: that of the checkpoint in --load {folder}")
+        self._take_layout(self.job.flags, saved)
         return saved.flags
 
     def keep_megatrons_layout(self, reason: str) -> None:
@@ -160,9 +164,12 @@ class Session:
             ValueError: a flag does not work with Megatron's layout.
         """
         print_rank_0(f" > layout: Megatron's, because {reason}")
-        flags = replace(self.job.flags, zero_bubble_keep_layout=True)
-        self._take(job_settings(flags, os.environ, torch.cuda.is_available()))
+        self._take_layout(replace(self.job.flags, zero_bubble_keep_layout=True))
         self.make_schedules()
+
+    def _take_layout(self, flags: JobFlags, choice: ChosenLayout | None = None) -> None:
+        self._take(job_settings(flags, os.environ, torch.cuda.is_available(), choice=choice))
+        adopt_placement(self.job.placement)
 
     # The model.
 
@@ -186,17 +193,15 @@ class Session:
         if flags.overlap_moe_expert_parallel_comm:
             refuse_unpaired(config, model_class)
 
-    @contextmanager
-    def initializing(self, *, is_first_stage: bool, first_layer: int = 0) -> Iterator[None]:
+    def initializing(self, *, is_first_stage: bool, first_layer: int = 0) -> AbstractContextManager[None]:
         """A context in which a chunk is built: layers with seeds of their own draw their weights from these.
 
         Args:
             first_layer: number of layers before the chunk's, if it is built as a whole model.
         """
-        flags = self.job.flags
-        by_unit = initialized_by_unit(flags.seed, is_first_stage=is_first_stage, first_layer=first_layer)
-        with by_unit if flags.zero_bubble_seed_by_layer else nullcontext():
-            yield
+        if not self.job.flags.zero_bubble_seed_by_layer:
+            return nullcontext()
+        return initialized_by_unit(self.job.flags.seed, is_first_stage=is_first_stage, first_layer=first_layer)
 
     def shard(self, chunks: Sequence[torch.nn.Module], padded_vocab_size: int) -> None:
         """Spread the vocabulary over the ranks if the layout says so, once all chunks of this rank are built.
@@ -228,8 +233,6 @@ class Session:
         optimizer: Any,
         iteration: int,
         write_plan: Callable[[Report], None] = lambda report: None,
-        *,
-        is_megatron_lm: bool = False,
     ) -> None:
         """Make what runs the schedule, when everything is built and a checkpoint is loaded; a collective call.
 
@@ -249,7 +252,6 @@ class Session:
         self.has_started, self.iteration = True, iteration
         check_layers_built(flags.num_layers, job.placement, model)
         describe(job, model)
-        describe_places(job, is_megatron_lm=is_megatron_lm)
         if flags.zero_bubble_seed_by_layer:
             self._resources.enter_context(drawn_by_unit(flags.seed, model, lambda: self.iteration))
         self.post_validation = build_post_validation(flags, job.plan, optimizer, model)
@@ -297,11 +299,7 @@ class Session:
             self.post_validation.validate()
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Give all replicas the same valid parameters before they are evaluated; a collective call of the replicas.
-
-        Args:
-            with_states: also the same states of the optimizer, before they are saved.
-        """
+        """Give all replicas the same valid parameters, and `with_states` the same optimizer states; collective."""
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 

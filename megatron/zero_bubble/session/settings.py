@@ -35,7 +35,7 @@ class JobSettings:
         placement: which rank holds which stages.
         partition: the layers of every stage, in model order.
         planning: how costs are measured and used for planning; None if neither is done.
-        is_layout_open: whether partition, placement or chunks are still to be chosen, by `with_layout`.
+        is_layout_open: whether partition, placement or chunks are still to be chosen.
         hierarchy: how replicas average their parameters; None if they reduce gradients.
     """
 
@@ -68,7 +68,7 @@ def job_settings(
     has_cuda: bool,
     *,
     chooses_layout: bool = False,
-    knows_costs: bool = False,
+    choice: ChosenLayout | None = None,
 ) -> JobSettings:
     """Choose the plan and the placement of stages, and check the flags. The session makes the schedules.
 
@@ -76,11 +76,14 @@ def job_settings(
 
     Args:
         chooses_layout: whether the caller chooses what the flags leave open of the layout, before a model is built.
-        knows_costs: whether the layout of the flags was chosen by costs, with which the caller plans.
+        choice: the layout that was chosen, which replaces that of the flags. Its costs make the first plan.
 
     Raises:
         ValueError: the first flag or setting that cannot work, in one line.
     """
+    if choice is not None:
+        flags = replace(flags, **choice.flags)
+        flags = replace(flags, model_chunks=chunks_of_flags(flags))
     check_zero_bubble_flags(flags)
     plan = choose_plan(flags)
     placement = choose_placement(flags, plan)
@@ -97,36 +100,26 @@ def job_settings(
     check_sharding(flags, is_layout_open=is_open)
     check_memory_limit(flags, has_cuda)
     check_post_validation(flags)
-    hierarchy = hierarchy_of(flags)
-    planning = None
-    if plan is not None:
-        profile = given_profile(flags) if is_open else None
-        planning = planning_options(flags, placement, knows_costs=is_open or knows_costs, profile=profile)
     check_stall_timeout(flags)
     check_environment(flags, environment, has_cuda)
-    return JobSettings(flags, plan, placement, partition, planning, is_open, hierarchy)
+    settings = JobSettings(flags, plan, placement, partition, None, is_open, hierarchy_of(flags))
+    return settings if plan is None else _with_planning(settings, plan, choice)
 
 
-def with_layout(job: JobSettings, choice: ChosenLayout, environment: Mapping[str, str], has_cuda: bool) -> JobSettings:
-    """The settings of a job whose layout was open, with the chosen one and a plan from the costs that it has.
-
-    Raises:
-        ValueError: a flag does not work with that layout.
-    """
-    flags = replace(job.flags, **choice.flags)
-    flags = replace(flags, model_chunks=chunks_of_flags(flags))
-    settings = job_settings(flags, environment, has_cuda, knows_costs=choice.request is not None)
-    if choice.request is None or settings.plan is None:
-        return settings
-    profile = given_profile(flags)
-    if profile is not None and not _is_of_layout(profile, settings):
+def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayout | None) -> JobSettings:
+    """The settings of a job that plans with the costs of the chosen layout, and with those that it measures."""
+    flags, request = settings.flags, None if choice is None else choice.request
+    knows_costs = settings.is_layout_open or request is not None
+    profile = given_profile(flags) if knows_costs else None
+    if profile is not None and not settings.is_layout_open and not _is_of_layout(profile, settings):
         profile = None
-    planning = planning_options(settings.flags, settings.placement, knows_costs=True, profile=profile)
-    if planning is not None:
-        limits = None if choice.is_megatrons_split else choice.request.limits
-        planning = replace(planning, limits=limits, megatrons=choice.megatrons)
-    known = {name: getattr(choice.request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
-    plan = settings.plan.requesting(**known)
+    planning = planning_options(flags, settings.placement, knows_costs=knows_costs, profile=profile)
+    if choice is not None and request is not None:
+        known = {name: getattr(request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
+        plan = plan.requesting(**known)
+        if planning is not None:
+            limits = None if choice.is_megatrons_split else request.limits
+            planning = replace(planning, limits=limits, megatrons=choice.megatrons)
     return replace(settings, plan=plan, planning=planning)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -12,13 +11,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.zero_bubble.mcore.checkpoint_reading import read_common
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, random_microbatch
-from megatron.zero_bubble.mcore.placement import adopt_placement
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layout_choice import ChosenLayout, saved_choice
-from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.running import units_of
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -71,18 +68,14 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
     """
     if not session.job.is_layout_open:
         return args
-
-    chosen = _saved_choice(args, session.job.flags)
-    if chosen is not None:
-        print_rank_0(f" > layout: that of the checkpoint in --load {args.load}")
-
-    def units() -> nullcontext[tuple[UnitModels, list[int]]]:
-        return nullcontext((unit_models(args), layer_kinds(args)))
-
-    args = replace(args, **session.choose_layout(chosen, units, args.padded_vocab_size))
-    adopt_placement(session.job.placement)
+    saved = _saved_choice(args, session.job.flags)
+    if saved is not None:
+        layout = session.restore_layout(saved, str(args.load))
+    else:
+        costs = session.unit_costs(unit_models(args), layer_kinds(args))
+        layout = session.choose_layout(costs, args.padded_vocab_size)
     seed_everything(args.seed)
-    return args
+    return replace(args, **layout)
 
 
 def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:
