@@ -30,13 +30,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.emulation.sleeping import sleep_precisely, sleep_until, start_together
-from megatron.zero_bubble.cli.estimate.straggler_flags import ReplicasFlags
-from megatron.zero_bubble.cli.estimate.stragglers import time_per_step
+from megatron.zero_bubble.cli.estimate.stragglers import ReplicasFlags, time_per_step
 from megatron.zero_bubble.cli.invocation import at_least, positive, read_flags, run_command
 from megatron.zero_bubble.cli.output import table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.runtime.group_averager import GroupAverager, groups_of_replicas
-from megatron.zero_bubble.schedule.hierarchy import Hierarchy, Level
 from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.emulate_stragglers"
@@ -55,17 +53,11 @@ class StragglerEmulationFlags(ReplicasFlags, TableFlags):
     rounds: int = flag("rounds, in which all methods take turns", 3, parse=at_least(1), metavar="N")
     parameters: int = flag("parameters of the model", 100_000, parse=at_least(1), metavar="N")
 
-    @property
-    def methods(self) -> dict[str, Hierarchy | None]:
-        last = self.hierarchical_sgd.levels[-1]
-        local = Hierarchy((Level(last.period, self.num_replicas),))
-        return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
-
     def times(self) -> list[list[float]]:
         """Milliseconds of each replica in each step."""
         period = self.hierarchical_sgd.levels[-1].period
         num_steps = -(-self.steps // period) * period
-        return [[time * self.time_step for time in step] for step in self.stragglers.times(num_steps)]
+        return [[time * self.time_step for time in step] for step in self.draw_times(num_steps)]
 
 
 class Replica:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import (
     Estimate,
     as_megatron_runs,
@@ -101,14 +101,12 @@ def gain_of(recipe: Recipe) -> RecipeGain:
 
     def job(*flags: str) -> EstimatedJob:
         words = [*size, "--", *recipe.flags, *flags]
-        return replace(job_of(read_flags(EstimateFlags, words, "recipe_gains", "")), is_quick=True)
+        return replace(EstimatedJob.of(read_flags(EstimateFlags, words, "recipe_gains", "")), is_quick=True)
 
     published = job(*recipe.layout)
-    chunks = published.flags.model_chunks or 1
-    name = "interleaved-1f1b" if chunks > 1 else "1f1b"
-    published = replace(published, num_chunks=chunks if chunks > 1 else None)
+    name = "1f1b" if published.flags.model_chunks is None else "interleaved-1f1b"
     chosen = estimate_layout(job(*recipe.layout, "--zero-bubble"), frees_layout=True)
-    return RecipeGain(recipe, estimate(published, name), chosen.estimate)
+    return RecipeGain(recipe, estimate(published, name), chosen)
 
 
 def gains(paths: Sequence[Path], parts: Sequence[int]) -> Iterator[RecipeGain]:

@@ -21,6 +21,7 @@ GPT_MODEL_ARGS+=(
 )
 MODEL_PARALLEL_ARGS=(
     --pipeline-model-parallel-size "$PIPELINE_SIZE"
+    --num-virtual-stages-per-pipeline-rank "$CHUNKS"
     --micro-batch-size "$MICRO_BATCH_SIZE"
     --global-batch-size "$((NUM_MICROBATCHES * MICRO_BATCH_SIZE))"
 )
@@ -31,5 +32,5 @@ while [[ $# -gt 0 && $1 != -- ]]; do
 done
 [[ $# -gt 0 ]] && shift
 
-exec zero-bubble estimate --world-size "$PIPELINE_SIZE" --num-chunks "$CHUNKS" "${TOOL_ARGS[@]}" -- \
+exec zero-bubble estimate --world-size "$PIPELINE_SIZE" "${TOOL_ARGS[@]}" -- \
     "${GPT_MODEL_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "$@"

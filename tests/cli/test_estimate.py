@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate
 from megatron.zero_bubble.cli.estimate_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
@@ -213,7 +213,7 @@ def test_experts_are_shared_by_fewer_replicas():
 
 
 def job(*flags: str, tool: list[str] = TOOL) -> EstimatedJob:
-    return job_of(read_flags(EstimateFlags, [*tool, "--", *flags], "estimate", ""))
+    return EstimatedJob.of(read_flags(EstimateFlags, [*tool, "--", *flags], "estimate", ""))
 
 
 def paper_job(name: str) -> EstimatedJob:
@@ -222,10 +222,11 @@ def paper_job(name: str) -> EstimatedJob:
     p, batch = size["pipeline"], size["micro_batch"]
     flags = ["--num-layers", size["layers"], "--hidden-size", size["hidden"], "--num-attention-heads", size["heads"]]
     flags += ["--pipeline-model-parallel-size", p, "--micro-batch-size", batch, "--global-batch-size", 3 * p * batch]
-    flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--fp16"]
+    flags += ["--num-virtual-stages-per-pipeline-rank", size["chunks"], "--fp16"]
+    flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
     flags += ["--seq-length", 1024, "--vocab-size", 50257, "--untie-embeddings-and-output-weights"]
     flags += ["--transformer-impl", "transformer_engine", "--attention-backend", "unfused"]
-    tool = ["--world-size", str(p), "--reserved-memory", "1B", "--num-chunks", str(size["chunks"])]
+    tool = ["--world-size", str(p), "--reserved-memory", "1B"]
     return job(*map(str, flags), tool=tool)
 
 

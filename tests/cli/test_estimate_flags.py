@@ -14,7 +14,7 @@ import pytest
 
 from megatron.zero_bubble.cli.estimate import results
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, estimate
 from megatron.zero_bubble.cli.estimate_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
@@ -31,7 +31,7 @@ LIMIT = "--zero-bubble-memory-limit"
 
 
 def job(*flags: str) -> EstimatedJob:
-    return job_of(read_flags(EstimateFlags, [*TOOL, "--", *JOB, *flags], "estimate", ""))
+    return EstimatedJob.of(read_flags(EstimateFlags, [*TOOL, "--", *JOB, *flags], "estimate", ""))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 def deepseek_v3(*flags: str) -> EstimatedJob:
     """The recipe's layout: the embedding and one layer, 30 stages of two layers, and the prediction layer."""
     cluster = ["--world-size", "1024", "--device-tflops", "989", "--expert-bandwidth", "50"]
-    return job_of(read_flags(EstimateFlags, [*cluster, "--", *DEEPSEEK_V3, *flags], "estimate", ""))
+    return EstimatedJob.of(read_flags(EstimateFlags, [*cluster, "--", *DEEPSEEK_V3, *flags], "estimate", ""))
 
 
 def test_messages_between_experts_take_what_their_bytes_take():

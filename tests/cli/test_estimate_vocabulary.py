@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.cli.estimate.arguments import EstimateFlags
-from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob, job_of
+from megatron.zero_bubble.cli.estimate.estimated_job import EstimatedJob
 from megatron.zero_bubble.cli.estimate.schedule_estimate import estimate
 from megatron.zero_bubble.cli.estimate_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
@@ -25,7 +25,7 @@ PLACEMENTS = [Placement("linear", 4), Placement("v", 4, 2)]
 
 
 def job(*more: str) -> EstimatedJob:
-    return job_of(read_flags(EstimateFlags, ["--world-size", "4", "--", *MODEL, *more], "test", ""))
+    return EstimatedJob.of(read_flags(EstimateFlags, ["--world-size", "4", "--", *MODEL, *more], "test", ""))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -72,7 +72,7 @@ def test_a_profile_with_shards_also_says_what_the_whole_vocabulary_costs(tmp_pat
     file = tmp_path / "profile.json"
     file.write_text(profile_to_json(Profile(placement, costs, 0.0, spread.flags.model)))
     flags = ["--world-size", "4", "--profile", str(file), "--", *MODEL, SPREAD]
-    profiled = job_of(read_flags(EstimateFlags, flags, "test", ""))
+    profiled = EstimatedJob.of(read_flags(EstimateFlags, flags, "test", ""))
     assert estimate(profiled, "zb-h1").timeline.costs == costs
     whole = estimate(profiled.with_flags({"zero_bubble_vocabulary_parallel": "off"}), "1f1b")
     expected = estimate(job(), "1f1b")

@@ -9,9 +9,9 @@ once after dropout, with dropout's mask. The statistics of a norm are not counte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch.utils.flop_counter import register_flop_formula
 
 from megatron.zero_bubble.mcore.attention import ContextParallelAttention
 from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
@@ -48,27 +49,20 @@ class AttentionKernel(Enum):
         return self in (AttentionKernel.TE_UNFUSED, AttentionKernel.TE_FLASH, AttentionKernel.TE_FUSED)
 
 
-@dataclass
-class Tally:
-    """Counts floating-point operations that no operator of torch stands for; a multiply and an add are two."""
-
-    flops: float = 0.0
-
-
-def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel, tally: Tally) -> None:
+def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
     """Let the layers of a local model, except its projections, keep the tensors and do the work of layers on a GPU."""
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
-            vars(module)["forward"] = _norm_of(module)
+            vars(module)["forward"] = partial(_norm, module)
         elif isinstance(module, Attention):
             if kernel not in (AttentionKernel.LOCAL, AttentionKernel.TORCH_MATH):
-                module.core_attention = CountedAttention(module.core_attention, kernel, tally)
+                module.core_attention = CountedAttention(module.core_attention, kernel)
             if kernel.is_transformer_engine:
                 _duplicate(module)
         elif isinstance(module, MambaMixer):
-            vars(module)["_ssm_training"] = _scan_of(module, tally)
+            vars(module)["_ssm_training"] = partial(_scan, module)
         elif isinstance(module, GatedDeltaNet):
-            module.gated_delta_rule = _delta_rule(tally)
+            module.gated_delta_rule = _delta_rule
         elif isinstance(module, MoELayer):
             module.token_dispatcher = EvenDispatcher(module.config.moe_router_topk)
 
@@ -96,7 +90,7 @@ class OneExpert(SequentialMLP):
         inside, _ = mlp.linear_fc1(hidden)
         width = mlp.linear_fc2.weight.shape[1]
         activated = checkpoint.checkpoint(
-            lambda inside, probs: _Kernel.apply((len(inside), width), (inside, probs), inside, probs), inside, probs
+            lambda inside, probs: _kernel((len(inside), width), inside, probs, kept=(inside, probs)), inside, probs
         )
         output, _ = mlp.linear_fc2(activated)
         checkpoint.discard_output_and_register_recompute(output)
@@ -143,12 +137,11 @@ class CountedAttention(torch.nn.Module):
 
     Args:
         own: the layer's local attention.
-        tally: takes the floating-point operations.
     """
 
-    def __init__(self, own: Any, kernel: AttentionKernel, tally: Tally) -> None:
+    def __init__(self, own: Any, kernel: AttentionKernel) -> None:
         super().__init__()
-        self._kernel, self._tally, self._dropout = kernel, tally, own.attention_dropout.p
+        self._kernel, self._dropout = kernel, own.attention_dropout.p
         self._ranks = dist.get_world_size(own._group) if isinstance(own, ContextParallelAttention) else 1
         self._window = own.scale_mask_softmax.window_size
 
@@ -156,12 +149,8 @@ class CountedAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *_: Any, **__: Any
     ) -> torch.Tensor:
         """Return [sequence, batch, heads * channels of a value] for tensors of [sequence, batch, heads, channels]."""
-        kernel, ranks, (tokens, batch, heads, channels), of_value = (
-            self._kernel,
-            self._ranks,
-            query.shape,
-            value.shape[-1],
-        )
+        kernel, ranks = self._kernel, self._ranks
+        (tokens, batch, heads, channels), of_value = query.shape, value.shape[-1]
         output, length = (tokens, batch, heads * of_value), tokens * ranks
         is_masked = not kernel.is_transformer_engine and (mask is not None or ranks > 1)
         if kernel.is_transformer_engine:
@@ -185,8 +174,7 @@ class CountedAttention(torch.nn.Module):
         pairs = float(length) ** 2 if kernel.keeps_scores or is_masked else _causal_pairs(length, self._window)
         flops = 2.0 * batch * heads * (channels + of_value) * pairs / ranks
         again = 2.0 if kernel.keeps_scores else 2.5
-        result: torch.Tensor = _Attended.apply(self._tally, flops, again * flops, output, kept, query, key, value)
-        return result
+        return _kernel(output, query, key, value, kept=kept, flops=flops, backward_flops=again * flops)
 
 
 def _causal_pairs(length: int, window: tuple[int, int] | None) -> float:
@@ -195,84 +183,81 @@ def _causal_pairs(length: int, window: tuple[int, int] | None) -> float:
     return length * reach - reach**2 / 2
 
 
+_OPERATORS = torch.library.Library("zero_bubble", "FRAGMENT")
+_OPERATORS.define("work(Tensor like, float flops) -> Tensor")
+_OPERATORS.impl("work", lambda like, flops: like.new_empty(0), "CompositeExplicitAutograd")
+
+
+@register_flop_formula(torch.ops.zero_bubble.work)
+def _flops_of_work(like: Any, flops: float, **_: Any) -> float:
+    """Let torch's counter count the operations of kernels that no operator of torch stands for."""
+    return flops
+
+
 class _Kernel(torch.autograd.Function):
     """An operator with an output of any shape that keeps chosen tensors; gradients have the shapes of its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, shape: Sequence[int], kept: Sequence[torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        shape: Sequence[int],
+        kept: Sequence[torch.Tensor],
+        flops: float,
+        backward_flops: float,
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        torch.ops.zero_bubble.work(inputs[0], flops)
         ctx.save_for_backward(*kept)
-        ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        ctx.flops, ctx.inputs = backward_flops, [(tensor.shape, tensor.dtype) for tensor in inputs]
         return inputs[0].new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, None, *(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
+        torch.ops.zero_bubble.work(grad, ctx.flops)
+        return None, None, None, None, *(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
 
 
-class _Attended(torch.autograd.Function):
-    """A `_Kernel` that tallies its floating-point operations."""
-
-    @staticmethod
-    def forward(ctx: Any, tally: Tally, flops: float, of_backward: float, *kernel: Any) -> torch.Tensor:
-        tally.flops += flops
-        ctx.tally, ctx.flops = tally, of_backward
-        output: torch.Tensor = _Kernel.forward(ctx, *kernel)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.tally.flops += ctx.flops
-        return None, None, None, *_Kernel.backward(ctx, grad)
-
-
-def _kernel(shape: Sequence[int], input: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = _Kernel.apply(shape, (), input)
+def _kernel(
+    shape: Sequence[int],
+    *inputs: torch.Tensor,
+    kept: Sequence[torch.Tensor] = (),
+    flops: float = 0.0,
+    backward_flops: float = 0.0,
+) -> torch.Tensor:
+    output: torch.Tensor = _Kernel.apply(shape, kept, flops, backward_flops, *inputs)
     return output
 
 
-def _norm_of(norm: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The forward of a norm in one kernel, which keeps its input."""
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _Kernel.apply(hidden.shape, (hidden,), hidden, *norm.parameters())
-        return output
-
-    return forward
+def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """A norm in one kernel, which keeps its input."""
+    return _kernel(hidden.shape, hidden, *norm.parameters(), kept=(hidden,))
 
 
-def _scan_of(mixer: Any, tally: Tally) -> Callable[..., torch.Tensor]:
+def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
     """The convolution, the scan and the gate of Mamba in one kernel of `mamba_ssm`, and the norm after it.
 
     The kernel keeps its input and its output before the gate. Its operations are counted as Megatron-LM counts them.
     """
-
-    def scan(projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-        projected = projected.transpose(0, 1).contiguous()
-        batch, tokens, _ = projected.shape
-        width = mixer.cp.nheads_local_tpcp * mixer.headdim
-        flops = 7.0 * batch * tokens * width * mixer.d_state
-        output, kept = (tokens, batch, width), (projected, projected.new_empty(batch, tokens, width))
-        result: torch.Tensor = _Attended.apply(tally, flops, 2 * flops, output, kept, projected)
-        return mixer.norm(result) if mixer.rmsnorm else result
-
-    return scan
+    projected = projected.transpose(0, 1).contiguous()
+    batch, tokens, _ = projected.shape
+    width = mixer.cp.nheads_local_tpcp * mixer.headdim
+    flops = 7.0 * batch * tokens * width * mixer.d_state
+    kept = (projected, projected.new_empty(batch, tokens, width))
+    result = _kernel((tokens, batch, width), projected, kept=kept, flops=flops, backward_flops=2 * flops)
+    return mixer.norm(result) if mixer.rmsnorm else result
 
 
-def _delta_rule(tally: Tally) -> Callable[..., tuple[torch.Tensor, None]]:
+def _delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
     """The gated delta rule in one kernel of `fla`, which keeps its inputs and a matrix of each chunk of 64 tokens.
 
     Its operations are counted as Megatron-LM counts them: four products of a token's vectors with the state.
     """
-
-    def rule(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        batch, tokens, heads, size = v.shape
-        flops = 8.0 * batch * tokens * heads * size**2
-        kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))
-        return _Attended.apply(tally, flops, 2 * flops, v.shape, kept, q, k, v, g, beta), None
-
-    return rule
+    batch, tokens, heads, size = v.shape
+    flops = 8.0 * batch * tokens * heads * size**2
+    kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))
+    return _kernel(v.shape, q, k, v, g, beta, kept=kept, flops=flops, backward_flops=2 * flops), None
 
 
 def _duplicate(attention: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.zero_bubble.mcore.counted_layers import AttentionKernel, Tally, count_as_kernels, expert_parameters
+from megatron.zero_bubble.mcore.counted_layers import AttentionKernel, count_as_kernels, expert_parameters
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.meta_device import on_meta_device
 from megatron.zero_bubble.mcore.model_units import Unit
@@ -197,34 +197,33 @@ def _build(args: Arguments, unit: Unit) -> Any:
 
 
 def _count(args: Arguments, unit: Unit) -> UnitCount:
-    model, tally, store = _build(args, unit), Tally(), WeightGradStore()
-    count_as_kernels(model, attention_kernel(args), tally)
+    model, store = _build(args, unit), WeightGradStore()
+    count_as_kernels(model, attention_kernel(args))
     parameters = _parameters(model)
     whole, further = _whole_parameters(args, model)
     split_weight_gradients([model], store)
     meter, operations = SavedTensorMeter(store), list[float]()
     f, b, inputs = Op(OpKind.F, 0, 0), Op(OpKind.B, 0, 0), _microbatch(args, model)
-    with _counted(tally, operations):
+    with _counted(operations):
         meter.begin(f)
         output = model(**inputs)
         after_f = meter.end(f)
-    with _counted(tally, operations), store.deferring():
+    with _counted(operations), store.deferring():
         torch.autograd.backward(output, torch.empty_like(output))
     store.flush(0, 0)
     after_b = after_f + meter.end(b)
-    with _counted(tally, operations):
+    with _counted(operations):
         store.pop(0, 0)
     clear_losses()
     return UnitCount(parameters, Flops(*operations), Activations(after_f, after_b), whole, further)
 
 
 @contextmanager
-def _counted(tally: Tally, operations: list[float]) -> Iterator[None]:
+def _counted(operations: list[float]) -> Iterator[None]:
     """Append to `operations` the floating-point operations of the `with` block."""
-    before, counter = tally.flops, FlopCounterMode(display=False)
-    with counter:
+    with FlopCounterMode(display=False) as counter:
         yield
-    operations.append(counter.get_total_flops() + tally.flops - before)
+    operations.append(float(counter.get_total_flops()))
 
 
 def _microbatch(args: Arguments, model: Any) -> dict[str, Any]:

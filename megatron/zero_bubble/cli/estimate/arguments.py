@@ -87,12 +87,6 @@ class EstimateFlags(ClusterFlags, TableFlags, FollowingFlags):
     schedule: list[str] | None = flag(
         "schedule to estimate; repeat for more (default: all but optimal)", None, repeat=True, metavar="NAME"
     )
-    num_chunks: int | None = flag(
-        "model chunks on a rank in interleaved schedules (default: as in the training's flags, else 2)",
-        None,
-        parse=at_least(2),
-        metavar="V",
-    )
     profile: Path | None = flag(
         "measured costs, which --zero-bubble-profile-output wrote in a run with these flags",
         None,

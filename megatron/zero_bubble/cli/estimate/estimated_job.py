@@ -1,4 +1,4 @@
-"""Builds the job to estimate from the flags of the command and of the training, and the costs of its stages."""
+"""The job that `zero-bubble estimate` estimates: its flags, its cluster, and the costs of its stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule.default_costs import with_host_link
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts, with_states
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.features import awaited_by_the_first_stage, plans_offload
+from megatron.zero_bubble.session.features import plans_offload
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout, partition_of_flags
 from megatron.zero_bubble.session.model_states import Parameters, States
@@ -26,7 +26,6 @@ from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.model_count import Flops, ModelCount, UnitCount, count_model, flops_of_sequence
 
-PROG = "zero-bubble estimate"
 _SHORTEST = 1e-3
 """Shortest duration of an operation, in milliseconds."""
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--mock-data")
@@ -36,7 +35,7 @@ _STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
 
 @dataclass(frozen=True)
 class EstimatedJob:
-    """The training whose needs are estimated, and the cluster it would run on."""
+    """The training to estimate, and the cluster that it would run on."""
 
     args: Arguments
     flags: JobFlags
@@ -47,10 +46,44 @@ class EstimatedJob:
     """Floating-point operations of a training with one sequence, counted as --log-throughput does."""
     profile: Profile | None = None
     """Measured costs; if None, costs are computed from operations and bytes."""
-    num_chunks: int | None = None
-    """Model chunks a rank for schedules that let the user choose; if None, the flags or the schedule decide."""
     is_quick: bool = False
     """Whether schedules are planned with little effort."""
+
+    @classmethod
+    def of(cls, flags: EstimateFlags) -> EstimatedJob:
+        """Return the job that the flags describe.
+
+        Raises:
+            ValueError: the training would refuse its flags, or it cannot be estimated.
+        """
+        profile = None
+        if flags.profile is not None:
+            with _naming(flags.profile):
+                profile = profile_from_json(flags.profile.read_text(encoding="utf-8"))
+        given = _completed(flags.training_flags, profile)
+        substitution = substitute_cuda()
+        try:
+            args, settings = complete_training(
+                given, flags.world_size, "zero-bubble estimate", has_cuda=True, for_this_machine=False
+            )
+            if args.pipeline_model_parallel_size < 2:
+                raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
+            count, of_sequence = count_model(args), flops_of_sequence(args)
+        finally:
+            substitution.restore()
+        training = settings.flags
+        if training.overlap_moe_expert_parallel_comm:
+            refuse_unpaired(args)
+        if flags.host_bandwidth is not None and not plans_offload(training):
+            raise ValueError("argument --host-bandwidth needs --zero-bubble-offload auto among the training's flags")
+        is_measured = profile is not None and any(profile.costs.memory_d)
+        if plans_offload(training) and flags.host_bandwidth is None and not is_measured:
+            raise ValueError("--zero-bubble-offload auto needs --host-bandwidth, or a --profile of a run with it")
+        states = States.of(args, flags.zero_stage)
+        if profile is not None:
+            with _naming(flags.profile):
+                profile.check_fits(profile.placement, training.model, training.recompute)
+        return cls(args, training, flags, states, count, of_sequence, profile)
 
     @property
     def num_microbatches(self) -> int:
@@ -63,29 +96,18 @@ class EstimatedJob:
 
     @property
     def flops_per_iteration(self) -> float:
-        assert self.args.global_batch_size is not None
-        return self.flops_of_sequence * self.args.global_batch_size
+        return self.flops_of_sequence * self.flags.global_batch_size
+
+    @property
+    def host_rate(self) -> float | None:
+        """Bytes that the host link copies in a millisecond; None without `--host-bandwidth`."""
+        return None if self.cluster.host_bandwidth is None else self.cluster.host_bandwidth * 1e6
 
     def with_flags(self, changed: Mapping[str, Any]) -> EstimatedJob:
         """Return the job with other values of these flags of its training, by name."""
         args = self.args.changed(changed)
         count = count_model(args) if changed.keys() & {*RECOMPUTATION} else self.count
         return replace(self, args=args, flags=replace(self.flags, **changed), count=count)
-
-    def bytes_of(self, parameters: Parameters) -> float:
-        """Return the bytes of all states of these parameters on one rank."""
-        args, tensor = self.args, self.args.tensor_model_parallel_size
-        shared_by = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) // tensor
-        return self.states.of_rank(parameters, self.replicas, max(1, shared_by))
-
-    def exchanged_bytes(self, placement: Placement) -> list[float]:
-        """Return the bytes that each pipeline rank sends to its replicas in an iteration."""
-        a_parameter = self.states.sent_a_parameter(self.replicas, self.num_microbatches)
-        return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
-
-    def awaited(self, placement: Placement) -> str | None:
-        """Return the reason why iterations cannot overlap under post-validation; None if they can."""
-        return awaited_by_the_first_stage(self.flags, placement)
 
     def partition(self, placement: Placement) -> Partition:
         """Return the layers of every stage, in model order.
@@ -100,50 +122,52 @@ class EstimatedJob:
 
     def parameters(self, placement: Placement) -> list[Parameters]:
         """Return the parameters of every pipeline rank, its chunks and its vocabulary shard added up."""
-        args, count = self.args, self.count
         first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
-        ranks, layers = [Parameters(0, 0)] * placement.num_ranks, iter(count.layers)
-        for stage, number in enumerate(self.partition(placement)):
-            for _ in range(number):
-                ranks[placement.rank_of(stage)] += next(layers).parameters
-        ranks[first] += count.embedding.parameters
-        ranks[last] += count.output.parameters
-        if args.vocabulary_parallel:
+        owners = [placement.rank_of(stage) for stage, size in enumerate(self.partition(placement)) for _ in range(size)]
+        ranks = [Parameters(0, 0)] * placement.num_ranks
+        for rank, unit in zip([first, *owners, last], self.count.units, strict=True):
+            ranks[rank] += unit.parameters
+        if self.flags.vocabulary_parallel:
+            args = self.args
             table = args.padded_vocab_size // args.tensor_model_parallel_size * args.hidden_size
             tables = 2 if args.untie_embeddings_and_output_weights else 1
             for rank in (first, last):
                 ranks[rank] += Parameters(-table, 0)
-            ranks = [held + Parameters(tables * table // placement.num_ranks, 0) for held in ranks]
+            ranks = [own + Parameters(tables * table // placement.num_ranks, 0) for own in ranks]
         return ranks
+
+    def bytes_of(self, parameters: Parameters) -> float:
+        """Return the bytes of all states of these parameters on one rank."""
+        args, tensor = self.args, self.args.tensor_model_parallel_size
+        shared_by = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) // tensor
+        return self.states.of_rank(parameters, self.replicas, max(1, shared_by))
+
+    def exchanged_bytes(self, placement: Placement) -> list[float]:
+        """Return the bytes that each pipeline rank sends to its replicas in an iteration."""
+        a_parameter = self.states.sent_a_parameter(self.replicas, self.num_microbatches)
+        return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 
     def flops(self, placement: Placement) -> Flops:
         """Return the operations of F, B, W and R of one microbatch, all ranks together, on one tensor-parallel rank."""
-        each = [unit.flops for unit in self.count.units]
-        f, b, w = (sum(flops[kind] for flops in each) for kind in range(3))
-        if self.flags.recompute is Recompute.NONE:
-            return Flops(f, b, w)
-        recomputed = self._recomputed(self.partition(placement))
-        again = (layer.flops.f for layer, is_one in zip(self.count.layers, recomputed, strict=True) if is_one)
-        return Flops(f, b, w, sum(again))
+        f, b, w = (sum(unit.flops[kind] for unit in self.count.units) for kind in range(3))
+        layers = zip(self.count.layers, self._recomputed(self.partition(placement)), strict=True)
+        return Flops(f, b, w, sum((layer.flops.f for layer, is_recomputed in layers if is_recomputed), 0.0))
 
     @cached_property
     def costs(self) -> ModelCosts:
-        """The costs of the units in milliseconds and bytes, of the profile if there is one. R recomputes single layers.
+        """The costs of the units in milliseconds and bytes, from the profile if there is one.
 
-        F and B are those without full recomputation.
+        F and B are without full recomputation, and R recomputes each layer alone.
         """
-        embedding, *layers, output = (self._unit_costs(unit) for unit in self.count.units)
-        restored = [layer.memory_f - self.count.input_bytes for layer in layers]
+        input_bytes = self.count.input_bytes
+        embedding, *layers, output = map(self._unit_costs, self.count.units)
         layers = [
-            replace(layer, time_r=layer.time_f, memory_r=memory, num_blocks=1)
-            for layer, memory in zip(layers, restored, strict=True)
+            replace(layer, time_r=layer.time_f, memory_r=layer.memory_f - input_bytes, num_blocks=1) for layer in layers
         ]
-        message = self.cluster.message_ms(self.count.input_bytes)
+        if self.profile is not None:
+            return with_states(fit_units(self.profile), [unit.state for unit in (embedding, *layers, output)])
         is_tied = not self.args.untie_embeddings_and_output_weights
-        counted = ModelCosts(embedding, tuple(layers), output, message, ties_output=is_tied)
-        if self.profile is None:
-            return counted
-        return with_states(fit_units(self.profile), [unit.state for unit in (embedding, *layers, output)])
+        return ModelCosts(embedding, tuple(layers), output, self.cluster.message_ms(input_bytes), ties_output=is_tied)
 
     def _unit_costs(self, unit: UnitCount) -> UnitCosts:
         f, b, w, _ = (operations / (self.cluster.flops / 1e3) for operations in unit.flops)
@@ -156,7 +180,7 @@ class EstimatedJob:
             all_to_all_b=exchanged,
         )
 
-    @cached_property
+    @property
     def _exchange_ms(self) -> float:
         """Milliseconds in which the tokens of a microbatch reach a layer's experts on other ranks and come back."""
         args, cluster = self.args, self.cluster
@@ -165,8 +189,7 @@ class EstimatedJob:
         if bandwidth is None or args.expert_model_parallel_size == 1:
             return 0.0
         input_bytes = self.count.input_bytes * args.moe_router_topk
-        leaving = input_bytes * (1 - 1 / args.expert_model_parallel_size)
-        return 2 * cluster.message_ms(leaving, bandwidth)
+        return 2 * cluster.message_ms(input_bytes * (1 - 1 / args.expert_model_parallel_size), bandwidth)
 
     def stage_costs(self, placement: Placement) -> StageCosts:
         """Return the costs of every stage in milliseconds and bytes, from the profile if there is one.
@@ -174,62 +197,44 @@ class EstimatedJob:
         Raises:
             ValueError: the layers cannot be cut into these stages.
         """
-        costs = self._costs_on_device(placement)
-        if self.cluster.host_bandwidth is None:
-            return costs
-        return with_host_link(costs, self.cluster.host_bandwidth * 1e6, stays=self.count.input_bytes)
+        costs = self._counted_costs(placement) if self.profile is None else _measured_costs(self.profile, placement)
+        if self.profile is not None and not self.flags.vocabulary_parallel:
+            costs = costs.with_whole_vocabulary()
+        if not self.flags.overlap_moe_expert_parallel_comm:  # the exchanges are then a part of F and B
+            costs = replace(costs, all_to_all_f=(), all_to_all_b=())
+        return costs if self.host_rate is None else with_host_link(costs, self.host_rate, self.count.input_bytes)
 
-    def _costs_on_device(self, placement: Placement) -> StageCosts:
-        """Return the costs without copies to the host, unless the profile has measured some."""
-        if self.profile is not None:
-            measured = self._as_run(_from_profile(self.profile, placement))
-            return measured if self.flags.vocabulary_parallel else measured.with_whole_vocabulary()
+    def _counted_costs(self, placement: Placement) -> StageCosts:
         partition, model = self.partition(placement), self.costs
         layers = zip(model.layers, self._recomputed(partition), strict=True)
+        # With uniform recomputation several layers together keep one input.
+        together = self.flags.layers_of_block
+        shared = self.count.input_bytes * (1 - 1 / together)
         model = replace(
-            model, layers=tuple(self._restored(layer) if is_one else _kept(layer) for layer, is_one in layers)
+            model,
+            layers=tuple(
+                replace(layer, memory_r=layer.memory_r + shared, num_blocks=layer.num_blocks / together)
+                if is_recomputed
+                else replace(layer, time_r=0.0, memory_r=0.0, num_blocks=0)
+                for layer, is_recomputed in layers
+            ),
         )
         if self.flags.vocabulary_parallel:
             model = model.vocabulary_parallel(placement.num_ranks)
-        costs = self._as_run(model.of_stages(partition, placement))
-        costs = replace(
-            costs,
-            **{
-                name: tuple(max(_SHORTEST, time) for time in getattr(costs, name))
-                for name in ("time_f", "time_b", "time_w")
-            },
-        )
-        return costs if self.flags.recompute is not Recompute.NONE else costs.recomputing_in_backward()
-
-    def _as_run(self, costs: StageCosts) -> StageCosts:
-        """The costs. Without overlap the exchanges between experts are a part of F and B."""
-        if self.flags.overlap_moe_expert_parallel_comm:
-            return costs
-        return replace(costs, all_to_all_f=(), all_to_all_b=())
+        costs = model.of_stages(partition, placement)
+        times = {name: getattr(costs, name) for name in ("time_f", "time_b", "time_w")}
+        costs = replace(costs, **{name: tuple(max(_SHORTEST, time) for time in each) for name, each in times.items()})
+        return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _recomputed(self, partition: Partition) -> list[bool]:
-        """For every layer, whether R recomputes it."""
-        if self.flags.recompute is Recompute.NONE:
-            return [False] * sum(partition)
-        is_block = self.flags.recompute is Recompute.FULL and self.args.recompute_method == "block"
-        return [
-            not is_block or index < (self.args.recompute_num_layers or 0)
-            for number in partition
-            for index in range(number)
-        ]
-
-    def _restored(self, layer: UnitCosts) -> UnitCosts:
-        """The costs of a layer that R recomputes. With uniform recomputation several layers keep one input."""
-        together = self.flags.layers_of_block
-        shared = self.count.input_bytes * (1 - 1 / together)
-        return replace(layer, memory_r=layer.memory_r + shared, num_blocks=layer.num_blocks / together)
+        """Layer -> whether R recomputes it. With the method `block` these are the first layers of every stage."""
+        most = 0 if self.flags.recompute is Recompute.NONE else max(partition)
+        if self.flags.recompute is Recompute.FULL and self.flags.recompute_method == "block":
+            most = self.flags.recompute_num_layers or 0
+        return [index < most for size in partition for index in range(size)]
 
 
-def _kept(layer: UnitCosts) -> UnitCosts:
-    return replace(layer, time_r=0.0, memory_r=0.0, num_blocks=0)
-
-
-def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
+def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
     if profile.placement == placement:
         return profile.costs
     if profile.placement == Placement("linear", placement.num_ranks):
@@ -239,45 +244,10 @@ def _from_profile(profile: Profile, placement: Placement) -> StageCosts:
     )
 
 
-def job_of(flags: EstimateFlags) -> EstimatedJob:
-    """Return the job that the flags describe.
+def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
+    """Complete the flags by required ones, and by Megatron-LM's layers or the profile's where none are given.
 
-    Raises:
-        ValueError: the training would refuse its flags, or it cannot be estimated.
-    """
-    profile = None if flags.profile is None else _read(flags.profile)
-    given = _with_stand_ins(flags.training_flags, profile)
-    substitution = substitute_cuda()
-    try:
-        args, settings = complete_training(given, flags.world_size, PROG, has_cuda=True, for_this_machine=False)
-        if args.pipeline_model_parallel_size < 2:
-            raise ValueError("schedules need --pipeline-model-parallel-size of at least 2")
-        count, of_sequence = count_model(args), flops_of_sequence(args)
-    finally:
-        substitution.restore()
-    if settings.flags.overlap_moe_expert_parallel_comm:
-        refuse_unpaired(args)
-    _check_host_link(flags, settings.flags, profile)
-    states = States.of(args, flags.zero_stage)
-    if profile is not None:
-        with _of_file(flags.profile):
-            profile.check_fits(profile.placement, settings.flags.model, settings.flags.recompute)
-    return EstimatedJob(args, settings.flags, flags, states, count, of_sequence, profile, flags.num_chunks)
-
-
-def _check_host_link(flags: EstimateFlags, training: JobFlags, profile: Profile | None) -> None:
-    """Raise `ValueError` if only one of copies to the host and their speed is given."""
-    if flags.host_bandwidth is not None and not plans_offload(training):
-        raise ValueError("argument --host-bandwidth needs --zero-bubble-offload auto among the training's flags")
-    is_measured = profile is not None and any(profile.costs.memory_d)
-    if plans_offload(training) and flags.host_bandwidth is None and not is_measured:
-        raise ValueError("--zero-bubble-offload auto needs --host-bandwidth, or a --profile of a run with it")
-
-
-def _with_stand_ins(flags: Sequence[str], profile: Profile | None) -> list[str]:
-    """Complete the flags by those that a training requires, and by Megatron-LM's layers where none are given.
-
-    A profile says which layers it has measured. Masks, FSDP2 and megatron-core's own attention need local layers.
+    Masks, FSDP2 and megatron-core's own attention need local layers.
     """
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]
@@ -288,15 +258,10 @@ def _with_stand_ins(flags: Sequence[str], profile: Profile | None) -> list[str]:
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]
 
 
-def _read(path: Path) -> Profile:
-    with _of_file(path):
-        return profile_from_json(path.read_text(encoding="utf-8"))
-
-
 @contextmanager
-def _of_file(path: Path | None) -> Iterator[None]:
+def _naming(profile: Path | None) -> Iterator[None]:
     """Let an error name the file of `--profile`."""
     try:
         yield
     except (OSError, UnicodeDecodeError, ScheduleError) as error:
-        raise ValueError(f"--profile {path}: {error}") from error
+        raise ValueError(f"--profile {profile}: {error}") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from megatron.zero_bubble.runtime.device import MARGIN, limits_of_ranks
 from megatron.zero_bubble.schedule import (
     Infeasible,
     Placement,
-    StageCosts,
+    Schedule,
     Timeline,
     iteration_time,
     simulate,
@@ -25,12 +25,11 @@ from megatron.zero_bubble.schedule import (
 )
 from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
 from megatron.zero_bubble.schedule.ir import PlacementKind
-from megatron.zero_bubble.session.features import plans_offload
+from megatron.zero_bubble.session.features import awaited_by_the_first_stage, plans_offload
 from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
 from megatron.zero_bubble.session.layout_choice import LayoutChoice, choose_layout
 from megatron.zero_bubble.session.layout_words import flags_of_layout
-from megatron.zero_bubble.session.reports import layout_lines
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,23 @@ class Estimate:
     """The same schedule planned without pairs, where it was planned with them."""
 
     @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+    @property
     def activation_bytes(self) -> tuple[float, ...]:
         return tuple(float(peak) for peak in self.timeline.peak_memory)
 
     @property
     def total_bytes(self) -> tuple[float, ...]:
         reserved = self.job.cluster.reserved_memory
-        return tuple(
-            state + activations + reserved
-            for state, activations in zip(self.state_bytes, self.activation_bytes, strict=True)
-        )
+        parts = zip(self.state_bytes, self.activation_bytes, strict=True)
+        return tuple(state + activations + reserved for state, activations in parts)
+
+    @property
+    def fullest(self) -> int:
+        """The rank that needs the most memory."""
+        return self.total_bytes.index(max(self.total_bytes))
 
     @property
     def fits(self) -> bool:
@@ -73,32 +79,30 @@ class Estimate:
     def memory_text(self) -> str:
         """Memory of the fullest rank and of the device, such as `355.27 of 80.00 GiB`."""
         needed, available = max(self.total_bytes), self.job.cluster.device_memory
-        if needed > available or self.limit is None or not self.is_over_limit:
-            return f"{gib(needed)} of {gib(available)} GiB"
-        return f"{gib(max(self.activation_bytes))} of {gib(self.limit)} GiB of activations"
+        if needed <= available and self.limit is not None and self.is_over_limit:
+            return f"{gib(max(self.activation_bytes))} of {gib(self.limit)} GiB of activations"
+        return f"{gib(needed)} of {gib(available)} GiB"
 
     @property
     def offloaded(self) -> float:
         """Fraction of the microbatches on all stages that are copied to the host and back."""
-        schedule = self.timeline.schedule
-        return num_offloaded(schedule) / (schedule.num_stages * schedule.num_microbatches)
+        return num_offloaded(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
     def host_bytes(self) -> tuple[float, ...]:
         """Peak memory on the host of every rank."""
-        return host_memory(self.timeline.schedule, self.timeline.costs)
+        return tuple(map(float, host_memory(self.schedule, self.timeline.costs)))
 
     @property
     def reduction_ms(self) -> float:
-        """The exposed time of the exchanges between the fullest rank and its replicas: gradients, and sharded
-        parameters.
+        """The exposed time of the messages between the fullest rank and its replicas: gradients and sharded parameters.
 
         With --overlap-grad-reduce, and with --use-torch-fsdp2, which overlaps by itself, nothing is exposed.
         """
         args = self.job.args
         if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
             return 0.0
-        return self.job.cluster.message_ms(max(self.job.exchanged_bytes(self.timeline.schedule.placement)))
+        return self.job.cluster.message_ms(max(self.job.exchanged_bytes(self.schedule.placement)))
 
     @cached_property
     def iteration_ms(self) -> float:
@@ -111,8 +115,9 @@ class Estimate:
         return None if self.without_pairs is None else self._time_of(self.without_pairs) / self.iteration_ms
 
     def _time_of(self, timeline: Timeline) -> float:
-        schedule, costs, time = timeline.schedule, timeline.costs, timeline.makespan
-        if self.job.args.zero_bubble_post_validation and self.job.awaited(schedule.placement) is None:
+        schedule, costs, flags = timeline.schedule, timeline.costs, self.job.flags
+        time = timeline.makespan
+        if flags.zero_bubble_post_validation and awaited_by_the_first_stage(flags, schedule.placement) is None:
             time = iteration_time(with_post_validation(schedule, costs), costs)
         return float(time) + self.reduction_ms
 
@@ -120,26 +125,25 @@ class Estimate:
     def tokens_per_second(self) -> float:
         """Tokens a second for each device."""
         args = self.job.args
-        assert args.global_batch_size is not None
-        return args.global_batch_size * args.seq_length / (self.iteration_ms / 1e3) / args.world_size
+        return self.job.flags.global_batch_size * args.seq_length / (self.iteration_ms / 1e3) / args.world_size
 
     @property
     def tflops(self) -> float:
         """TFLOP/s of one device, counted as --log-throughput does."""
         return self.job.flops_per_iteration / (self.iteration_ms / 1e3) / self.job.args.world_size / 1e12
 
-    def as_json(self, baseline: Estimate | None) -> dict[str, Any]:
-        schedule = self.timeline.schedule
+    def as_json(self, baseline: Estimate | None = None) -> dict[str, Any]:
+        """Return all figures, with the speed in multiples of `baseline`."""
         return {
-            "schedule": schedule.name,
-            "num_chunks": schedule.num_chunks,
+            "schedule": self.schedule.name,
+            "num_chunks": self.schedule.num_chunks,
             "fits": self.fits,
             "state_bytes": list(self.state_bytes),
             "activation_bytes": list(self.activation_bytes),
             "total_bytes": list(self.total_bytes),
             "activation_limit_bytes": self.limit,
             "offloaded": self.offloaded,
-            "host_bytes": list(map(float, self.host_bytes)),
+            "host_bytes": list(self.host_bytes),
             **self.timeline.idle.as_json(),
             "makespan_ms": float(self.timeline.makespan),
             "span_ms": float(self.timeline.cost),
@@ -152,54 +156,24 @@ class Estimate:
         }
 
 
-def estimate(job: EstimatedJob, name: str) -> Estimate:
-    """Estimate the schedule `name` for `job`.
+@dataclass(frozen=True)
+class LayoutEstimate(Estimate):
+    """The estimate of the layout that a training would choose."""
 
-    Raises:
-        ValueError: the layers cannot be cut for it, or (as `ScheduleError`) it is not possible at these sizes.
-    """
-    args = job.args
-    placement = _placement_of(job, name)
-    costs = job.stage_costs(placement)
-    states = tuple(map(job.bytes_of, job.parameters(placement)))
-    limit = _activation_limit(job, costs, placement, max(states)) if not entry_of(name).has_own_limit else None
-    limits = None if limit is None else limits_of_ranks((limit,) * placement.num_ranks, _inside(job))
-    request = PlanRequest(
-        name,
-        job.num_microbatches,
-        (placement,),
-        costs,
-        memory_limit=limits,
-        group_size=None if placement.kind != "interleaved" else args.microbatch_group_size_per_virtual_pipeline_stage,
-        recomputes=(job.flags.recompute,),
-        vocabulary_parallel=job.flags.vocabulary_parallel,
-        post_validation=job.flags.interlocks_iterations,
-        takes_makespan=name == "auto",
-        pairs=job.flags.overlap_moe_expert_parallel_comm,
-        offloads=plans_offload(job.flags) and limits is not None and entry_of(name).uses_costs,
-        effort=QUICK_EFFORT if job.is_quick else EFFORT,
-    )
-    allowed = limits
-    try:
-        schedule = schedule_of(request)
-    except Infeasible as error:
-        if job.flags.memory_limit is None or not job.flags.memory_limit.is_auto:
-            raise
-        # The device is too small for any plan: the one that needs the least says how much too small.
-        allowed = (error.smallest_limit,) * placement.num_ranks
-        schedule = schedule_of(request.within(allowed))
-    without = None
-    if request.pairs and entry_of(name).plans_all_kinds:
-        without = simulate(schedule_of(replace(request.within(allowed), pairs=False)), costs)
-    return Estimate(job, simulate(schedule, costs), states, limit, without)
+    choice: LayoutChoice = field(kw_only=True)
+    layout_flags: Mapping[str, Any] = field(kw_only=True)
+    """The flags, by name, that fix the layout; None for one that is left out."""
 
-
-def _placement_of(job: EstimatedJob, name: str) -> Placement:
-    """Return the placement of the schedule `name`; one for any placement takes that of the job's flags."""
-    entry, flags, num_ranks = entry_of(name), job.flags, job.args.pipeline_model_parallel_size
-    if entry.takes_placement and flags.zero_bubble_placement is not None:
-        return placement_for(name, num_ranks, flags.model_chunks, cast("PlacementKind", flags.zero_bubble_placement))
-    return placement_for(name, num_ranks, (job.num_chunks or flags.model_chunks) if entry.takes_num_chunks else None)
+    def as_json(self, baseline: Estimate | None = None) -> dict[str, Any]:
+        layout = self.choice.plan.layout
+        return {
+            "placement": layout.placement.kind,
+            "num_chunks": layout.placement.num_chunks,
+            "partition": list(layout.partition),
+            "recompute": layout.recompute.value,
+            "flags": flags_text(self.layout_flags),
+            **super().as_json(baseline),
+        }
 
 
 def gib(num_bytes: float) -> str:
@@ -207,59 +181,61 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f}"
 
 
-def as_megatron_runs(ours: Estimate) -> Estimate:
-    """Return the estimate of the same schedule as megatron-core runs it: B recomputes, and the vocabulary is whole."""
-    if ours.job.flags.vocabulary_parallel:
-        ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.timeline.schedule.name)
-    return replace(ours, timeline=as_megatron_recomputes(ours.timeline))
+def estimate(job: EstimatedJob, name: str) -> Estimate:
+    """Estimate the schedule `name` for `job`.
 
-
-def _activation_limit(job: EstimatedJob, costs: StageCosts, placement: Placement, states: float) -> float:
-    """Return the bytes that a rank's activations may take, by the job's memory limit, or the default one.
-
-    They are negative where the states alone do not fit.
-
-    As in training, all ranks have the limit of the fullest, which holds `states` bytes of states.
+    Raises:
+        ValueError: the layers cannot be cut for it, or (as `ScheduleError`) it is not possible at these sizes.
     """
-    limit = job.flags.memory_limit or MemoryLimit(
-        multiple=1.0,
-        is_interleaved=placement.kind == "interleaved",
-        pairs=job.flags.overlap_moe_expert_parallel_comm,
+    flags, entry = job.flags, entry_of(name)
+    num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
+    chunks = flags.model_chunks if entry.takes_num_chunks else None
+    placement = placement_for(name, num_ranks, chunks, kind if entry.takes_placement else None)
+    costs = job.stage_costs(placement)
+    states = tuple(map(job.bytes_of, job.parameters(placement)))
+    limit = limits = None
+    if not entry.has_own_limit:
+        # As in training, all ranks have the limit of the fullest. It is negative where its states alone do not fit.
+        free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - max(states))
+        inside = (0.0,) * num_ranks if job.profile is None else job.profile.inside_ranks
+        limit = _memory_limit(job, placement).in_bytes(
+            placement, costs, job.num_microbatches, int(free), inside, flags.recompute
+        )
+        limits = limits_of_ranks((limit,) * num_ranks, inside)
+    request = PlanRequest(
+        name,
+        job.num_microbatches,
+        (placement,),
+        costs,
+        memory_limit=limits,
+        group_size=None if placement.kind != "interleaved" else flags.microbatch_group_size_per_virtual_pipeline_stage,
+        recomputes=(flags.recompute,),
+        vocabulary_parallel=flags.vocabulary_parallel,
+        post_validation=flags.interlocks_iterations,
+        takes_makespan=name == "auto",
+        pairs=flags.overlap_moe_expert_parallel_comm,
+        offloads=plans_offload(flags) and limits is not None and entry.uses_costs,
+        effort=QUICK_EFFORT if job.is_quick else EFFORT,
     )
-    free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - states)
-    return limit.in_bytes(placement, costs, job.num_microbatches, int(free), _inside(job), job.flags.recompute)
+    try:
+        schedule = schedule_of(request)
+    except Infeasible as error:
+        if flags.memory_limit is None or not flags.memory_limit.is_auto:
+            raise
+        # The device is too small for any plan: the one that needs the least says how much too small.
+        request = request.within((error.smallest_limit,) * num_ranks)
+        schedule = schedule_of(request)
+    without = None
+    if request.pairs and entry.plans_all_kinds:
+        without = simulate(schedule_of(replace(request, pairs=False)), costs)
+    return Estimate(job, simulate(schedule, costs), states, limit, without)
 
 
-def _inside(job: EstimatedJob) -> tuple[float, ...]:
-    """Return for every rank the bytes that an operation needs while it runs; zeros unless a profile says it."""
-    if job.profile is None:
-        return (0.0,) * job.args.pipeline_model_parallel_size
-    return job.profile.inside_ranks
-
-
-@dataclass(frozen=True)
-class LayoutEstimate:
-    """The layout that a training would choose, with the estimate of its schedule."""
-
-    choice: LayoutChoice
-    flags: Mapping[str, Any]
-    """The flags, by name, that fix the layout; None for one that is left out."""
-    estimate: Estimate
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the table that the training would print."""
-        return layout_lines(self.choice, self.flags)
-
-    def as_json(self) -> dict[str, Any]:
-        layout = self.choice.plan.layout
-        return {
-            "placement": layout.placement.kind,
-            "num_chunks": layout.placement.num_chunks,
-            "partition": list(layout.partition),
-            "recompute": layout.recompute.value,
-            "flags": flags_text(self.flags),
-            **self.estimate.as_json(None),
-        }
+def _memory_limit(job: EstimatedJob, placement: Placement) -> MemoryLimit:
+    """Return the limit that the flags set, or the peak of megatron-core's own schedule."""
+    pairs = job.flags.overlap_moe_expert_parallel_comm
+    default = MemoryLimit(multiple=1.0, is_interleaved=placement.kind == "interleaved", pairs=pairs)
+    return job.flags.memory_limit or default
 
 
 def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutEstimate:
@@ -279,10 +255,16 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
         job.args.padded_vocab_size,
         is_quick=job.is_quick,
         frees_layout=frees_layout,
-        host_rate=None if job.cluster.host_bandwidth is None else job.cluster.host_bandwidth * 1e6,
+        host_rate=job.host_rate,
     )
-    plan = choice.plan
-    pattern = job.flags.pattern
+    plan, pattern = choice.plan, job.flags.pattern
     flags = flags_of_layout(plan.layout, job.flags.mtp_num_layers, None if pattern is None else pattern.whole())
     fixed = job.with_flags({**WITHOUT_PARTITION, **flags})
-    return LayoutEstimate(choice, flags, Estimate(fixed, plan.timeline, plan.states))
+    return LayoutEstimate(fixed, plan.timeline, plan.states, choice=choice, layout_flags=flags)
+
+
+def as_megatron_runs(ours: Estimate) -> Estimate:
+    """Return the estimate of the same schedule as megatron-core runs it: B recomputes, and the vocabulary is whole."""
+    if ours.job.flags.vocabulary_parallel:
+        ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.schedule.name)
+    return replace(ours, timeline=as_megatron_recomputes(ours.timeline))

@@ -1,33 +1,109 @@
-"""Simulates stragglers: steps of replicas that wait for the other replicas of their group."""
+"""`zero-bubble estimate stragglers`: the cost of a straggler under synchronous, local and hierarchical SGD.
+
+    zero-bubble estimate stragglers --num-replicas 8 --slowdown 5 --hierarchical-sgd 2:2,4:4,8:8
+    zero-bubble estimate stragglers --straggler fixed --probability 0.1
+    zero-bubble estimate stragglers --timeline steps.svg
+
+In each step at most one replica straggles. Replicas of synchronous SGD wait for it in every step. With hierarchical SGD
+the groups of --hierarchical-sgd average. With local SGD all replicas average in the longest of these periods, and none
+waits in between. The table shows the mean time of a step, where a step without a straggler takes 1. It says nothing
+about convergence: the longer replicas step alone, the more their parameters differ.
+
+A mistake ends with one line and exit status 2.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from pathlib import Path
 from random import Random
-from typing import Literal, get_args
 
+from megatron.zero_bubble.cli.estimate.replica_lanes import ReplicaStep, to_replica_lanes
+from megatron.zero_bubble.cli.invocation import at_least, one_number, read_flags
+from megatron.zero_bubble.cli.output import deliver, table
+from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy, Level
+from megatron.zero_bubble.session.flag_parser import flag
 
-StragglerKind = Literal["random", "fixed"]
-STRAGGLER_KINDS: tuple[StragglerKind, ...] = get_args(StragglerKind)
+_STEPS, _DRAWN_STEPS = 8192, 4
+Times = Sequence[Sequence[float]]
+"""Step -> replica -> time of its computation, where a replica that does not straggle takes 1."""
+
+
+def simulate_replicas(times: Times, hierarchy: Hierarchy | None) -> list[list[ReplicaStep]]:
+    """Simulate steps of replicas; return the step of every replica, for each step.
+
+    Args:
+        hierarchy: which groups average after which step; None if all replicas reduce gradients in every step.
+    """
+    starts = [0.0] * len(times[0])
+    steps = []
+    for number, durations in enumerate(times, 1):
+        ends = [start + duration for start, duration in zip(starts, durations, strict=True)]
+        size = len(ends) if hierarchy is None else hierarchy.group_size_after(number) or 1
+        firsts = (replica - replica % size for replica in range(len(ends)))
+        resumed = [max(ends[first : first + size]) for first in firsts]
+        slow = [duration > min(durations) for duration in durations]
+        sizes = [size] * len(ends)
+        steps.append(list(map(ReplicaStep, starts, ends, resumed, sizes, slow)))
+        starts = resumed
+    return steps
+
+
+def time_per_step(times: Times, hierarchy: Hierarchy | None) -> float:
+    """Return the mean time of a step, until the last replica has ended the last one."""
+    return max(step.resumed for step in simulate_replicas(times, hierarchy)[-1]) / len(times)
+
+
+def _probability(text: str) -> float:
+    value = one_number(at_least=0)(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"must not be above 1, got {text}")
+    return value
+
+
+def _hierarchy(text: str) -> Hierarchy:
+    try:
+        return Hierarchy.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
 @dataclass(frozen=True)
-class Stragglers:
-    """Replicas of which at most one straggles in a step."""
+class ReplicasFlags(CommandFlags):
+    """replicas and stragglers"""
 
-    num_replicas: int
-    kind: StragglerKind = "random"
-    """`random`: a randomly drawn replica straggles in each step. `fixed`: it is always replica 0."""
-    slowdown: float = 5.0
-    """How many times as long as the others a straggler takes."""
-    probability: float = 1.0
-    """Probability that a step has a straggler."""
-    seed: int = 0
+    num_replicas: int = flag("data-parallel replicas", 8, parse=at_least(2), metavar="R")
+    straggler: str = flag(
+        "random: another replica in each step; fixed: always replica 0", "random", choices=("random", "fixed")
+    )
+    slowdown: float = flag(
+        "how many times as long as others a straggler takes", 5, parse=one_number(at_least=1), metavar="X"
+    )
+    probability: float = flag("probability that a step has a straggler", 1, parse=_probability, metavar="P")
+    seed: int = flag("seed of the stragglers", 0, parse=at_least(0), metavar="N")
+    hierarchical_sgd: Hierarchy = flag(
+        "PERIOD:SIZE,...: the training's flag", "2:2,4:4,8:8", parse=_hierarchy, metavar="LEVELS"
+    )
 
-    def times(self, num_steps: int) -> list[list[float]]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.hierarchical_sgd.num_replicas
+        if size != self.num_replicas:
+            raise ValueError(
+                f"argument --hierarchical-sgd: ends with groups of {size}, and --num-replicas is {self.num_replicas}: "
+                "the last group must be all replicas"
+            )
+
+    @property
+    def methods(self) -> dict[str, Hierarchy | None]:
+        """Name of the method -> groups that average; None for gradients that all replicas reduce in every step."""
+        local = Hierarchy((Level(self.hierarchical_sgd.levels[-1].period, self.num_replicas),))
+        return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
+
+    def draw_times(self, num_steps: int) -> list[list[float]]:
         """Draw the time of each replica in each step, where a replica that does not straggle takes 1."""
         random = Random(self.seed)
         steps = []
@@ -36,59 +112,40 @@ class Stragglers:
             replica, draw = random.randrange(self.num_replicas), random.random()
             times = [1.0] * self.num_replicas
             if draw < self.probability:
-                times[replica if self.kind == "random" else 0] = self.slowdown
+                times[replica if self.straggler == "random" else 0] = self.slowdown
             steps.append(times)
         return steps
 
 
 @dataclass(frozen=True)
-class ReplicaStep:
-    """One step of one replica: it computes from `start` to `end`, then waits for its group until `resumed`."""
+class StragglerFlags(ReplicasFlags, TableFlags):
+    """output"""
 
-    start: float
-    end: float
-    resumed: float
-    group_size: int
-    """Replicas that wait for each other, in groups of neighbours; 1 for none."""
+    timeline: Path | None = flag(
+        "draw the first steps of synchronous and hierarchical SGD", None, parse=Path, metavar="FILE.svg"
+    )
 
 
-def simulate_replicas(
-    times: Sequence[Sequence[float]], hierarchy: Hierarchy | None, time_average: float = 0.0
-) -> list[list[ReplicaStep]]:
-    """Simulate steps of replicas; return the step of every replica, for each step.
-
-    Args:
-        times: for each step the time that each replica computes.
-        hierarchy: which groups average after which step; None if all replicas reduce gradients in every step.
-        time_average: time of an averaging or reduction once its group is complete.
-    """
-    free = [0.0] * len(times[0])
-    steps = []
-    for number, durations in enumerate(times, 1):
-        ends = [start + duration for start, duration in zip(free, durations, strict=True)]
-        size = len(ends) if hierarchy is None else hierarchy.group_size_after(number) or 1
-        resumed = ends
-        if size > 1:
-            resumed = []
-            for first in range(0, len(ends), size):
-                resumed += repeat(max(ends[first : first + size]) + time_average, size)
-        steps.append([ReplicaStep(*each, size) for each in zip(free, ends, resumed, strict=True)])
-        free = resumed
-    return steps
+def estimate_stragglers(argv: Sequence[str]) -> None:
+    """Print the table, and draw the timeline if a flag asks for it."""
+    flags = read_flags(StragglerFlags, argv, "zero-bubble estimate stragglers", __doc__ or "")
+    times = flags.draw_times(_STEPS)
+    means = {name: time_per_step(times, levels) for name, levels in flags.methods.items()}
+    rows = [
+        (name, _words(flags.methods[name]), f"{mean:.4g}", f"{means['synchronous'] / mean:.2f}")
+        for name, mean in means.items()
+    ]
+    if flags.timeline is not None:
+        deliver(_timeline(flags, times[:_DRAWN_STEPS]), flags.timeline)
+    flags.deliver(means, table(("SGD", "levels", "mean step", "speedup"), rows, markdown=flags.markdown))
 
 
-def time_per_step(times: Sequence[Sequence[float]], hierarchy: Hierarchy | None, time_average: float = 0.0) -> float:
-    """Return the mean time of a step, until the last replica has ended the last one."""
-    last = simulate_replicas(times, hierarchy, time_average)[-1]
-    return max(step.resumed for step in last) / len(times)
+def _words(levels: Hierarchy | None) -> str:
+    return "-" if levels is None else ",".join(f"{level.period}:{level.group_size}" for level in levels.levels)
 
 
-def scaled(hierarchy: Hierarchy, period: int) -> Hierarchy | None:
-    """Return the levels with other periods, in the same proportions, so that all replicas average every `period` steps.
-
-    None if a period would not be a whole number of at least 1.
-    """
-    last = hierarchy.levels[-1].period
-    if any(level.period * period % last for level in hierarchy.levels):
-        return None
-    return Hierarchy(tuple(Level(level.period * period // last, level.group_size) for level in hierarchy.levels))
+def _timeline(flags: StragglerFlags, times: Times) -> str:
+    often = "in each step" if flags.probability == 1 else f"with probability {flags.probability:g} in a step"
+    title = f"{flags.num_replicas} replicas, one {flags.straggler} straggler {often}, {flags.slowdown:g} times as slow"
+    methods = {"synchronous SGD": None, f"hierarchical SGD {_words(flags.hierarchical_sgd)}": flags.hierarchical_sgd}
+    return to_replica_lanes({name: simulate_replicas(times, each) for name, each in methods.items()}, title=title)
