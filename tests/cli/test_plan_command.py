@@ -140,13 +140,13 @@ def test_it_says_how_far_it_is(costs, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"layers": []}, "'layers' is a list with the costs of every layer, got []"),
+        ({"layers": []}, "'layers' must be a list with the costs of every layer, got []"),
         ({"layers": [{"time_f": 1, "time_b": 1}]}, "the costs of the layer 0 lack 'time_w'"),
         ({"layers": [{"time_f": 1, "time_b": 1, "time_w": 0}]}, "the times of the layer 0 must be above zero"),
         ({"output": {"time_f": "1", "time_b": 1, "time_w": 1}}, 'time_f of the output must be a number, got "1"'),
         ({"output": {"time_f": -1, "time_b": 1, "time_w": 1}}, "time_f of the output must not be negative, got -1"),
         ({"time_comm": True}, "time_comm must be a number, got true"),
-        ({"ties_output": 1}, "'ties_output' is true or false, got 1"),
+        ({"ties_output": 1}, "'ties_output' must be true or false, got 1"),
         ({"embeding": {}}, "costs of units have no entry 'embeding'"),
     ],
 )

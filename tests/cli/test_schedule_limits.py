@@ -49,7 +49,7 @@ BAD = {
     "simulate --schedule auto {size} --memory-limit 1e308": "--memory-limit: expected a number from 1e-20 to 1e+20",
     "simulate --schedule zb-h1 {size} --costs {tmp}/huge.json": "time_f must be numbers from 1e-50 to 1e+50, got 1000",
     "simulate --schedule 1f1b --pipeline-size 100000 --num-microbatches 8": "100000 pipeline ranks with 1 model chunks",
-    "simulate --schedule 1f1b --pipeline-size 4 --num-microbatches 1000000000": "333333 are the most",
+    "simulate --schedule 1f1b --pipeline-size 4 --num-microbatches 1000000000": "use at most 333333",
     "simulate --schedule interleaved-zb {size} --num-chunks 1000000000": "--num-chunks: must be at most 64, got 1000",
     "simulate --schedule zb-h1 {size} --post-validation --steps 1000000000": "8000000000 microbatches on 4 stages",
     "draw --schedule zb-h1 {size} --width 1000000000 --output {tmp}/new.svg": "--width: must be at most 16000",

@@ -86,7 +86,7 @@ def test_costs_with_blocks_are_read_back():
 
 @pytest.mark.parametrize("groups", [(1, 2), (0,)])
 def test_wrong_groups_are_refused(groups):
-    with pytest.raises(ScheduleError, match="groups are a number above zero for each of 1 stages"):
+    with pytest.raises(ScheduleError, match="groups must be one number above zero for each of 1 stages"):
         Schedule("small", Placement("linear", 1), 1, ((),), groups)
     text = schedule_to_json(Schedule("small", Placement("linear", 1), 1, ((),), (2,))).replace("2\n ]", '"2"\n ]')
     with pytest.raises(ScheduleError, match="groups must be a list of whole numbers"):

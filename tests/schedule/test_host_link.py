@@ -104,8 +104,8 @@ def test_memory_leaves_at_d_and_is_back_at_h():
         ("F0 F1 D0 B0 H0 W0 B1 W1", "rank 0 runs B0 before H0, which it needs"),
         ("D0 F0 F1 H0 B0 W0 B1 W1", "rank 0 runs D0 before F0, which it needs"),
         ("F0 F1 H0 D0 B0 W0 B1 W1", "rank 0 runs H0 before D0, which it needs"),
-        ("F0 F1 D0 R0 H0 B0 W0 B1 W1", "rank 0 runs D0 and also R0: what is recomputed cannot be offloaded"),
-        ("F0 D0 H0 F1 &B0 W0 B1 W1", "rank 0 runs D0 and also &B0: what is in a pair cannot be offloaded"),
+        ("F0 F1 D0 R0 H0 B0 W0 B1 W1", "rank 0 runs D0 and also R0: recomputed activations cannot be offloaded"),
+        ("F0 D0 H0 F1 &B0 W0 B1 W1", "rank 0 runs D0 and also &B0: activations of a pair cannot be offloaded"),
     ],
 )
 def test_what_is_released_comes_back_in_no_other_way(first, problem):

@@ -141,7 +141,7 @@ def test_a_loss_on_another_rank_is_refused():
     schedule = generate("zb-h1", 4, 8, vocabulary_parallel=True)
     ops = list(schedule.ops)
     ops[0] = (*ops[0], Op(OpKind.L, 0))
-    with pytest.raises(InvalidSchedule, match="rank 0 runs L0, which has no place there"):
+    with pytest.raises(InvalidSchedule, match="rank 0 runs L0, which belongs to another rank or chunk"):
         validate(replace(schedule, ops=tuple(ops)))
 
 

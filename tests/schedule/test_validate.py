@@ -76,7 +76,7 @@ LOWERED = {
     ("F0 SF0 BW0", "RF0 F0 BW0 SB0"): "rank 0 lacks RECV_BACKWARD0 for BW0",
     ("SF0 F0 RB0 BW0", "RF0 F0 BW0 SB0"): "rank 0 runs SEND_FORWARD0 before F0, which makes the tensor",
     ("F0 SF0 BW0 RB0", "RF0 F0 BW0 SB0"): "rank 0 runs BW0 before RECV_BACKWARD0, which it needs",
-    ("F0 SF0 RB0 BW0", "RF0 F0 BW0 SB0 SF0"): "rank 1 runs SEND_FORWARD0, but no such message enters or leaves it",
+    ("F0 SF0 RB0 BW0", "RF0 F0 BW0 SB0 SF0"): "rank 1 runs SEND_FORWARD0, but no operation needs or makes this message",
 }
 
 

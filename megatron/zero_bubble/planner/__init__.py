@@ -1,4 +1,4 @@
-"""Plans from requests: orders of operations, layouts, and their memory. Pure Python, no torch."""
+"""The planner: makes a `Plan` (layout, order of operations, memory) from a `PlanRequest`. Pure Python, no torch."""
 
 from megatron.zero_bubble.planner.generate import generate, request_for, schedule_of
 from megatron.zero_bubble.planner.layout_plan import Plan, plan_layout

@@ -1,6 +1,6 @@
-"""The automatic scheduler: the best schedule for any placement and memory limit.
+"""The automatic scheduler: plans a fast schedule for any placement and memory limit.
 
-ZB-1p, ZB-2p, ZB-V, V-Half and V-Min are its schedules within the memory that these names stand for.
+The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min, each in the memory limit that its name means.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from megatron.zero_bubble.planner.memory_limit import held_memory, one_f_one_b_peaks
+from megatron.zero_bubble.planner.memory_limit import memory_in_flight, one_f_one_b_peaks
 from megatron.zero_bubble.planner.planned_chunks import best_in_groups
 from megatron.zero_bubble.planner.portfolio import recomputed_where_needed
 from megatron.zero_bubble.planner.problem import Problem
@@ -21,13 +21,17 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -> Schedule:
-    """The best schedule found for the costs and the memory limit, by default within `own_limits`.
+    """Plan the fastest schedule for the costs of a request, within its memory limit.
 
-    It is never worse than the named schedules of the placement that fit. See `best_in_groups`, and for a V `best_in_v`.
-    Where the planner chooses what to recompute, nothing is recomputed without a limit.
+    On linear and interleaved placements the plan is never slower than a named schedule of the placement that fits in
+    the limit.
+
+    Args:
+        own_limits: computes the memory limits of the ranks for a request that has none.
+        request: of one layout, checked.
 
     Raises:
-        Infeasible: nothing fits; with the smallest limit that works.
+        Infeasible: no schedule fits. The error has the smallest limit in which a schedule fits.
     """
     limits = request.limits or with_room_for_shards(request, own_limits(request))
     is_v = request.placement.kind == "v"
@@ -36,36 +40,49 @@ def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -
 
 
 def limit_of_1f1b(request: PlanRequest) -> Limits:
-    """1F1B's peak on its fullest rank, for every rank."""
+    """Memory limits of the ranks: for every rank the peak memory of 1F1B on its fullest rank."""
     peaks = one_f_one_b_peaks(request.placement, request.stage_costs, request.num_microbatches, request.recompute)
     return (max(peaks),) * request.num_ranks
 
 
 def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
-    """`multiple_of_p` for the costs of the request."""
+    """The memory limits of `multiple_of_p` for the costs and the ranks of a request."""
     return multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
 
 
 def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: Recompute = Recompute.NONE) -> Limits:
-    """Rank -> factor times p M_B, where M_B is the memory of one microbatch on this rank, between F and B.
+    """Memory limits of the ranks: `factor` times the memory of p microbatches, for p ranks with one stage each.
 
-    The memory that B adds comes on top, because a microbatch can hold more after its B than before it. With full
-    recomputation it is factor times 1F1B's peak with the same.
-    """
-    held, times = (num_ranks, factor) if recompute is Recompute.FULL else (factor * num_ranks, 1)
-    rooms = (held_memory(costs, (stage,), held, recompute) for stage in range(costs.num_stages))
-    return tuple(times * (room + max(0, added)) for room, added in zip(rooms, costs.memory_b, strict=True))
-
-
-def limits_in_v(num_held: Callable[[int], float], request: PlanRequest) -> Limits:
-    """Rank -> the memory of so many microbatches on both of its chunks, with the memory that their B adds.
+    The memory that one B adds is part of the limit, because a microbatch may take more memory after its B than before.
+    With full recomputation the limit is `factor` times the peak of 1F1B with full recomputation.
 
     Args:
-        num_held: microbatches of a rank, by the number of ranks.
+        costs: of the stages, one stage a rank.
+        num_ranks: p.
+        factor: 1 for ZB-1p, 2 for ZB-2p.
+        recompute: which microbatches have an R.
+
+    Returns:
+        One limit a rank, in the unit of memory of the costs.
     """
-    costs, held = request.stage_costs, num_held(request.num_ranks)
+    in_flight, times = (num_ranks, factor) if recompute is Recompute.FULL else (factor * num_ranks, 1)
+    memory = (memory_in_flight(costs, (stage,), in_flight, recompute) for stage in range(costs.num_stages))
+    return tuple(times * (amount + max(0, added)) for amount, added in zip(memory, costs.memory_b, strict=True))
+
+
+def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> Limits:
+    """Memory limits of the ranks of a V: the memory of a number of microbatches in flight on both chunks of a rank.
+
+    The memory that one B of each chunk adds is part of the limit.
+
+    Args:
+        in_flight_on: number of pipeline ranks -> number of microbatches in flight on each rank.
+        request: whose costs and ranks the limits are for.
+    """
+    costs, in_flight = request.stage_costs, in_flight_on(request.num_ranks)
     stages_of = map(request.placement.stages_of, range(request.num_ranks))
     return tuple(
-        held_memory(costs, stages, held, request.recompute) + sum(max(0, costs.memory_b[stage]) for stage in stages)
+        memory_in_flight(costs, stages, in_flight, request.recompute)
+        + sum(max(0, costs.memory_b[stage]) for stage in stages)
         for stages in stages_of
     )

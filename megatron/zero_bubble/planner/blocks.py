@@ -1,7 +1,8 @@
-"""Orders of F and B for a V: a building block repeated (arXiv 2405.15362), and ZB-V's.
+"""Orders of F and B for a V: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
-In a block one microbatch goes down the ranks, back up, down with its gradient and up again; how long it rests at each
-rank of each of these four legs sets the life span of its activations, and so the memory.
+A building block is the path of one microbatch in four legs: F of chunk 0 down the ranks, F of chunk 1 back up, B of
+chunk 1 down, B of chunk 0 up. The time between two ranks of a leg sets the life span of the activations, and so the
+peak memory.
 """
 
 from __future__ import annotations
@@ -18,59 +19,59 @@ from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 PERIOD = 6
-"""Slots of a block on one rank, where F, B and W of a chunk take one each."""
+"""Time slots of a block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Shares of the slots that go to a leg down; the rest goes to the leg up that ends the same life span."""
+"""Shares of the life span of an activation that are spent on the leg down; the rest is spent on the leg up."""
 DELAYS = (0, 0, 1, 2, 3)
-"""Slots by which a leg of a random block begins later."""
+"""Slots by which B of chunk 1, or B of chunk 0, of a random block starts later than it could."""
 VARIATION = 0.06
-"""Standard deviation of a change of a block's times, as a fraction of its period."""
+"""Standard deviation of the random change of a time of a block, as a fraction of the period of the block."""
 
 
 class Block(NamedTuple):
-    """When one microbatch runs on each rank; the next microbatches repeat it, a period later each."""
+    """The times at which one microbatch runs on each rank; each next microbatch runs one period later."""
 
     period: float
     legs: tuple[float, ...]
-    """Time from a rank to the next on the four legs: F of chunk 0, F of chunk 1, B of chunk 1, B of chunk 0."""
+    """Time from one rank to the next on each leg: F of chunk 0, F of chunk 1, B of chunk 1, B of chunk 0."""
     turns: tuple[float, ...]
-    """Time from the start of the last operation of each leg but the last to the start of the next leg."""
+    """Time from the start of the last operation of a leg to the start of the next leg, for the first three legs."""
 
     def varied(self, generator: Random) -> Block:
-        """The block with one to three of its times changed at random."""
+        """Return a copy of the block with one to three times changed at random."""
         times = [self.period, *self.legs, *self.turns]
         for index in generator.sample(range(len(times)), generator.choice((1, 1, 2, 3))):
             times[index] = max(0.0, times[index] + generator.gauss(0, VARIATION * self.period))
         return Block(times[0], tuple(times[1:5]), tuple(times[5:]))
 
 
-def published_blocks(problem: Problem, held: float) -> Iterator[Block]:
-    """Blocks in which every rank holds so many microbatches."""
-    # A microbatch that rests for h at a rank, on its way down and back up together, is held for 2 p h over
-    # both chunks, each half of M_B: p h / period microbatches. Blocks begin and end off the beat, which
-    # takes the room of one more.
-    # The published delays keep F and B of a block off each other's slots, for legs of one slot and of two.
+def published_blocks(problem: Problem, in_flight: float) -> Iterator[Block]:
+    """Yield the building blocks of the paper in which every rank has `in_flight` microbatches in flight."""
+    # If the leg down and the leg up take h together from one rank to the next, the activations of both chunks, each of
+    # M_B / 2, live for 2 p h in sum. A rank then has p h / period microbatches in flight. One more microbatch is in
+    # flight because blocks do not start and end in the same slot.
+    # The published delays keep F and B of a block out of each other's slots, for legs of one slot and of two.
     p = problem.num_ranks
     delays = {0.5: (2 if p % 3 == 0 else 0, 0), 2 / 3: (3 if p % 2 == 0 else 0, 1)}
     for share in SHARES:
         for f, b, period in ((1.0, 1.0, float(PERIOD)), _median_times(problem)):
-            yield _block(problem, (f, b, period), held, share, delays.get(share, (0, 0)))
+            yield _block(problem, (f, b, period), in_flight, share, delays.get(share, (0, 0)))
 
 
-def random_block(problem: Problem, held: float, generator: Random) -> Block:
-    """A block in which every rank holds at most so many microbatches."""
+def random_block(problem: Problem, in_flight: float, generator: Random) -> Block:
+    """Return a random block in which every rank has at most `in_flight` microbatches in flight."""
     f, b, period = _median_times(problem)
     times = f, b, period * generator.uniform(1, 1.3)
     delays = generator.choice(DELAYS), generator.choice(DELAYS)
-    return _block(problem, times, held * generator.uniform(0.7, 1), generator.uniform(0.1, 0.9), delays)
+    return _block(problem, times, in_flight * generator.uniform(0.7, 1), generator.uniform(0.1, 0.9), delays)
 
 
 def _block(
-    problem: Problem, times: tuple[float, float, float], held: float, share: float, delays: tuple[int, int]
+    problem: Problem, times: tuple[float, float, float], in_flight: float, share: float, delays: tuple[int, int]
 ) -> Block:
-    """The block of such times of F, B and a period, with slots before B of chunk 1 and before B of chunk 0."""
+    """Return the block for the times of F, B and a period; `delays` are slots before B of chunk 1 and B of chunk 0."""
     f, b, period = times
-    together = period * (held - 1) / problem.num_ranks
+    together = period * (in_flight - 1) / problem.num_ranks
     down, down_again = max(f, together * share), max(b, together * share)
     legs = (down, max(f, together - down_again), down_again, max(b, together - down))
     loss, turn = (delay * period / PERIOD for delay in delays)
@@ -78,27 +79,27 @@ def _block(
 
 
 def _median_times(problem: Problem) -> tuple[float, float, float]:
-    """Times of an F and a B of one chunk with a message, and of a period, at the median costs of the stages."""
+    """Return the times of F and B of one chunk, each with a message, and of a period: medians over the stages."""
     size, comm = problem.num_stages, median(problem.message or (0,))
     kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
     f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])
     if problem.recompute is Recompute.FULL:
         kinds.append(slice(problem.codes.r, problem.codes.drop))
-    of_shard = sum(problem.duration[first] for first in problem.codes[5:-1])
-    return f, b, 2 * sum(median(problem.duration[kind]) for kind in kinds) + of_shard
+    shard_time = sum(problem.duration[first] for first in problem.codes[5:-1])
+    return f, b, 2 * sum(median(problem.duration[kind]) for kind in kinds) + shard_time
 
 
 def repeated(problem: Problem, block: Block) -> list[Order]:
-    """F and B of every rank by the time at which the repeated block has them."""
+    """Return the F and B of every rank in the order of their times in the repeated block."""
     p, size = problem.num_ranks, problem.num_stages
-    begins = [0.0]
+    leg_starts = [0.0]
     for leg, turn in zip(block.legs, block.turns, strict=False):
-        begins.append(begins[-1] + (p - 1) * leg + turn)
+        leg_starts.append(leg_starts[-1] + (p - 1) * leg + turn)
     orders = []
     for rank in range(p):
         first, last = problem.stages_of[rank]
         hops = (rank, p - 1 - rank) * 2
-        starts = [begin + leg * hop for begin, leg, hop in zip(begins, block.legs, hops, strict=True)]
+        starts = [start + leg * hop for start, leg, hop in zip(leg_starts, block.legs, hops, strict=True)]
         own = list(zip(starts, (first, last, size + last, size + first), strict=True))
         times = [(start + block.period * k, code) for k in range(problem.num_microbatches) for start, code in own]
         orders.append([code for _, code in sorted(times)])
@@ -106,10 +107,11 @@ def repeated(problem: Problem, block: Block) -> list[Order]:
 
 
 def eager_orders(problem: Problem) -> list[Order]:
-    """ZB-V: every rank runs each operation that is ready: F of chunk 0 until the first F of chunk 1, and so on.
+    """Return the order of ZB-V: F of chunk 0 until F of chunk 1 is ready, both F in turn until B is ready, then B too.
 
-    With unit slots the first microbatch comes to chunk 1 of rank r after 2(p - r) - 1 slots there, its
-    gradient 2r slots later, and back to chunk 0 after 2(p - r) more: with as many operations each phase is full.
+    If every operation takes one slot, the first microbatch reaches chunk 1 of rank r 2(p - r) - 1 slots after chunk 0.
+    The gradient of the first microbatch arrives at chunk 1 2r slots later, and at chunk 0 after 2(p - r) more slots.
+    Each phase of the warmup has as many operations as slots, so that no rank idles.
     """
     p, size, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
     orders = []

@@ -1,4 +1,4 @@
-"""Lower bounds on the span of any schedule for a placement, its costs and a memory limit."""
+"""Lower bounds on the longest span of a rank, over all schedules of a placement, costs and memory limits."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 @dataclass(frozen=True)
 class LowerBounds:
-    """Bounds on `Timeline.cost`, the longest span of a rank, in the unit of the times.
+    """Lower bounds on `Timeline.cost`, the longest span of a rank, in the unit of the times.
 
-    Each holds whether or not communication overlaps, and for schedules that fuse B and W as for those that
-    do not.
+    Every bound holds with and without overlap of communication, and for schedules with and without fused B and W.
     """
 
     work: float
-    """The work of the busiest rank."""
+    """Total time of the operations of the busiest rank."""
     dependency: float
-    """From the first F of a rank to its last W, through the stages after it. For equal stages
-    (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
+    """Length of the longest path from the first F of a rank through later stages to the last W of the rank. For equal
+    stages this path is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
     memory: float
-    """The larger of two: `dependency` with the idle time that the memory limit forces on a rank before its first and
-    its last B; and the memory times time that all microbatches need, over the limit. At least `dependency`."""
+    """The larger of two bounds under the memory limit; at least `dependency`. One bound adds to `dependency` the idle
+    time that the limit forces on a rank before its first and its last B. The other bound is the integral of the memory
+    of all microbatches over time, divided by the limit."""
 
     @property
     def span(self) -> float:
-        """The best of the bounds."""
+        """The largest of the bounds."""
         return max(self.work, self.dependency, self.memory)
 
 
@@ -44,13 +44,20 @@ def lower_bounds(
     memory_limit: float | Sequence[float] | None = None,
     recompute: Recompute = Recompute.NONE,
 ) -> LowerBounds:
-    """The bounds for schedules with `num_microbatches` in which no rank holds more than `memory_limit`.
+    """Compute the lower bounds for schedules in which no rank exceeds its memory limit.
 
-    The limit is for all ranks or one a rank, in the unit of the costs' memory; None is no limit. With recomputation
-    a microbatch may hold `memory_r` less until its R, which takes memory from the limit but no time where R may be
-    left out. Raises
-    `ScheduleError` if the costs or the limits are for another number of stages or ranks. Takes time in the
-    square of the number of stages.
+    The computation takes time in the square of the number of stages.
+
+    Args:
+        placement: of the stages on the ranks.
+        num_microbatches: microbatches of an iteration.
+        costs: of the stages.
+        memory_limit: for all ranks or one a rank, in the unit of memory of the costs; None for no limit.
+        recompute: which microbatches have an R. A microbatch with an R takes `memory_r` less until its R. The time of R
+            counts only under full recomputation.
+
+    Raises:
+        ScheduleError: the costs or the limits are for another number of stages or ranks.
     """
     if costs.num_stages != placement.num_stages:
         raise ScheduleError(
@@ -74,10 +81,10 @@ def lower_bounds(
 
 
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
-    """Length of the longest path from a rank's first F through the backward of a later rank to its own last W.
+    """Length of the longest path from the first F of a rank, through a later rank, to the last W of the first rank.
 
-    The first F of rank r (stage a) and the last B of its stage a enclose, for every rank q whose first stage k is
-    not before a, the path from a to k, all operations of q between its first F and last B, and the path back.
+    Let `a` be the first stage of rank r, and `k` the first stage of a rank q that is not before `a`. The time from the
+    first F to the last B of `a` is at least the path from `a` to `k`, the window of q, and the path back.
     """
     longest: float = 0
     for near in ranks:
@@ -93,20 +100,20 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
 
 
 class _Path:
-    """Sums of times along the stages."""
+    """Least times of one microbatch between stages, from sums of the costs along the stages."""
 
     def __init__(self, placement: Placement, costs: StageCosts, recompute: Recompute) -> None:
         self.placement = placement
         self.recompute = recompute
         self.costs = costs
-        self.held = costs.memory_f
-        """Stage -> least memory of a microbatch from the start of F to the start of B."""
+        self.memory = costs.memory_f
+        """Stage -> least memory of a microbatch between the start of F and the start of B."""
         if recompute is not Recompute.NONE:
-            self.held = tuple(map(sub, costs.memory_f, costs.memory_r))
+            self.memory = tuple(map(sub, costs.memory_f, costs.memory_r))
         self.starts_f: list[float] = [0]
-        """Stage -> earliest start of F of a microbatch, after that of stage 0."""
+        """Stage -> least time from the start of F of stage 0 to the start of F of this stage."""
         self.ends_b: list[float] = [0]
-        """For each stage, the least time from the end of its B to the end of stage 0's B."""
+        """Stage -> least time from the end of B of this stage to the end of B of stage 0."""
         for s, message in enumerate(costs.messages(placement)):
             self.starts_f.append(self.starts_f[-1] + costs.time_f[s] + message)
             self.ends_b.append(self.ends_b[-1] + costs.time_b[s] + message)
@@ -120,14 +127,14 @@ class _Path:
         return self.ends_b[k] - self.ends_b[a]
 
     def turn(self, stage: int) -> float:
-        """Least time from the end of F on a stage to the start of its B, through the last stage and back."""
+        """Least time from the end of F to the start of B on the same stage, through the last stage and back."""
         last = self.placement.num_stages - 1
         to_last = self.forward(stage, last) + self.costs.time_f[last] - self.costs.time_f[stage]
         from_last = self.costs.time_b[last] + self.backward(last, stage) - self.costs.time_b[stage]
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that R of a microbatch takes: that of R, or of the idle rank where B follows F at once."""
+        """Least time that a microbatch costs its rank for R: the time of R, or the wait if B follows F without an R."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -154,47 +161,50 @@ class _Rank:
 
     @cached_property
     def recomputation(self) -> float:
-        """Least time that every R takes."""
+        """Least total time of the R of the rank."""
         return self.num_microbatches * sum(self.path.recomputation(s) for s in self.stages)
 
     @property
     def vocabulary(self) -> float:
-        """The time of all operations on the rank's vocabulary shard, which run where F, B and W leave it idle."""
+        """Total time of the operations on the vocabulary shard of the rank, which may run while it would idle."""
         costs = self.path.costs
         times = (costs.time_e, costs.time_ew, costs.time_s, costs.time_t)
         return self.num_microbatches * sum(time[s] for s in self.stages for time in times)
 
     @cached_property
     def available(self) -> float:
-        """The memory limit; infinite if an operation releases more than was allocated, which no bound here covers."""
+        """The memory limit; infinite if an operation releases more than was allocated, where no memory bound holds."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
             if costs.memory_s[s] + costs.memory_t[s] < 0:
                 return inf
-            if self.path.held[s] < 0 or after_b < 0 or after_b + costs.memory_w[s] < -1e-9 * costs.memory_f[s]:
+            if self.path.memory[s] < 0 or after_b < 0 or after_b + costs.memory_w[s] < -1e-9 * costs.memory_f[s]:
                 return inf
         return self.limit
 
     @cached_property
     def window(self) -> float:
-        """Least time from the start of the first F to the end of the last B: all F and B, the W that cannot be
-        deferred beyond it for lack of memory, and the idle time, in which R runs where it can."""
+        """Least time from the start of the first F to the end of the last B of the rank.
+
+        The bound is a sum of three times: all F and B; each W that cannot be deferred beyond the last B for lack of
+        memory; the larger of idle time and recomputation, because R may run in idle time.
+        """
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
         all_w = self.num_microbatches * sum(costs.time_w[s] for s in self.stages)
         is_divided = self.path.recompute is not Recompute.NONE and costs.blocks(self.first) > 1
         room = self.available - (0 if is_divided else costs.memory_f[self.first])
-        waiting = self._most(room, [(costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]) for s in self.stages])
-        by_work = f_and_b + max(0, all_w - costs.time_w[self.first] - waiting) + max(self.idle, self.recomputation)
+        deferred = self._most(room, [(costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]) for s in self.stages])
+        by_work = f_and_b + max(0, all_w - costs.time_w[self.first] - deferred) + max(self.idle, self.recomputation)
         return max(by_work, self.window_of_last_f)
 
     @property
     def window_of_last_f(self) -> float:
-        """Least time from the start of the first F to the end of the last B, by way of the last F.
+        """Least time from the start of the first F to the end of the last B of the rank, through its last F.
 
-        Before that F, enough B and W run that memory has room for it; after it, its microbatch goes through the last
-        stage and back. With recomputation the bound is zero.
+        Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the microbatch
+        passes through the last stage and back. With recomputation the bound is zero.
         """
         costs, last = self.path.costs, self.stages[-1]
         if self.path.recompute is not Recompute.NONE:
@@ -204,38 +214,39 @@ class _Rank:
             for s in self.stages
         ]
         to_release = self.num_microbatches * sum(costs.memory_f[s] for s in self.stages) - self.available
-        making_room = to_release / max(rates) if to_release > 0 and max(rates) > 0 else 0
+        release = to_release / max(rates) if to_release > 0 and max(rates) > 0 else 0
         all_f = self.num_microbatches * sum(costs.time_f[s] for s in self.stages)
-        way_back = self.path.turn(last) + costs.time_b[last] + self.path.backward(last, self.first)
-        return all_f + making_room + way_back + (0 if self.all_fit else self.idle_before_b)
+        after_f = self.path.turn(last) + costs.time_b[last] + self.path.backward(last, self.first)
+        return all_f + release + after_f + (0 if self.all_fit else self.idle_before_b)
 
     @cached_property
     def idle(self) -> float:
-        """Least idle time between the first F and the last B.
+        """Least idle time of the rank between its first F and its last B.
 
-        Unless all microbatches fit at once, the last F comes after the first B, and the waits for the two add up.
+        Unless all microbatches fit in memory at once, the last F comes after the first B. The wait for the first B and
+        the wait after the last F then add up.
         """
         return max(self.idle_before_b, self.idle_after_f) if self.all_fit else self.idle_before_b + self.idle_after_f
 
     @property
     def all_fit(self) -> bool:
-        """Whether memory has room for all microbatches at once."""
-        whole = sum(self.path.held[s] for s in self.stages)
-        return self.num_microbatches * whole <= self.available * (1 + 1e-9)
+        """Whether the activations of all microbatches fit in the memory limit at once."""
+        in_flight = sum(self.path.memory[s] for s in self.stages)
+        return self.num_microbatches * in_flight <= self.available * (1 + 1e-9)
 
     @property
     def idle_before_b(self) -> float:
-        """Least idle time between the first F and the first B, when a rank runs only the F that fit in its memory."""
+        """Least idle time between the first F and the first B: before its first B a rank runs only F that fit."""
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.forward(self.first, last) + costs.time_f[last] + self.path.turn(last)
-        return max(0, wait - self._most(self.available, [(costs.time_f[s], self.path.held[s]) for s in self.stages]))
+        return max(0, wait - self._most(self.available, [(costs.time_f[s], self.path.memory[s]) for s in self.stages]))
 
     @property
     def idle_after_f(self) -> float:
-        """Least idle time from the end of the last F to the start of the last B.
+        """Least idle time from the end of the last F to the start of the last B of the rank.
 
-        In between a rank has only the B and W of the microbatches that it holds at the last F, among them the last one
-        in all stages.
+        Between its last F and its last B, a rank runs only B and W of the microbatches that are in flight at the last
+        F. The last microbatch is then in flight in all stages of the rank.
         """
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.turn(last)
@@ -243,19 +254,19 @@ class _Rank:
         if last != self.first:
             wait += costs.time_b[last] + self.path.backward(last, self.first) - costs.time_b[self.first]
             own = sum(costs.time_b[s] + costs.time_w[s] for s in self.stages[1:])
-        room = self.available - sum(self.path.held[s] for s in self.stages)
+        room = self.available - sum(self.path.memory[s] for s in self.stages)
         items = []
         for s in self.stages:
-            items.append((costs.time_b[s] + costs.time_w[s], self.path.held[s]))
+            items.append((costs.time_b[s] + costs.time_w[s], self.path.memory[s]))
             items.append((costs.time_w[s], costs.memory_f[s] + costs.memory_b[s]))
         return max(0, wait - own - self._most(room, items, self.num_microbatches - 1))
 
     @property
     def memory_time(self) -> float:
-        """Least span by the memory times time that the microbatches need, over the limit.
+        """Least span of the rank: the integral of the memory of all microbatches over time, divided by the limit.
 
-        The limit is not reached while memory fills, no faster than F runs, and drains, no faster than B and W run.
-        With recomputation, where memory fills and drains in other ways too, the bound is zero.
+        Memory is below the limit in the ramps at both ends: it fills no faster than F runs, and drains no faster than B
+        and W run. With recomputation the bound is zero, because R and dropped activations change the ramps.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:
@@ -281,9 +292,9 @@ class _Rank:
         return needed / limit
 
     def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
-        """Return an upper bound on the time of items (time, memory) that fit in `room`, each `copies` times at most.
+        """Upper bound on the total time of items (time, memory) that fit in `room` together: a fractional knapsack.
 
-        It solves a fractional knapsack; if all items take the same memory, it takes a whole number of them.
+        Each item is taken `copies` times at most. If all items take the same memory, a whole number of them is taken.
         """
         if copies is None:
             copies = self.num_microbatches

@@ -1,4 +1,4 @@
-"""Chooses between the plans of layouts that a search has made: simpler layouts are preferred to faster ones."""
+"""Chooses the final plan among plans of different layouts: a simpler layout may be a little slower."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from megatron.zero_bubble.planner.request import Layout
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 SIMPLER = 1.02
-"""A simpler layout is preferred if it takes at most this much longer: measured costs are no more exact."""
+"""Factor of time up to which a simpler layout is preferred to the fastest one: measured costs are no more exact."""
 SHARDING_GAIN = 1.03
-"""How many times as fast a layout with vocabulary shards has to be, because collectives also take processor time."""
+"""Least speedup for which a layout with vocabulary shards is chosen: its collectives also take processor time."""
 
 
 def choose(plans: Sequence[Plan], usual: Layout | None) -> Plan:
-    """The plan to take, with the best plans of the other combinations, from the shortest to the longest.
+    """Choose a plan among plans of different layouts.
 
-    It is the plan of the usual layout, unless another one is faster by the factor `SIMPLER`. Otherwise it is the
-    simplest of the plans that take at most `SIMPLER` times as long as the shortest. If the shortest has vocabulary
-    shards, plans without them may take `SHARDING_GAIN` times as long.
+    A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. If the fastest plan has vocabulary
+    shards, a plan without shards is close if it takes at most `SHARDING_GAIN` times as long. The plan of the usual
+    layout is chosen if it is close, otherwise the plan with the simplest layout among all close plans.
 
     Args:
         plans: at least one; several may have the same combination of placement, recomputation and vocabulary.
-        usual: the layout that stays where nothing is clearly faster.
+        usual: the layout that stays unless another layout is clearly faster; None if there is none.
+
+    Returns:
+        The chosen plan, whose `others` are the best plans of the other combinations, the fastest first.
     """
     ordered = sorted(best_of_combinations(plans, usual), key=lambda plan: plan.time)
     shortest = ordered[0]
@@ -44,10 +47,10 @@ def choose(plans: Sequence[Plan], usual: Layout | None) -> Plan:
 
 
 def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
-    """The plan of each combination, and that of the usual layout.
+    """The best plan of each combination of placement, recomputation and vocabulary, and the plan of the usual layout.
 
-    Of partitions whose plans differ by at most `ALIKE` it is the most even one, so that small differences between
-    measured costs do not change it.
+    Among plans of one combination whose times differ by at most the factor `ALIKE`, the plan with the most even
+    partition is taken, so that small differences between measured costs do not change the choice.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:
@@ -61,7 +64,7 @@ def _most_even(plans: Sequence[Plan]) -> Plan:
 
 
 def named_after_schedule(plan: Plan) -> Plan:
-    """The plan, of a layout that recomputes nothing if its schedule has no R."""
+    """The plan with a layout without recomputation in place of `Recompute.PLANNED`, if its schedule has no R."""
     if plan.layout.recompute is not Recompute.PLANNED or plan.timeline.schedule.recomputes:
         return plan
     return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))

@@ -1,4 +1,4 @@
-"""The encoding of operations as integers, which the inner loops of the planner index with."""
+"""The encoding of operations as integers, for the inner loops of the planner."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import NamedTuple
 from megatron.zero_bubble.schedule.kinds import OpKind
 
 Order = list[int]
-"""Operations of one rank as codes (see `Codes`), in microbatch order a stage.
+"""The operations of one rank as codes (see `Codes`), in the order in which they run.
 
-The k-th F of a stage, whether it keeps or drops its activations, its k-th B and so on are those of microbatch k; its
-k-th R is that of the k-th microbatch that is dropped.
+The k-th F of a stage belongs to microbatch k, whether it keeps or drops activations; so do the k-th B and the k-th W.
+The k-th R belongs to the k-th microbatch whose activations are dropped.
 """
 
 
 class Codes(NamedTuple):
-    """The encoding of operations as integers: each kind has one for every stage, from its first code on.
+    """The first code of each kind of operation: stage s of a kind has the code `first code + s`.
 
-    An operation on a vocabulary shard has the code of the first stage of its rank; of the losses only the first code
-    is used.
+    For operations on vocabulary shards the rank takes the place of the stage. The loss has one code for all ranks.
     """
 
     f: int
@@ -27,7 +26,7 @@ class Codes(NamedTuple):
     w: int
     r: int
     drop: int
-    """F that drops the activations which R makes again."""
+    """An F that drops the activations which R recomputes."""
     e: int
     ew: int
     s: int
@@ -50,10 +49,10 @@ class Codes(NamedTuple):
         return self.w <= code < self.r or self.ew <= code < self.s or code >= self.t
 
     def microbatches(self, order: Order) -> Iterator[tuple[int, int]]:
-        """(code, microbatch) of every operation of an order."""
+        """Yield (code, microbatch) for every operation of an order."""
         counts = [0] * self.end
         dropped: list[list[int]] = [[] for _ in range(self.b)]
-        """Stage -> the microbatches that are dropped and have had no R yet."""
+        """Stage -> the microbatches whose activations are dropped and not yet recomputed."""
         for code in order:
             if self.r <= code < self.drop:
                 yield code, dropped[code - self.r].pop(0)
@@ -65,6 +64,6 @@ class Codes(NamedTuple):
             counts[kept] += 1
 
     def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
-        """The F, all of which keep their activations, and the B of complete orders."""
+        """The F and B of complete orders, where every F keeps its activations."""
         kept = [[code - self.drop if self.drop <= code < self.e else code for code in order] for order in orders]
         return [[code for code in order if code < self.w] for order in kept]

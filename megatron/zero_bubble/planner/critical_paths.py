@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner.problem import Problem
 
 
 class Stretch(NamedTuple):
-    """A part of the critical path: operations that `rank` runs without a break, from position `first` to `last`."""
+    """A part of the critical path: operations that `rank` runs without idle time, from position `first` to `last`."""
 
     rank: int
     first: int
@@ -20,10 +20,10 @@ class Stretch(NamedTuple):
 
 
 class OrderGraph:
-    """Complete orders as a graph, with the longest paths through every operation.
+    """A graph of the operations of complete orders, with the longest path through every operation.
 
-    Operations are numbers: that of `code` and microbatch k is `code * num_microbatches + k`. An F that drops its
-    activations has the number of an F that keeps them.
+    The operation with code c of microbatch k has the number `c * num_microbatches + k`. An F has the same number
+    whether it drops or keeps its activations.
     """
 
     def __init__(self, problem: Problem, orders: Sequence[Order]) -> None:
@@ -37,12 +37,11 @@ class OrderGraph:
         self.allocation = [problem.allocation[code] for code in numbered for _ in range(m)]
         self.rank_of = [problem.ranks[code] for code in numbered for _ in range(m)]
         self.dropped: set[int] = set()
-        """Every F that drops its activations."""
+        """The numbers of the F that drop their activations."""
         self.needs: list[list[tuple[int, float]]] = [[] for _ in self.duration]
-        """Operation -> the operations on other ranks, or of other stages, whose results it waits for, each with the
-        latency of the result."""
+        """Operation -> (operation whose result it needs, latency of the result), for other ranks or other stages."""
         self.users: list[list[tuple[int, float]]] = [[] for _ in self.duration]
-        """Operation -> the operations that wait for its result, each with its latency."""
+        """Operation -> (operation that needs its result, latency of the result), for other ranks or other stages."""
         for source, target, latency in problem.links:
             for k in range(m):
                 self.needs[target * m + k].append((source * m + k, latency))
@@ -50,13 +49,13 @@ class OrderGraph:
         self.restore([self._numbers(order) for order in orders])
         self.start = [0.0] * len(self.duration)
         self.end = [0.0] * len(self.duration)
-        """Operation -> time of its result."""
+        """Operation -> time at which its result is ready."""
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the critical path from its start to the end of the slowest rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> the start of its span, negated: added to the end of its last operation it gives the span."""
+        """Rank -> minus the start of its span; the end of its last operation plus this value is its span."""
         self.cost = self.tie = 0.0
-        """As in `PlannedOrders`."""
+        """Time by which the orders are judged, and the time that decides between equal orders."""
 
     def _numbers(self, order: Order) -> list[int]:
         codes = self.codes
@@ -71,14 +70,14 @@ class OrderGraph:
         return lane
 
     def restore(self, lanes: Sequence[Sequence[int]]) -> None:
-        """Take other orders of the same operations."""
+        """Replace the orders by other orders of the same operations."""
         self.lanes = [list(lane) for lane in lanes]
         """Rank -> its operations in order."""
         self.position = {op: position for lane in lanes for position, op in enumerate(lane)}
-        """Operation -> its place in the order of its rank."""
+        """Operation -> its position in the order of its rank."""
 
     def move(self, rank: int, source: int, target: int) -> None:
-        """Take the operation at position `source` of the order of `rank` to position `target`."""
+        """Move an operation of `rank` from position `source` of the order to position `target`."""
         lane = self.lanes[rank]
         lane.insert(target, lane.pop(source))
         for position in range(min(source, target), max(source, target) + 1):
@@ -89,17 +88,14 @@ class OrderGraph:
         return [[op // m + drop * (op in self.dropped) for op in lane] for lane in self.lanes]
 
     def evaluate(self) -> bool:
-        """Find the times and paths of the orders; False if the ranks deadlock."""
+        """Compute start times and critical paths of the orders; return False if the ranks deadlock."""
         sequence = self.find_times()
         if sequence:
             self._look_back(sequence)
         return bool(sequence)
 
     def find_times(self) -> list[int]:
-        """Find the times of the orders, and return the operations in an order in which they can start.
-
-        The list is empty if the ranks deadlock.
-        """
+        """Compute the start times of the orders; return the operations in topological order, or [] on a deadlock."""
         sequence = self._run()
         if len(sequence) < sum(map(len, self.lanes)):
             return []
@@ -114,7 +110,7 @@ class OrderGraph:
         return sequence
 
     def _span_start(self, lane: Sequence[int]) -> float:
-        """Start of the span of a rank. Embeddings that run ahead count with their own time alone."""
+        """Start of the span of a rank: start of its first operation after embeddings, less the embeddings' own time."""
         m, codes, ahead = self.num_microbatches, self.codes, 0.0
         for op in lane:
             if not codes.e <= op // m < codes.ew:
@@ -123,7 +119,7 @@ class OrderGraph:
         raise AssertionError("a rank runs more than embeddings")
 
     def _run(self) -> list[int]:
-        """The operations in an order in which they can start, those that never can left out."""
+        """Simulate the orders; return the operations that can run, in topological order."""
         start, needs = self.start, self.needs
         latency, duration = self.latency, self.duration
         end = self.end = [-1.0] * len(start)
@@ -136,18 +132,18 @@ class OrderGraph:
             lane, position, now = self.lanes[rank], positions[rank], free[rank]
             while position < len(lane):
                 op = lane[position]
-                begin = now
+                earliest = now
                 for source, delay in needs[op]:
-                    there = end[source]
-                    if there < 0:
+                    ready_at = end[source]
+                    if ready_at < 0:
                         awaited.setdefault(source, []).append(rank)
                         break
-                    if there + delay > begin:
-                        begin = there + delay
+                    if ready_at + delay > earliest:
+                        earliest = ready_at + delay
                 else:
-                    start[op] = begin
-                    end[op] = begin + latency[op]
-                    now = begin + duration[op]
+                    start[op] = earliest
+                    end[op] = earliest + latency[op]
+                    now = earliest + duration[op]
                     sequence.append(op)
                     position += 1
                     if op in awaited:
@@ -158,7 +154,7 @@ class OrderGraph:
         return sequence
 
     def _look_back(self, sequence: Sequence[int]) -> None:
-        """Find the longest paths to the end."""
+        """Compute the length of the critical path from every operation to the end, in reverse topological order."""
         following = [-1] * len(self.start)
         for lane in self.lanes:
             for op, after in pairwise(lane):
@@ -174,7 +170,7 @@ class OrderGraph:
             tail[op] = longest
 
     def critical_stretches(self) -> Iterator[Stretch]:
-        """The critical path, from its end to its beginning, as far as ranks run two or more operations on it."""
+        """Yield the parts of the critical path with two or more operations, from its end to its beginning."""
         epsilon = 1e-9 * self.cost
         ends = [self.end[lane[-1]] + final for lane, final in zip(self.lanes, self.final, strict=True)]
         rank = ends.index(max(ends))
@@ -195,9 +191,14 @@ class OrderGraph:
             position = last = self.position[source]
 
     def longest_through(self, rank: int, low: int, part: Sequence[int]) -> float:
-        """Length of the longest path through the operations of `part`, which `rank` runs in this order from `low` on.
+        """Estimate the cost of new orders: length of the longest path through the operations of `part`.
 
-        An estimate of the cost: the paths to and from them may change, too.
+        The estimate uses the start times, and the critical paths after operations, of the current orders.
+
+        Args:
+            rank: whose order changes.
+            low: position of the first operation of `part`.
+            part: operations of the rank in their new order.
         """
         lane = self.lanes[rank]
         high = low + len(part)
@@ -220,7 +221,7 @@ class OrderGraph:
 
 
 def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | None:
-    """The plan that runs complete orders as they are; None if they exceed a limit, or deadlock."""
+    """The cost of complete orders as they are; None if they exceed a memory limit or deadlock."""
     for order, limit in zip(orders, problem.limits, strict=True):
         if max(accumulate(problem.allocation[code] for code in order)) > limit * (1 + 1e-9):
             return None

@@ -1,4 +1,4 @@
-"""The event loop of the planner: simulates ranks that run operations and wait for the arrival of inputs."""
+"""The event loop of the planner: it simulates ranks that run operations and wait for inputs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from megatron.zero_bubble.schedule.shard_ops import LEAD
 
 
 class PlannedOrders(NamedTuple):
-    """Complete orders of all ranks, with the time by which they are judged, and that which decides between equals."""
+    """Complete orders of all ranks, with their simulated times."""
 
     cost: float
+    """The time by which the orders are judged."""
     orders: list[Order]
+    """Rank -> its order of operations."""
     tie: float
+    """The time that decides between orders of equal cost."""
 
 
 class EventLoop(ABC):
-    """Runs every rank by events; a policy, a subclass, says in `choose` which operation an idle rank runs next.
+    """Event-driven simulation of all ranks; a subclass is a policy that chooses the next operation of an idle rank.
 
-    A rank is asked when it ends an operation and when a result arrives for it. The arrival is known from the
-    start of the operation that makes the result, so that a rank can look ahead. Takes time linear in the number of
-    operations, times the logarithm of the number of ranks.
+    `choose` is called when a rank ends an operation and when a result arrives at an idle rank. The arrival time of a
+    result is known from the start of the operation that computes it, so that a policy can look ahead. A run takes time
+    O(n log p) for n operations on p ranks.
 
-    With vocabulary shards every idle rank first runs a loss, a softmax or an embedding that is ready: the last stage's
-    backward waits for all ranks. The weight gradients of shards join the W that nobody waits for.
+    With vocabulary shards every idle rank first runs a loss, a softmax or an embedding that is ready, because the
+    backward of the last stage waits for all ranks. A weight gradient of a shard is treated as a W.
 
     Attributes:
-        weight: how much longer a policy takes for an operation than the fastest one.
+        weight: processor time of the policy for an operation, relative to the fastest policy.
     """
 
     weight = 1
@@ -54,66 +57,70 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> time that all its operations occupy it, going by the microbatches that it has dropped so far."""
+        """Rank -> total time of its operations, with an R for each microbatch that it has dropped so far."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
-        """Rank -> its memory limit, less the memory of one softmax."""
+        """Rank -> its memory limit, less the memory of one softmax on its vocabulary shard."""
         self.epsilon = 1e-9 * max(problem.duration)
         self.target = 0.0
-        """The longest span that any rank can still keep, going by its idle time so far."""
+        """The largest over all ranks of the span that the rank has if it never idles again."""
         self.arrivals: list[list[float]] = [[] for _ in range(codes.end)]
-        """Code -> arrival times of its inputs, for every microbatch for which they are known."""
+        """Code -> arrival times of its inputs, for the microbatches whose arrival is known."""
         self.arrivals[codes.f] = [0.0] * self.num_microbatches
         self.done = [0] * codes.end
-        """Code -> how many microbatches have started it; an F counts as F, whether it drops or keeps."""
+        """Code -> number of microbatches that have started it; an F counts as F, whether it drops or keeps."""
         self.dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
-        """Stage -> the microbatches whose activations it has dropped."""
+        """Stage -> the microbatches whose activations have been dropped."""
         self.weights: list[deque[int]] = [deque() for _ in range(ranks)]
-        """Rank -> the weight gradients that it may run, in the order of their inputs."""
+        """Rank -> the weight gradients that are ready to run, in the order in which they became ready."""
         self.releasable = [0.0] * ranks
-        """Rank -> the memory that these hold."""
+        """Rank -> the memory that its ready weight gradients will release."""
         self.free = [0.0] * ranks
         self.has_started = [False] * ranks
         self.span_start = [0.0] * ranks
         self.end = [0.0] * ranks
-        """Rank -> time of the result of its latest operation; the span does not count the message after it."""
+        """Rank -> time at which the result of its latest operation is ready, before the result is sent."""
         self.worked = [0.0] * ranks
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> operations of its shard with known inputs that have neither run nor joined `weights`."""
+        """Rank -> number of operations on its shard with known inputs that have neither run nor joined `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
             self.arrivals[codes.e] = [0.0] * min(LEAD, self.num_microbatches)
             self._missing = {code: [ranks] * self.num_microbatches for code in (codes.f, codes.loss)}
-            """Code that needs a result of all ranks -> for every microbatch, how many are not known."""
+            """Code that needs a result of every rank -> for each microbatch, the number of results not yet known."""
             self._latest = {code: [0.0] * self.num_microbatches for code in self._missing}
-            """The same code -> for every microbatch, the latest arrival of those that are."""
+            """Code that needs a result of every rank -> for each microbatch, the latest known arrival of a result."""
             self._moved = [0] * codes.end
-            """Code of a shard's weight gradient -> how many have joined `weights`."""
-            self._of_weights = [(codes.t + rank, codes.ew + rank) for rank in range(ranks)]
-            """Rank -> the weight gradients of its shard."""
-            self._first_of_all: list[tuple[int, ...]] = [(codes.s + rank, codes.e + rank) for rank in range(ranks)]
-            """Rank -> operations that it runs as soon as it can: loss, softmax and embedding."""
+            """Code of a weight gradient of a shard -> number of microbatches that have joined `weights`."""
+            self._shard_weights = [(codes.t + rank, codes.ew + rank) for rank in range(ranks)]
+            """Rank -> codes of the weight gradients of its shard."""
+            self._urgent: list[tuple[int, ...]] = [(codes.s + rank, codes.e + rank) for rank in range(ranks)]
+            """Rank -> codes of the operations that it runs as soon as they are ready: loss, softmax and embedding."""
             last = problem.rank_of[-1]
-            self._first_of_all[last] = (codes.loss, *self._first_of_all[last])
+            self._urgent[last] = (codes.loss, *self._urgent[last])
             self._due[problem.rank_of[0]] = len(self.arrivals[codes.e])
 
     @abstractmethod
     def choose(self, rank: int, now: float) -> tuple[int, float]:
-        """The next operation of an idle rank: (code, now), or (-1, time to ask again; inf: at the next arrival)."""
+        """Choose the next operation of an idle rank.
+
+        Returns:
+            (code, now) for an operation to run; (-1, time of the next call) to wait; (-1, inf) to wait for an arrival.
+        """
 
     def run(self) -> PlannedOrders | None:
-        """The plan; None if the ranks deadlock."""
+        """Simulate all ranks and return the plan; None if the ranks deadlock."""
         free, epsilon, choose, start = self.free, self.epsilon, self.choose, self.start
         due = self._due
         events = [(0.0, self.problem.rank_of[0])]
         while events:
             now, rank = heappop(events)
             if now < free[rank]:
-                continue  # still busy: asked again at the end of the operation
+                continue  # the rank is busy; it has an event at the end of its operation
             code, when = self.shard_op(rank, now + epsilon) if due[rank] else -1, inf
             if code < 0:
                 code, when = choose(rank, now + epsilon)
@@ -129,14 +136,14 @@ class EventLoop(ABC):
         return PlannedOrders(cost, self.orders, tie)
 
     def start(self, code: int, rank: int, now: float, events: list[tuple[float, int]]) -> None:
-        """Run the operation `code` on `rank`, from `now`."""
+        """Start the operation `code` on `rank` at the time `now`."""
         codes, size = self.codes, self.num_stages
         if self.has_started[rank]:
             span = now - self.span_start[rank] + self.work[rank] - self.worked[rank]
             if span > self.target:
                 self.target = span
         elif not codes.e <= code < codes.ew:
-            # Embeddings that ran ahead count with their own time alone.
+            # The span of the rank starts here. Earlier embeddings add only their own time to the span.
             self.has_started[rank] = True
             self.span_start[rank] = now + self.problem.receiving[code] - self.worked[rank]
         self.orders[rank].append(code)
@@ -162,14 +169,14 @@ class EventLoop(ABC):
             self._due[rank] += 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
-        """Note the result of the next operation `code`, which is there from `end` on, where it is needed."""
+        """Tell the users of the next result of `code` that it is ready at the time `end`."""
         microbatch = self.done[code]
         self.done[code] += 1
         for user, latency in self.users[code]:
             self.arrive(user, microbatch, end + latency, rank, events)
 
     def remove_weight(self, code: int, rank: int) -> None:
-        """Note that a weight gradient has run."""
+        """Remove a weight gradient that has run from the ready weight gradients."""
         weights = self.weights[rank]
         if weights and weights[0] == code:
             weights.popleft()
@@ -178,25 +185,22 @@ class EventLoop(ABC):
         self.releasable[rank] += self.allocation[code]
 
     def offer_weight(self, code: int, rank: int) -> None:
-        """Note that a weight gradient may run."""
+        """Add a weight gradient to the ready weight gradients."""
         self.weights[rank].append(code)
         self.releasable[rank] -= self.allocation[code]
 
     def shard_op(self, rank: int, now: float) -> int:
-        """The loss, softmax or embedding that `rank` runs next, or a W that makes room for it; -1 if none is ready.
-
-        It is asked where one is due.
-        """
+        """Choose a ready loss, softmax or embedding, or a W that releases memory for it; -1 if none is ready."""
         arrivals, done, moved = self.arrivals, self.done, self._moved
-        for code in self._of_weights[rank]:
-            there = arrivals[code]
-            while moved[code] < len(there) and there[moved[code]] <= now:
+        for code in self._shard_weights[rank]:
+            known = arrivals[code]
+            while moved[code] < len(known) and known[moved[code]] <= now:
                 self.offer_weight(code, rank)
                 moved[code] += 1
                 self._due[rank] -= 1
-        for code in self._first_of_all[rank]:
-            there, count = arrivals[code], done[code]
-            if count < len(there) and there[count] <= now:
+        for code in self._urgent[rank]:
+            known, count = arrivals[code], done[code]
+            if count < len(known) and known[count] <= now:
                 if self.memory[rank] + self.allocation[code] <= self.full_limits[rank]:
                     return code
                 if self.weights[rank]:
@@ -204,47 +208,47 @@ class EventLoop(ABC):
         return -1
 
     def drop(self, stage: int, rank: int) -> None:
-        """Note that the next microbatch of `stage` needs an R."""
+        """Record that the F of the next microbatch of `stage` drops its activations, so that an R is needed."""
         self.dropped[stage].append(self.done[stage])
         if not self.problem.is_dropped_as_a_rule(stage):
             self.work[rank] += self.duration[self.codes.r + stage]
 
     def needs_r(self, stage: int) -> bool:
-        """Whether the microbatch of the next B of `stage` is dropped, and has had no R."""
+        """Whether the next B of `stage` has to wait for an R of its microbatch."""
         dropped, restored = self.dropped[stage], self.done[self.codes.r + stage]
         return restored < len(dropped) and dropped[restored] == self.done[self.codes.b + stage]
 
     def as_it_fits(self, rank: int, code: int) -> int:
-        """The F `code`, or the same F that drops its activations; -1 if a W or a B has to make room first.
+        """Choose between the F `code` and the F that drops its activations; -1 if neither fits in memory now.
 
-        Room is kept for one restored microbatch: with every W done, the next R fits.
+        Memory for the largest R is reserved: once every W has run, the next R fits.
         """
         memory, limit, keep = self.memory[rank], self.limits[rank], self.allocation[code]
         if not self.recomputes:
             return code if memory + keep <= limit else -1
         dropping = code + self.codes.drop
         drop, restored = self.allocation[dropping], self.allocation[code + self.codes.r]
-        to_restore = self.to_restore(rank)
+        for_r = self.memory_for_r(rank)
         without_weights = memory - self.releasable[rank]
-        at_once = without_weights if self.keeping.defers_weights else memory
+        before_r = without_weights if self.keeping.defers_weights else memory
         keeps = self.will_keep(rank, code)
-        if keeps and memory + keep <= limit and at_once + keep + to_restore <= limit:
+        if keeps and memory + keep <= limit and before_r + keep + for_r <= limit:
             return code
-        if keeps and not self.keeping.defers_weights and without_weights + keep + to_restore <= limit:
+        if keeps and not self.keeping.defers_weights and without_weights + keep + for_r <= limit:
             return -1
-        return dropping if memory + drop <= limit and at_once + drop + max(restored, to_restore) <= limit else -1
+        return dropping if memory + drop <= limit and before_r + drop + max(restored, for_r) <= limit else -1
 
     def will_keep(self, rank: int, code: int) -> bool:
-        """Whether the F `code` keeps its activations, if they fit."""
+        """Whether the F `code` keeps its activations if they fit in memory."""
         return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
 
-    def to_restore(self, rank: int) -> float:
-        """The most that any R of `rank` will allocate for the microbatches that it has dropped."""
+    def memory_for_r(self, rank: int) -> float:
+        """The largest memory that a pending R of `rank` will allocate."""
         r, stages = self.codes.r, self.problem.stages_of[rank]
         return max((self.allocation[r + s] for s in stages if self.done[r + s] < len(self.dropped[s])), default=0)
 
     def arrive(self, code: int, microbatch: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
-        """Note that an input of `code` arrives at `when`, and wake its rank if it may be idle then."""
+        """Record that an input of `code` arrives at the time `when`, and add an event if the rank may then be idle."""
         rank = self.ranks[code]
         if self.has_shards:
             if code in self._missing:
@@ -252,14 +256,14 @@ class EventLoop(ABC):
                 self._latest[code][microbatch] = when = max(when, self._latest[code][microbatch])
                 if self._missing[code][microbatch]:
                     return
-                source = -1  # the rank may have to wait for another one's result
+                source = -1  # the latest result may come from another rank
             self._due[rank] += code >= self.codes.e
         self.arrivals[code].append(when)
         if rank != source and when >= self.free[rank]:
             heappush(events, (when, rank))
 
     def next_arrival(self, code: int, now: float) -> float:
-        """When the next operation `code` can start; inf if that is not known yet."""
+        """The earliest time at which the next operation `code` can start; inf if it is not known yet."""
         count, arrivals = self.done[code], self.arrivals[code]
         return max(now, arrivals[count]) if count < len(arrivals) else inf
 
@@ -270,7 +274,7 @@ class EventLoop(ABC):
         return now - self.span_start[rank] + self.work[rank] - self.worked[rank]
 
     def fills(self, rank: int, now: float, ready: float, duration: float, rule: GapRule) -> bool:
-        """Whether an operation of this duration goes before the one that is ready at `ready`."""
+        """Whether an operation of this duration runs now, before the operation that is ready at the time `ready`."""
         if now + duration <= ready + 2 * self.epsilon or rule is GapRule.ALWAYS:
             return True
         return rule is GapRule.BALANCED and self.span_so_far(rank, ready) > self.target + self.epsilon

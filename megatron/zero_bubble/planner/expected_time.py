@@ -1,4 +1,4 @@
-"""The time that a plan is expected to take where durations vary: an order without any slack loses most."""
+"""The expected time of a plan whose durations vary from step to step: a plan without slack loses the most time."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 DRAWS = 6
-"""Simulations with durations drawn at random."""
+"""Number of simulations with random durations, over which the time is averaged."""
 _LARGEST_SPREAD = 0.5
 _QUARTILE = NormalDist().inv_cdf(0.75)
 
 
 def expected_time(request: PlanRequest, timeline: Timeline) -> float:
-    """The time of a step that is expected if durations vary as much as the request says."""
+    """The expected time of a step if durations vary by the `spread` and `time_between` of the request."""
     return slowdown(timeline, request.spread, request.time_between) * request.time_of(timeline)
 
 
 def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
-    """How many times as long as simulated a schedule takes, in the mean, if the durations of its operations vary.
+    """The mean time of a schedule with random durations, divided by its time with fixed durations.
 
-    The logarithms of the durations of operations are drawn from a normal distribution, independently of each other.
+    The durations are independent of each other and log-normally distributed.
 
     Args:
-        timeline: the simulation with the same duration for all operations of one kind and stage.
-        spread: half the interquartile range of a duration over its median.
-        time_between: time between two operations of a rank, which the simulation does not have.
+        timeline: a simulation in which all operations of one kind and stage take the same time.
+        spread: half the interquartile range of a duration, divided by its median.
+        time_between: additional time between two operations of a rank, in the unit of the costs.
+
+    Returns:
+        The ratio; 1 if durations do not vary.
     """
     if spread <= 0 and time_between <= 0:
         return 1.0
@@ -47,7 +50,7 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     usual = list(graph.duration)
     sigma = min(spread, _LARGEST_SPREAD) / _QUARTILE
     graph.find_times()
-    without, times = graph.cost, []
+    fixed, times = graph.cost, []
     for draw in range(DRAWS):
         generator = random.Random(draw)
         graph.duration = [
@@ -56,4 +59,4 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
         graph.latency = graph.duration
         graph.find_times()
         times.append(graph.cost)
-    return fmean(times) / without
+    return fmean(times) / fixed

@@ -1,4 +1,4 @@
-"""Inserts W, and R, into a given order of F and B where they cost least."""
+"""Inserts W and R into a given order of F and B, in idle time where possible."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 
 
 class InOrder(EventLoop):
-    """Ranks that run F and B in a given order, and W in between.
+    """A policy that runs F and B in a given order, and inserts W and R.
 
-    W runs in gaps that are long enough, where memory is full, at the end, and in shorter gaps as `rule` says. If a rank
-    lacks the memory for its next F, and has no W to run, its next B goes first. R runs as soon as its B is the rank's
-    next operation of the order, or in a gap before the F that precedes it.
+    W runs in gaps that are long enough, when memory is full, after the last B, and in shorter gaps as `rule` says. If
+    the next F does not fit in memory and no W is ready, the next B of the order runs before that F. R runs right before
+    its B, or in a gap before the F that precedes its B.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class InOrder(EventLoop):
         return -1, ready
 
     def will_keep(self, rank: int, code: int) -> bool:
-        """Whether the F `code` keeps its activations, if they fit: where its B follows at once, R is no use."""
+        """Whether the F `code` keeps its activations if they fit; an F whose B follows at once always does."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True
         return super().will_keep(rank, code)
 
     def early_r(self, rank: int, f: int, gap: float) -> int:
-        """The R of the B that follows the next F, if it fits into the gap before that F; else -1."""
+        """The R of the B after the next F, if that R fits in the gap before the F and in memory; otherwise -1."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         code = given[following] if following < len(given) else f
         if not size <= code < self.codes.w or not self.needs_r(code - size):
@@ -77,7 +77,7 @@ class InOrder(EventLoop):
         return r if self.duration[r] <= gap + 2 * self.epsilon and room >= 0 else -1
 
     def pull_backward(self, given: Order, position: int) -> bool:
-        """Move the next B of the order to `position`; False if there is none."""
+        """Move the next B of the order to `position`; return False if the order has no further B."""
         for later in range(position, len(given)):
             if given[later] >= self.num_stages:
                 given.insert(position, given.pop(later))

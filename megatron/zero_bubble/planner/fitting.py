@@ -1,4 +1,4 @@
-"""Makes a plan that keeps everything fit into less memory: drops activations, and restores each right before its B."""
+"""Fits a plan without recomputation into less memory: it drops activations and inserts an R right before their B."""
 
 from __future__ import annotations
 
@@ -14,19 +14,29 @@ from megatron.zero_bubble.planner.problem import Problem, tolerance
 
 
 class _Drop(NamedTuple):
-    """The memory that a rank saves if one microbatch of one stage drops its activations between F and B."""
+    """Activations of one microbatch and stage that a rank may drop between F and B."""
 
     f: int
-    """The position of F in the rank's order."""
+    """Position of F in the order of the rank."""
     b: int
-    room: float
+    """Position of B in the order of the rank."""
+    memory: float
+    """Memory that is free between F and B if the activations are dropped."""
 
 
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
-    """The orders of `plan`, which has no R, with the R that the limits demand; None if even that does not fit.
+    """The orders of a plan with as many R as the memory limits demand.
 
-    At the first point where the limit is exceeded, a rank drops the activations that free most memory during all
-    operations that exceed it.
+    Each rank drops activations, one microbatch of a stage after the other, until it keeps its limit. The candidates are
+    the activations that are in memory at the first operation that exceeds the limit. The rank drops the candidate that
+    frees the most memory, summed over all operations that exceed the limit.
+
+    Args:
+        problem: with the limits to keep.
+        plan: without R.
+
+    Returns:
+        The orders; None if a rank exceeds its limit with every possible R.
     """
     graph = OrderGraph(problem, plan.orders)
     orders = []
@@ -39,41 +49,41 @@ def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
 
 
 def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
-    """Every F of the rank to drop the activations of; None if that is not enough."""
+    """The numbers of the F whose activations the rank drops to keep its limit; None if it cannot keep the limit."""
     lane, limit = graph.lanes[rank], graph.problem.limits[rank]
     changes = [graph.allocation[op] for op in lane]
-    held = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]
-    """Position -> memory of the rank while it runs that operation."""
+    memory = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]
+    """Position -> memory of the rank while it runs the operation at this position."""
     drops = list(_possible_drops(graph, rank))
     dropped, most = set(), limit + tolerance(limit)
-    exceeding = [position for position, amount in enumerate(held) if amount > most]
+    exceeding = [position for position, amount in enumerate(memory) if amount > most]
     while exceeding:
         drops = [drop for drop in drops if drop.b > exceeding[0]]
         choices = [drop for drop in drops if drop.f <= exceeding[0]]
         if not choices:
             return None
-        chosen = max(choices, key=lambda drop: drop.room * bisect_left(exceeding, drop.b))
+        chosen = max(choices, key=lambda drop: drop.memory * bisect_left(exceeding, drop.b))
         drops.remove(chosen)
         dropped.add(lane[chosen.f])
         for position in exceeding[: bisect_left(exceeding, chosen.b)]:
-            held[position] -= chosen.room
-        exceeding = [position for position in exceeding if held[position] > most]
+            memory[position] -= chosen.memory
+        exceeding = [position for position in exceeding if memory[position] > most]
     return dropped
 
 
 def _possible_drops(graph: OrderGraph, rank: int) -> Iterator[_Drop]:
-    """All activations that can be dropped. Where B follows F at once, dropping them saves nothing."""
+    """Yield all activations whose dropping frees memory, that is, whose B does not follow F at once."""
     problem, lane = graph.problem, graph.lanes[rank]
     m, size = problem.num_microbatches, problem.num_stages
     for position, op in enumerate(lane):
         if op < size * m:
             drop = _Drop(position, graph.position[op + size * m], problem.footprints[op // m].restored)
-            if drop.b > drop.f + 1 and drop.room > 0:
+            if drop.b > drop.f + 1 and drop.memory > 0:
                 yield drop
 
 
 def _with_r(problem: Problem, lane: Sequence[int], dropped: set[int]) -> Iterator[int]:
-    """The codes of the operations, with an R before the B of everything that is dropped."""
+    """Yield the codes of the operations, with an R before the B of each microbatch whose activations are dropped."""
     m, codes = problem.num_microbatches, problem.codes
     for op in lane:
         code = op // m

@@ -1,4 +1,4 @@
-"""The memory that one microbatch holds on a stage, from its forward to its weight gradients."""
+"""The memory of one microbatch on a stage, from its forward to its weight gradients."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of one microbatch on a stage, which never grows after the start of F, or of R if it has one.
+    """Memory of one microbatch on a stage, in which only F and R allocate.
 
-    The memory that a B or W allocates is reserved when F starts, or R. A planner that checks memory at F and R alone
-    can then always finish a microbatch.
+    The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R. A planner
+    therefore checks the memory limit at F and R only, and every microbatch can finish.
     """
 
     dropped: float
-    """Memory from the start of F to the start of R, if there is an R."""
+    """Memory from the start of F to the start of R, for a microbatch with an R."""
     whole: float
-    """Memory from the start of F, or of R, to the end of B."""
+    """Memory from the start of F, or of R for a microbatch with an R, to the end of B."""
     after_b: float
     """Memory from the end of B to the end of W."""
     after_w: float
-    """Memory from the end of W on: zero, unless W releases less than F and B took."""
+    """Memory after the end of W: zero, unless W releases less memory than F and B have allocated."""
 
     @classmethod
     def of(cls, costs: StageCosts, stage: int) -> Footprint:

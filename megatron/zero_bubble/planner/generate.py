@@ -1,4 +1,4 @@
-"""Makes the schedule of a request whose layout is given."""
+"""Makes the schedule of a `PlanRequest` with one placement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 from megatron.zero_bubble.schedule.shard_ops import with_best_delay
 
 OFFLOAD_PARTS = 4
-"""Each plan that is to be brought below the memory limit by copies to the host takes this part of the effort."""
+"""Divisor of the effort: a plan that gets copies to the host is planned with the effort divided by this number."""
 
 
 def request_for(
@@ -38,19 +38,22 @@ def request_for(
     recompute: Recompute = Recompute.NONE,
     **options: Any,
 ) -> PlanRequest:
-    """The request for a schedule on a placement of its own.
+    """Make a request for a schedule by its name.
 
     Args:
         name: of the schedule, one of `names()`.
         num_ranks: pipeline ranks.
         num_microbatches: microbatches of an iteration.
-        num_chunks: model chunks a rank; by default the schedule's own number.
-        placement_kind: where `auto` has the chunks; by default linear, or interleaved with several chunks.
+        num_chunks: model chunks a rank; by default the number of the schedule.
+        placement_kind: placement of the schedule `auto`; by default linear for one chunk a rank, else interleaved.
         recompute: which microbatches have an R.
         options: other fields of `PlanRequest`, such as `costs`.
 
+    Returns:
+        The request, with one placement.
+
     Raises:
-        ScheduleError: there is no such schedule, or it is for another placement.
+        ScheduleError: no schedule has this name, or the schedule is for another placement.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ScheduleError(
@@ -61,23 +64,29 @@ def request_for(
 
 
 def generate(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
-    """The schedule `name`; arguments as of `request_for`, results and errors as of `schedule_of`."""
+    """Make the schedule `name`: `request_for` describes the arguments, and `schedule_of` the errors."""
     return schedule_of(request_for(name, num_ranks, num_microbatches, **options))
 
 
 @paused_collector()
 def schedule_of(request: PlanRequest) -> Schedule:
-    """The schedule of a request whose layout is given, without communication.
+    """Make the schedule of a request with one placement, without communication.
 
-    Where the request allows it, activations are copied to the host and back, if that makes the plan faster. Stages that
-    are short of memory may restore activations in several groups of layers: the fastest plan is taken, and
-    of equals the one with the fewest groups. Without effort it is the first that fits. All plans with groups take as
-    much effort together as the one without.
+    If the request allows offload, activations are copied to the host and back where that makes the schedule faster. A
+    stage that is short of memory may recompute its activations in several groups of layers. The fastest schedule is
+    taken, and among equally fast schedules the one with the fewest groups. With an effort of zero the first schedule
+    that fits is taken. All schedules with groups together take as much effort as the schedule without groups.
+
+    Args:
+        request: with one placement and one value of `recomputes`.
+
+    Returns:
+        The schedule, whose operations are computations and copies only.
 
     Raises:
-        UnknownSchedule: there is no such schedule.
-        Infeasible: no schedule of this kind fits under the memory limit.
-        ScheduleError: anything else that is wrong.
+        UnknownSchedule: no schedule has this name.
+        Infeasible: no schedule of this name fits in the memory limit.
+        ScheduleError: the request is inconsistent, or asks for an option that the schedule does not support.
     """
     entry = entry_of(request.schedule)
     request = request.checked()
@@ -105,7 +114,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
             costs = problem.costs.in_groups(groups).at_once()
             with suppress(Infeasible):
                 yield replace(_in_one_group(replace(relaxed.within(limits), costs=costs)), groups=groups)
-        if request.recompute is Recompute.PLANNED:  # never slower than without recomputation
+        if request.recompute is Recompute.PLANNED:  # so that the plan is never slower than one without recomputation
             keeping = replace(relaxed, costs=problem.costs.at_once(), recomputes=(Recompute.NONE,))
             with suppress(Infeasible):
                 yield _in_one_group(keeping.within(limits).checked())
@@ -120,7 +129,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
 
 
 def _without_copies(request: PlanRequest) -> Schedule:
-    """The schedule of a checked request, without offload."""
+    """The schedule of a checked request, without copies to the host."""
     at_once = replace(request, costs=request.stage_costs.at_once())
     if request.limits is None:
         return _in_one_group(at_once)
@@ -149,7 +158,7 @@ def _without_copies(request: PlanRequest) -> Schedule:
 
 
 def _in_one_group(request: PlanRequest) -> Schedule:
-    """The schedule of a checked request whose stages restore activations at once."""
+    """The schedule of a checked request in which every stage recomputes its activations in one group of layers."""
     name, entry = request.schedule, entry_of(request.schedule)
     placement, num_microbatches = request.placement, request.num_microbatches
     pairs = request.pairs and entry.plans_all_kinds and request.stage_costs.has_all_to_all  # else nothing is gained
@@ -182,7 +191,7 @@ def _in_one_group(request: PlanRequest) -> Schedule:
 
 
 def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
-    """Refuse a schedule that needs more than the limit: one whose generator cannot adapt it."""
+    """Raise `Infeasible` for a schedule that exceeds a memory limit, because its generator ignores limits."""
     peaks = peak_memory(schedule, costs)
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
         if peak > limit * (1 + 1e-9):

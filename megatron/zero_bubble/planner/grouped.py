@@ -1,4 +1,4 @@
-"""Plans several chunks a rank, through which microbatches pass in groups as in Megatron's interleaved schedule."""
+"""Plans ranks with several chunks: microbatches pass through the chunks in groups, as in interleaved 1F1B."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.zero_bubble.planner.rules import GapRule
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
-    """The sizes of as many groups as there are with at least `size` microbatches each, as even as they can be."""
+    """Divide microbatches into as many groups of at least `size` as possible; return the sizes, which are even."""
     count = max(1, num_microbatches // size)
     return tuple(num_microbatches // count + (number < num_microbatches % count) for number in range(count))
 
 
 def grouped_order(problem: Problem, rank: int, groups: Sequence[int]) -> tuple[Order, Order]:
-    """All F of `rank`, and all its B: a group of microbatches passes through chunk after chunk before the next one."""
+    """All F and all B of `rank`: a group of microbatches passes through all chunks before the next group starts."""
     stages = problem.stages_of[rank]
     forwards = [stage for group in groups for stage in stages for _ in range(group)]
     backwards = [problem.num_stages + stage for group in groups for stage in reversed(stages) for _ in range(group)]
@@ -28,16 +28,24 @@ def grouped_order(problem: Problem, rank: int, groups: Sequence[int]) -> tuple[O
 
 
 def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) -> list[Order]:
-    """Every rank runs its first F, then F and B in turn, then the B that are left.
+    """Orders of 1F1B with groups: every rank runs a warmup of F, then F and B in turn, then a cooldown of B.
 
-    The last rank begins with the F before the first one of its last chunk, as late as it can; each rank before it with
-    `slope` F more, which is 2 in Megatron, as far as its memory has room for them.
+    The warmup of the last rank ends before the first F of its last chunk. The warmup of each other rank has `slope` F
+    more than the warmup of the next rank, as far as memory allows.
+
+    Args:
+        problem: whose ranks are ordered.
+        groups: sizes of the groups of microbatches.
+        slope: 2 in Megatron's interleaved schedule.
+
+    Returns:
+        Rank -> its F and B in order.
     """
     orders = []
     most = problem.num_microbatches * problem.placement.num_chunks
     for rank in range(problem.num_ranks):
         forwards, backwards = grouped_order(problem, rank, groups)
-        # A rank never waits for more F than the rank before it runs before its first B.
+        # A rank cannot run more F in its warmup than the previous rank.
         most = min(most, _most_forwards(problem, rank, forwards))
         before_last_chunk = (problem.placement.num_chunks - 1) * max(groups) + problem.num_delayed
         warmup = before_last_chunk + round(slope * (problem.num_ranks - 1 - rank))
@@ -50,20 +58,21 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
 
 
 def _most_forwards(problem: Problem, rank: int, forwards: Order) -> int:
-    """How many F, the first in order, fit in the memory of a rank at once, if all drop their activations that can."""
+    """The number of F of `forwards` that fit in the memory of a rank; with recomputation every F drops activations."""
     footprints = [problem.footprints[stage] for stage in forwards]
     room = problem.limits[rank] - problem.recomputes * max(footprint.restored for footprint in footprints)
-    held = accumulate(each.dropped if problem.recomputes else each.whole for each in footprints)
-    return max(1, sum(amount <= room + tolerance(room) for amount in held))
+    memory = accumulate(each.dropped if problem.recomputes else each.whole for each in footprints)
+    return max(1, sum(amount <= room + tolerance(room) for amount in memory))
 
 
 class InGroups(EventLoop):
-    """Ranks that run a B where there is one, then an F, and W in gaps, without recomputation.
+    """A policy without recomputation that prefers B to F, and runs W in gaps.
 
     Args:
-        groups: sizes of the groups in which microbatches pass through the chunks; F keeps their order on every rank.
-        weight_rule: whether W fills a gap that is too short for it.
-        forward_rule: whether F fills a gap that is too short for it.
+        problem: without recomputation.
+        groups: sizes of the groups in which microbatches pass through the chunks; every rank runs F in this order.
+        weight_rule: whether W fills a gap that is shorter than W.
+        forward_rule: whether F fills a gap that is shorter than F.
     """
 
     weight = 3
@@ -80,7 +89,7 @@ class InGroups(EventLoop):
         self.weight_rule, self.forward_rule = weight_rule, forward_rule
         self.forwards: list[deque[int]] = []
         self.backwards: list[deque[int]] = []
-        """Rank -> the B that it has not run, in the order of the groups."""
+        """Rank -> codes of the B that it has not run, in the order of the groups."""
         for rank in range(problem.num_ranks):
             forwards, backwards = map(deque, grouped_order(problem, rank, groups))
             self.forwards.append(forwards)
@@ -109,32 +118,33 @@ class InGroups(EventLoop):
         return -1, ready
 
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
-        """The B to run next and when its gradient is there: of those that are there now the first in order."""
+        """The B to run next, and the arrival time of its gradient; among B that are ready, the first in the order."""
         backwards = self.backwards[rank]
-        there, soonest = [], inf
+        ready, soonest = [], inf
         for stage in self.problem.stages_of[rank]:
             arrival = self.next_arrival(self.num_stages + stage, now)
             soonest = min(soonest, arrival)
             if arrival <= now:
-                there.append(self.num_stages + stage)
-        if len(there) > 1:
-            return min(there, key=backwards.index), soonest
-        return (there[0] if there else -1), soonest
+                ready.append(self.num_stages + stage)
+        if len(ready) > 1:
+            return min(ready, key=backwards.index), soonest
+        return (ready[0] if ready else -1), soonest
 
     def has_room(self, rank: int, f: int) -> bool:
-        """Whether the F `f` fits, and leaves room for all that the oldest microbatch still needs.
+        """Whether the F `f` fits in memory beside the remaining F of the oldest unfinished microbatch.
 
-        The oldest is the first that has not passed all chunks of the rank. Room for it is kept, so that no younger
-        microbatch takes the memory that its forwards need. Older microbatches only release memory.
+        The oldest unfinished microbatch is the first one that has not passed through all chunks of the rank. Memory for
+        the remaining F of the oldest unfinished microbatch is reserved, because later microbatches could take it, while
+        earlier microbatches only release memory.
         """
         if self.memory[rank] + self.allocation[f] > self.limits[rank]:
             return False
         stages = self.problem.stages_of[rank]
-        begun = [self.done[stage] + (stage == f) for stage in stages]
-        oldest = begun[-1]
-        missing = oldest < self.num_microbatches
-        kept = sum(
-            self.allocation[stage] * (number - oldest + (missing and number == oldest))
-            for stage, number in zip(stages, begun, strict=True)
+        started = [self.done[stage] + (stage == f) for stage in stages]
+        oldest = started[-1]
+        is_unfinished = oldest < self.num_microbatches
+        reserved = sum(
+            self.allocation[stage] * (number - oldest + (is_unfinished and number == oldest))
+            for stage, number in zip(stages, started, strict=True)
         )
-        return kept <= self.limits[rank]
+        return reserved <= self.limits[rank]

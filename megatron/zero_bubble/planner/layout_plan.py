@@ -1,4 +1,4 @@
-"""Plans the schedule of one layout of a model, within the memory that its states leave."""
+"""Plans the schedule of one layout of a model, in the memory that parameters, gradients and optimizer states leave."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from megatron.zero_bubble.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with the schedule that is planned for it.
+    """A layout with its planned schedule.
 
     Attributes:
-        request: the request of this layout alone, with the costs of its stages.
+        request: the request for this layout alone, with the costs of its stages.
+        layout: placement, partition, recomputation and vocabulary.
+        timeline: the simulation of the schedule.
         states: rank -> memory of parameters, gradients and optimizer states.
-        activations: rank -> peak memory of its activations, where it is not the timeline's.
-        slowdown: how many times as long as simulated it is expected to take, because durations vary.
-        others: the best plans of other layouts, from the shortest to the longest.
+        activations: rank -> peak memory of activations; None for the peak memory of the timeline.
+        slowdown: expected time with varying durations, divided by the simulated time.
+        others: the best plans of other layouts, the fastest first.
     """
 
     request: PlanRequest
@@ -39,23 +41,32 @@ class Plan:
 
     @property
     def time(self) -> float:
-        """The predicted time of a step, without the optimizer's.
+        """The predicted time of a step without the optimizer, in the unit of the costs.
 
-        With post-validation steps follow each other closely, so that the longest span of a rank counts.
+        With post-validation iterations interlock, so that a step takes the longest span of a rank. Without
+        post-validation a step takes the makespan.
         """
         return self.slowdown * self.request.time_of(self.timeline)
 
     @cached_property
     def memory(self) -> float:
-        """Memory of the fullest rank: its states, and its activations at their peak."""
+        """The largest memory of a rank: states and peak activations, in the unit of the costs."""
         return max(map(add, self.states, self.activations or self.timeline.peak_memory))
 
 
 def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
     """Plan the schedule of one layout of a model.
 
+    Args:
+        request: with the costs of the units of a model.
+        layout: for which the request is planned.
+
+    Returns:
+        The plan, with the simulated schedule.
+
     Raises:
-        ScheduleError: there is none, or (as `Infeasible`) none in the memory.
+        Infeasible: no schedule fits in the memory limits.
+        ScheduleError: no schedule of this name exists for the layout.
     """
     model = model_of(request, layout)
     states = model.states(layout.partition, layout.placement)
@@ -78,22 +89,26 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def with_slowdown(plan: Plan) -> Plan:
-    """The plan with its expected time if durations vary as much as the measured durations of the model's units."""
+    """The plan with the slowdown for durations that vary as the measured durations of the model's units do."""
     return replace(plan, slowdown=slowdown(plan.timeline, plan.request.spread, plan.request.time_between))
 
 
 def pairs_in(request: PlanRequest, layout: Layout) -> bool:
-    """Whether plans of the layout may run a forward and a backward as one; with vocabulary shards they do not."""
+    """Whether plans of the layout may run a forward and a backward as a pair: never with vocabulary shards."""
     return request.pairs and not layout.vocabulary_parallel
 
 
 def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
-    """The costs of the model's units in this layout, and of the vocabulary shard of a rank if there are any."""
+    """The costs of the model's units in this layout, with the vocabulary in shards if the layout spreads it."""
     return request.model.vocabulary_parallel(request.num_ranks) if layout.vocabulary_parallel else request.model
 
 
 def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | None) -> tuple[float, ...] | None:
-    """Rank -> the memory that `capacity` leaves to its activations. Raises `Infeasible` if its states leave none."""
+    """The memory limits of activations: for every rank the smaller of the request's limit and of capacity less states.
+
+    Raises:
+        Infeasible: the states of a rank need the whole capacity.
+    """
     limits = request.limits
     if capacity is None:
         return limits

@@ -1,4 +1,4 @@
-"""Searches how a model is laid out on pipeline ranks: placement, chunks, partition, recomputation and vocabulary."""
+"""Searches the best layout of a model: placement, chunks, partition, recomputation and vocabulary."""
 
 from __future__ import annotations
 
@@ -26,69 +26,78 @@ from megatron.zero_bubble.schedule.model_costs import spread_layers
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 CHUNKS = (2, 3, 4)
-"""Model chunks a rank that are tried for interleaved placements."""
+"""Numbers of model chunks a rank that are always tried for interleaved placements."""
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
-"""Model chunks that are tried one after the other, while each makes the plan `GAIN` times as fast as the one before."""
+"""Larger numbers of chunks, tried in this order while each makes the plan `GAIN` times as fast as the number before."""
 PROMISING = 1.05
-"""A layout is planned with more effort if its plan takes at most this much longer than the best one."""
+"""A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
 ROUNDS = ((3, 5), (1, 2))
-"""How many of the best layouts are planned in each round, and the part of the full effort that is spent on each."""
+"""Rounds of planning: (number of layouts planned, divisor of the full effort for each of these layouts)."""
 QUICK_ROUNDS = ((3, 5), (1, 1))
-"""The same where the effort is that of an estimate."""
+"""Rounds for an effort of at most `QUICK_EFFORT`."""
 SMALL = 3000
-"""Up to so many operations of a schedule with two chunks a rank, more layouts are planned in each round."""
+"""Most F, B and W, with two chunks a rank, of a small problem. In a small problem more layouts are planned."""
 ROUNDS_OF_SMALL = ((12, 10), (3, 2))
-"""The same as `ROUNDS` for small problems."""
+"""Rounds for small problems."""
 LARGE = 5000
-"""From so many operations of a schedule with two chunks a rank on there is one round, because a plan with little effort
-takes about as long as one with much."""
+"""Fewest F, B and W, with two chunks a rank, of a large problem. A large problem has one round, because its plans take
+nearly as long with little effort as with much."""
 ROUNDS_OF_LARGE = ((3, 3),)
-"""The same as `ROUNDS` for large problems."""
+"""Rounds for large problems."""
 WITHOUT_GAIN = 3
-"""Recomputation is tried until it makes so many placements in a row no faster than the same without it."""
+"""The search stops trying recomputation after this many placements in a row that recomputation does not make faster."""
 GAIN = 1.003
-"""A layout is planned with more effort if it can become this many times as fast as the best."""
+"""A layout is planned with more effort if its lower bound allows a plan faster than the best one by this factor."""
 COMPARED = 1.5
-"""Plans that take at most so much longer than the best are compared with durations that vary."""
+"""Plans that take at most this factor times the shortest time are compared by their expected times."""
 MOVED = 4
-"""So many of the best plans are tried with other partitions."""
+"""Number of the best plans whose layers are moved to other stages."""
 MOVED_OF_SMALL, WORTH_MOVING = 8, 1.2
-"""In small problems so many are, and they may take this much longer than the best: where memory is short, a layer less
-on the fullest rank changes much."""
+"""For small problems: number of plans whose layers are moved, and the largest factor of their time over the shortest.
+The factor is large because one layer fewer on the fullest rank helps much when memory is short."""
 WORTH_RECOMPUTING = 1.01
-"""Recomputation is tried where unlimited memory would make a plan faster by this factor, or where nothing fits."""
+"""Recomputation is tried if unlimited memory makes a plan faster by this factor, or if no plan fits."""
 PROMISING_PARTITION = 1.02
-"""A partition is planned if its bound is at most this factor times the bound of the neighbouring partition."""
+"""After a move of a layer, the partition is planned if its estimated time has grown by at most this factor."""
 MOST_MOVES = 6
-"""Further partitions that are planned for a placement, unless it has many operations."""
+"""Most further partitions that are planned for a layout."""
 MOVED_OPERATIONS = 20_000
-"""Operations that the plans of further partitions have together, if that allows more than one."""
+"""Most F, B and W of all plans of further partitions of a layout; one further partition is planned in any case."""
 
 
 def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]:
-    """The placements to choose from where nothing is fixed, up to four chunks a rank, and more for so many layers."""
-    # The embedding and the output may have a stage each to themselves.
+    """All placements that the search tries by default.
+
+    Args:
+        num_ranks: pipeline ranks.
+        num_layers: layers of the model; more than four chunks a rank are tried if each stage can get a layer.
+    """
+    # The stages of the embedding and of the output need no layer.
     more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
     interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
     return (Placement("linear", num_ranks), Placement("v", num_ranks, 2), *interleaved)
 
 
 def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
-    """The plan of the layout to choose, with the best plans of the others.
+    """Search the layout of a model, and plan its schedule.
 
-    Every combination of placement, recomputation and vocabulary is planned with little effort, in the order of lower
-    bounds, until no bound is below the best plan. More than four chunks a rank are planned one number after the other,
-    until one is no faster than the number before. Then single layers are moved in the best layouts while that helps,
-    and rounds with growing effort plan ever fewer layouts, the best ones of the round before.
+    The search has three phases. First, combinations of placement, recomputation and vocabulary are planned with little
+    effort, in the order of their lower bounds, until no bound is below the time of the best plan. More than four chunks
+    a rank are tried in increasing number until the plan gets no faster. Second, single layers of the best layouts are
+    moved to other stages while the plan gets faster. Third, each round plans fewer of the best layouts with more effort
+    than the round before.
 
     Args:
-        request: with the costs of a model's units. Its usual layout is chosen unless another one is faster by the
-            factor `SIMPLER`.
-        report: called with a line about the progress after every plan.
+        request: with the costs of a model's units. The search keeps its usual layout unless another layout is faster by
+            the factor `SIMPLER`.
+        report: called with one line of progress before every plan.
+
+    Returns:
+        The plan of the chosen layout, with the best plans of the other combinations.
 
     Raises:
-        Infeasible: nothing fits; with the smallest limit of all layouts.
-        ScheduleError: there are fewer layers than stages, or another reason why no schedule can be planned.
+        Infeasible: no layout fits in memory. The error has the smallest limit over all layouts.
+        ScheduleError: there are fewer layers than stages, or no schedule exists for another reason.
     """
     search = _Search(request, report)
     if request.usual is not None and request.allows(request.usual):
@@ -113,7 +122,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
 
 
 class _Search:
-    """The plans made so far, the best of every layout."""
+    """The state of a search: the best plan of every layout so far."""
 
     def __init__(self, request: PlanRequest, report: Callable[[str], None]) -> None:
         self.request = request
@@ -121,21 +130,21 @@ class _Search:
         self.plans: dict[Layout, Plan] = {}
         self.refused: list[ScheduleError] = []
         self._efforts: dict[Layout, int] = {}
-        """Layout -> the most effort that it was planned with."""
+        """Layout -> the largest effort with which it has been planned."""
 
     @property
     def is_small(self) -> bool:
-        """Whether planning takes so little time that more layouts are planned."""
+        """Whether the problem is small (see `SMALL`), so that more layouts are planned."""
         return self._num_operations <= SMALL
 
     @property
     def _num_operations(self) -> int:
-        """The F, B and W of a schedule with two chunks a rank."""
+        """The number of F, B and W of a schedule with two chunks a rank."""
         return 6 * self.request.num_ranks * self.request.num_microbatches
 
     @property
     def rounds(self) -> tuple[tuple[int, int], ...]:
-        """How many layouts are planned in each round, and the part of the full effort."""
+        """Rounds of planning: (number of layouts planned, divisor of the full effort for each of these layouts)."""
         if self.is_small:
             return ROUNDS_OF_SMALL
         if self.request.effort <= QUICK_EFFORT:
@@ -144,24 +153,24 @@ class _Search:
 
     @property
     def promising(self) -> float:
-        """A layout is planned with more effort if its plan takes at most this much longer than the best one."""
+        """Largest factor over the shortest time for which a layout is planned with more effort."""
         return PROMISING**2 if self.is_small else PROMISING
 
     @property
     def worth_moving(self) -> tuple[int, float]:
-        """How many of the best plans are tried with other partitions, and how much longer than the best they take."""
+        """Number of plans whose layers are moved, and the largest factor of their time over the shortest time."""
         return (MOVED_OF_SMALL, WORTH_MOVING) if self.is_small else (MOVED, PROMISING)
 
     @property
     def best_time(self) -> float:
-        """The shortest time of all plans; infinity before there is one."""
+        """The shortest time of all plans; infinity before the first plan."""
         return min((plan.time for plan in self.plans.values()), default=inf)
 
     def best(self, count: int, factor: float) -> list[Plan]:
-        """The best plans, up to `factor` times the shortest time, one of each placement and place of the vocabulary.
+        """The best plans, at most `count`, of different placements or vocabulary, up to `factor` times the best time.
 
-        In a small problem it is one of each way to recompute, too. The usual layout does not count among the candidates
-        that are improved, because it is improved separately.
+        In small problems plans with different recomputation count as different, too. The usual layout is left out,
+        because `improve_usual` plans it.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -174,7 +183,7 @@ class _Search:
         return list(best.values())[:count]
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
-        """The best plan of the layout so far, planned with at least this effort; None if there is none."""
+        """Plan the layout unless it was planned with this effort; return its best plan, None if it has no plan."""
         if self._efforts.get(layout, -1) < effort:
             self._report(f"{len(self._efforts)} layouts planned, the best takes {self.best_time:.6g}")
             self._efforts[layout] = effort
@@ -190,13 +199,13 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether a plan of the same layout is faster; only plans with effort were chosen by their expected times."""
+        """Whether `plan` is faster than `known`; plans with effort are compared by their expected times."""
         if plan.request.effort > 0:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
 
     def plan_combinations(self) -> None:
-        """Plan all combinations with little effort, until no bound is below the best plan."""
+        """Plan combinations with little effort, in the order of their bounds, while a bound is below the best plan."""
         request = self.request
         vocabularies = (False, True) if request.vocabulary_parallel is None else (request.vocabulary_parallel,)
         first, *further = request.recomputes
@@ -207,7 +216,7 @@ class _Search:
         layouts = [layout for combination in combinations for layout in self._to_begin_with(combination)]
         planned: dict[Layout, list[Layout]] = {}
         for bound, _, layout in sorted((self._bound(layout), number, layout) for number, layout in enumerate(layouts)):
-            # A simpler layout may be chosen though it takes a little longer.
+            # `choose` may prefer a simpler layout that is a little slower.
             if bound < self.best_time * (1 if layout.vocabulary_parallel else SHARDING_GAIN):
                 planned.setdefault(layout.combination, []).append(layout)
                 self.try_plan(layout, 0)
@@ -217,7 +226,7 @@ class _Search:
             self._plan_recomputing(recompute, list(planned.values()))
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
-        """Plan these combinations with recomputation, first those that would gain most from more memory."""
+        """Plan combinations with recomputation, first the combination that is fastest with unlimited memory."""
         num_without_gain = 0
         promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
@@ -230,12 +239,12 @@ class _Search:
             num_without_gain = 0 if gains else num_without_gain + 1
 
     def _plan_more_chunks(self, combinations: Sequence[Layout]) -> dict[Layout, list[Layout]]:
-        """Plan these combinations, of ever more chunks a rank, while each is faster than the one before."""
+        """Plan combinations with more and more chunks a rank while each is faster than the combination before."""
         planned: dict[Layout, list[Layout]] = {}
         shortest = self.best_time
         for combination in combinations:
             layouts = list(self._to_begin_with(combination))
-            # Among layouts that differ by less, one with fewer chunks is chosen.
+            # `choose` prefers fewer chunks if the gain is below this factor.
             if not layouts or min(map(self._bound, layouts)) * SIMPLER >= self.best_time:
                 break
             plans = [plan for layout in layouts if (plan := self.try_plan(layout, 0)) is not None]
@@ -247,18 +256,18 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """The time of the best of these layouts if memory were unlimited; infinity if it already is no limitation."""
+        """Time of the best of `layouts` with unlimited memory; infinity if that gains less than `WORTH_RECOMPUTING`."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
         try:
             time = plan_layout(unlimited, layout).time
-        except ScheduleError:  # not for lack of memory
+        except ScheduleError:  # the layout has no schedule in any memory
             return inf
         return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
 
     def _to_begin_with(self, layout: Layout) -> Iterator[Layout]:
-        """The layout with the given partition, or with the balanced one and Megatron's."""
+        """Yield the layout with the fixed partition of the request, or with the balanced and the even partitions."""
         request = self.request
         if request.partition is not None:
             yield replace(layout, partition=request.partition)
@@ -275,7 +284,7 @@ class _Search:
             yield replace(layout, partition=partition)
 
     def _bound(self, layout: Layout) -> float:
-        """A lower bound on the time of any plan for this layout; zero if planning it is to tell the error."""
+        """A lower bound on the time of any plan of a layout; zero for a layout with an error that planning reports."""
         request, model = self.request, model_of(self.request, layout)
         try:
             states = model.states(layout.partition, layout.placement)
@@ -285,33 +294,33 @@ class _Search:
             return 0.0
         if pairs_in(request, layout):
             costs = model.computing.of_stages(layout.partition, layout.placement)
-        # With recomputation, which is tried later, a rank may hold less.
+        # Recomputation, which is tried later, may lower the memory of a microbatch.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
-        # With copies to the host it may hold nothing of a microbatch.
-        held = None if request.offloads else limits
-        bounds = lower_bounds(layout.placement, request.num_microbatches, costs, held, weakest)
+        # Copies to the host may lower the memory of a microbatch to zero.
+        limits = None if request.offloads else limits
+        bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
         if request.post_validation:
             return bounds.span
         return max(bounds.span, _balance(request, layout).estimate(layout.partition))
 
     def improve(self, plan: Plan, effort: int) -> None:
-        """Plan a layout with more effort, unless it can gain too little on the best."""
+        """Plan the layout of `plan` with more effort if its bound allows a plan faster than the best by `GAIN`."""
         if self._bound(plan.layout) < self.best_time / GAIN:
             self.try_plan(plan.layout, effort)
 
     def improve_usual(self) -> None:
-        """Plan the usual layout with full effort, unless it is too slow to stay."""
+        """Plan the usual layout with full effort, unless it is much slower than the best layout."""
         usual = self.plans.get(self.request.usual) if self.request.usual is not None else None
         if usual is not None and usual.time <= self.best_time * PROMISING**2:
             self.try_plan(usual.layout, self.request.effort)
 
     def plan_refused(self) -> None:
-        """Plan with full effort the layouts for which little effort found nothing that fits."""
+        """Plan with full effort every layout for which little effort found no plan that fits."""
         for layout in [layout for layout in self._efforts if layout not in self.plans]:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans. Where durations vary, only the best of each combination and the usual one, with expected times."""
+        """All plans; if durations vary, only the best plan of each combination and the usual plan, with slowdowns."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())
@@ -320,7 +329,7 @@ class _Search:
         return [with_slowdown(plan) for plan in best if plan.time <= longest]
 
     def move_layers(self, plan: Plan) -> None:
-        """Plan, with little effort, partitions in which single layers have moved, while that makes the plan shorter."""
+        """Plan, with little effort, partitions with one layer moved, while the plan gets faster."""
         layout = plan.layout
         balance = _balance(self.request, layout)
         operations = 3 * layout.placement.num_stages * self.request.num_microbatches

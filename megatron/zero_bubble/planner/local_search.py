@@ -1,9 +1,10 @@
-"""Improves complete orders, for any placement, by moving one operation at a time.
+"""Improves complete orders, for any placement, by moving one operation at a time: a tabu search with restarts.
 
-A plan gets shorter only if its critical path does. For that one of the operations that a rank runs on it without a
-break has to go before the first or after the last (Balas and Vazacopoulos 1998, Management Science 44). Of these
-moves the search makes the one that promises most, even if the plan gets longer, and keeps the best plan on its way.
-Where that leads no further, it goes on from the best plan with a few random moves (iterated local search).
+A plan gets shorter only if its critical path gets shorter. For that, an operation of a stretch of the critical path on
+one rank has to move before the first or after the last operation of the stretch (Balas and Vazacopoulos 1998,
+Management Science 44). The search makes the move with the lowest estimated cost, even if the plan gets longer, and
+keeps the best plan. If moves no longer help, the search restarts from the best plan with a few random moves (iterated
+local search).
 """
 
 from __future__ import annotations
@@ -19,31 +20,38 @@ from megatron.zero_bubble.planner.problem import Problem, tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations next to each end of a stretch that are tried beyond that end."""
+"""Number of operations at each end of a stretch that are candidates to move beyond the other end."""
 TENURE = 12
-"""How many moves an operation stays where it was moved to."""
+"""Number of moves for which an operation that has moved stays in its position (tabu tenure)."""
 PATIENCE = 50
-"""After so many moves without a better plan the search ends, or earlier with few operations."""
+"""Largest number of moves in a row without a better plan, before a restart."""
 OPERATIONS_PER_MOVE = 8
-"""A move without a better plan is worth trying for so many operations."""
+"""In a small problem the number of moves without a better plan is at most the number of operations over this."""
 ATTEMPTS = 3
-"""How many of the most promising moves are tried where ranks would deadlock."""
+"""Number of moves with the lowest estimated costs that are tried until one causes no deadlock."""
 RESTARTS = 15
-"""After so many restarts in a row without a better plan the search ends."""
+"""Largest number of restarts in a row without a better plan, before the search ends."""
 WORTH_RESTARTING = 1.001
-"""A search starts again if its plan takes longer than the bound by this factor."""
+"""The search restarts only if its best plan takes longer than this factor times the lower bound."""
 KICK = 6
-"""How many random moves a restart makes."""
+"""Number of random moves of a restart."""
 MOVE_WEIGHT = 0.3
-"""How much longer a move takes for an operation than the fastest policy."""
+"""Processor time of a move for each operation of the problem, relative to the fastest policy of the event loop."""
 
 
 def improve(
     problem: Problem, plan: PlannedOrders, budget: int, *, keeps_forwards: bool = False
 ) -> tuple[PlannedOrders, int]:
-    """The best plan that moves lead to from `plan`, and the rest of `budget`, which counts operations planned.
+    """Improve a plan by moving operations.
 
-    `keeps_forwards` keeps the order in which a rank runs the forwards of its chunks.
+    Args:
+        problem: that the plan solves.
+        plan: to start from.
+        budget: operations to plan.
+        keeps_forwards: whether every rank keeps the order of its forwards.
+
+    Returns:
+        The best plan, and the rest of the budget.
     """
     search, generator = _LocalSearch(problem, plan, keeps_forwards=keeps_forwards), Random(0)
     weight = round(MOVE_WEIGHT * problem.num_ops)
@@ -61,7 +69,7 @@ def improve(
 
 
 class _Move(NamedTuple):
-    """The operation at position `source` of the order of `rank` goes to position `target`."""
+    """A move of the operation of `rank` at position `source` of the order to position `target`."""
 
     rank: int
     source: int
@@ -69,21 +77,23 @@ class _Move(NamedTuple):
 
 
 class _LocalSearch:
+    """The state of a search: current orders, best plan and tabu list."""
+
     def __init__(self, problem: Problem, plan: PlannedOrders, *, keeps_forwards: bool) -> None:
         self.problem = problem
         self.keeps_forwards = keeps_forwards
         self.best = plan
         self.graph = OrderGraph(problem, plan.orders)
         runs = self.graph.evaluate()
-        assert runs, "a plan runs to its end"
+        assert runs, "a plan does not deadlock"
         self.limits = [limit + tolerance(limit) for limit in problem.limits]
-        self.held = [self._held(rank) for rank in range(problem.num_ranks)]
-        """Rank -> its memory before every operation of its order."""
+        self.memory = [self._memory_of(rank) for rank in range(problem.num_ranks)]
+        """Rank -> its memory before each operation of its order."""
         self.num_moves = 0
         self.last_success = 0
-        """The number of the latest move that led to a better plan."""
+        """Number of the latest move that led to a better plan."""
         self.stays: dict[int, int] = {}
-        """Operation -> the number of the last move in which it stays."""
+        """Operation -> number of the last move in which it stays in its position."""
         self.is_stuck = False
         self.best_lanes = [list(lane) for lane in self.graph.lanes]
         """Rank -> its operations in the best plan."""
@@ -95,10 +105,10 @@ class _LocalSearch:
         return is_patient and not self.is_stuck and self.best.cost > self.problem.aim
 
     def restart(self, generator: Random) -> None:
-        """Go on from the best plan, with a few of its possible moves made at random."""
+        """Restart from the best plan, with a few random moves."""
         self.graph.restore(self.best_lanes)
         self.graph.evaluate()
-        self.held = [self._held(rank) for rank in range(self.problem.num_ranks)]
+        self.memory = [self._memory_of(rank) for rank in range(self.problem.num_ranks)]
         self.stays.clear()
         self.is_stuck, self.last_success = False, self.num_moves
         for _ in range(KICK):
@@ -111,7 +121,7 @@ class _LocalSearch:
                 self.graph.evaluate()
 
     def move(self) -> None:
-        """Make the most promising move after which all ranks run to their end."""
+        """Make the move with the lowest estimated cost among the moves that cause no deadlock."""
         self.num_moves += 1
         for move in self._promising()[:ATTEMPTS]:
             self.stays[self.graph.lanes[move.rank][move.source]] = self.num_moves + TENURE
@@ -125,9 +135,9 @@ class _LocalSearch:
 
     def _apply(self, move: _Move) -> None:
         self.graph.move(*move)
-        self.held[move.rank] = self._held(move.rank)
+        self.memory[move.rank] = self._memory_of(move.rank)
 
-    def _held(self, rank: int) -> list[float]:
+    def _memory_of(self, rank: int) -> list[float]:
         return [0.0, *accumulate(self.graph.allocation[op] for op in self.graph.lanes[rank])]
 
     def _keep_if_better(self) -> None:
@@ -139,7 +149,10 @@ class _LocalSearch:
             self.last_success = self.num_moves
 
     def _promising(self) -> list[_Move]:
-        """The moves by their estimated cost; an operation that has to stay moves only if that gives the best plan."""
+        """The moves in the order of their estimated costs.
+
+        An operation that stays (see `stays`) moves only if the estimated cost is below the cost of the best plan.
+        """
         estimated = []
         for move in self._moves():
             cost = self.graph.longest_through(move.rank, min(move.source, move.target), self._part(move))
@@ -162,14 +175,14 @@ class _LocalSearch:
             yield _Move(stretch.rank, source, stretch.first)
 
     def _part(self, move: _Move) -> list[int]:
-        """The operations between the two ends of the move, in their new order."""
+        """The operations from one end of the move to the other, in their new order."""
         low, high = min(move.source, move.target), max(move.source, move.target)
         part = self.graph.lanes[move.rank][low : high + 1]
         part.insert(move.target - low, part.pop(move.source - low))
         return part
 
     def _keeps_dependencies(self, move: _Move) -> bool:
-        """Whether the operation passes none that has to stay on its side: those of its kind or its microbatch."""
+        """Whether the move keeps all dependencies between operations of the rank."""
         lane = self.graph.lanes[move.rank]
         op = lane[move.source]
         if move.source < move.target:
@@ -177,9 +190,10 @@ class _LocalSearch:
         return not any(self._waits_for(other, op) for other in lane[move.target : move.source])
 
     def _waits_for(self, earlier: int, later: int) -> bool:
-        """Whether `later` must come after `earlier` on the same rank, where it comes now.
+        """Whether `later`, which comes after `earlier` on the same rank, has to come after it.
 
-        F, B, W and R of one microbatch and stage stay in their order. Operations on shards wait for results alone.
+        Operations of one kind and stage keep the order of microbatches. F, R, B and W of one microbatch and stage keep
+        their order. An operation on a vocabulary shard comes after the operations whose results it needs.
         """
         m, size = self.problem.num_microbatches, self.problem.num_stages
         code, other = earlier // m, later // m
@@ -190,16 +204,16 @@ class _LocalSearch:
         return code == other or is_same_microbatch or any(need == earlier for need, _ in self.graph.needs[later])
 
     def _fits(self, move: _Move) -> bool:
-        """Whether the rank stays within its limit."""
-        held = self.held[move.rank][min(move.source, move.target)]
+        """Whether the rank keeps its memory limit after the move."""
+        memory = self.memory[move.rank][min(move.source, move.target)]
         for op in self._part(move):
-            held += self.graph.allocation[op]
-            if held > self.limits[move.rank]:
+            memory += self.graph.allocation[op]
+            if memory > self.limits[move.rank]:
                 return False
         return True
 
     def _keeps_recomputation(self, move: _Move) -> bool:
-        """Whether every B without R still follows its F at once, which full recomputation asks for."""
+        """Whether, under full recomputation, every B without an R still follows its F at once after the move."""
         if self.problem.recompute is not Recompute.FULL:
             return True
         lane, low, high = self.graph.lanes[move.rank], min(move.source, move.target), max(move.source, move.target)

@@ -1,4 +1,4 @@
-"""Megatron's split of a model: its time under megatron-core's own schedule, and the memory limits that follow."""
+"""Megatron's split of a model: its time and its memory under megatron-core's own schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 def megatrons_layout(
     num_layers: int, num_ranks: int, num_chunks: int = 1, recompute: Recompute = Recompute.NONE
 ) -> Layout:
-    """The layout of Megatron's flags: as many layers on every stage, or as evenly as they can be spread.
+    """The layout of Megatron's flags: the layers are spread as evenly as possible over the stages.
+
+    Args:
+        num_layers: layers of the model.
+        num_ranks: pipeline ranks.
+        num_chunks: model chunks a rank; the placement is interleaved if there are several.
+        recompute: which microbatches have an R.
 
     Raises:
         ScheduleError: there are fewer layers than stages.
@@ -27,10 +33,14 @@ def megatrons_layout(
 
 
 def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
-    """The plans of the usual layout with the schedule of the request and with megatron-core's own, where they fit.
+    """The plans of the usual layout: with the schedule of the request, and with megatron-core's own schedule.
 
     Args:
-        chosen: the result of the search for the request, whose plan of the usual layout is taken if it has one.
+        request: with a usual layout.
+        chosen: the result of `search_layouts` for the request, from which a plan of the usual layout is taken.
+
+    Returns:
+        The plans that exist and fit in memory, at most two.
     """
     usual = request.usual
     assert usual is not None
@@ -43,12 +53,14 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
 
 
 def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
-    """The plan of megatron-core's own schedule, whose backwards recompute.
+    """The plan of a layout with megatron-core's own schedule.
 
-    Activations that are recomputed only because of the memory limit are kept, because megatron-core would keep them.
+    Under full recomputation every backward recomputes. With `Recompute.PLANNED` all activations are kept, because
+    megatron-core recomputes nothing to keep a memory limit.
 
     Raises:
-        ScheduleError: it has none for so many microbatches or for a V, or (as `Infeasible`) it does not fit.
+        Infeasible: megatron-core's schedule exceeds the memory limit.
+        ScheduleError: megatron-core has no schedule for this number of microbatches, or the placement is a V.
     """
     if layout.placement.kind == "v":
         raise ScheduleError("megatron-core has no schedule for a V")
@@ -58,7 +70,7 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:
-    """The plan of megatron-core's own schedule, with R apart from the backwards where everything is recomputed."""
+    """The plan of megatron-core's own schedule, which has a separate R before each B under full recomputation."""
     name = "1f1b" if layout.placement.kind == "linear" else "interleaved-1f1b"
     whole_groups = request.num_microbatches % layout.placement.num_ranks == 0
     if request.pairs and layout.placement.kind == "interleaved" and whole_groups:
@@ -71,12 +83,20 @@ def _own(request: PlanRequest, layout: Layout) -> Plan:
 def capacity_of_multiple(
     request: PlanRequest, layout: Layout, multiple: float, *, is_interleaved: bool = False
 ) -> float:
-    """The memory of states, and `multiple` times that of activations, on the fullest rank of Megatron's split.
+    """The capacity of a rank that a multiple of 1F1B's activation memory means.
+
+    The capacity is the memory of states plus `multiple` times the peak memory of activations, on the fullest rank of
+    Megatron's split.
 
     Args:
-        layout: Megatron's.
-        is_interleaved: whether the activations are those of interleaved 1F1B, where the layout has several chunks, and
-            not those of 1F1B with the same layers on every rank.
+        request: with the costs of the model's units.
+        layout: of Megatron's split.
+        multiple: of the peak memory of activations.
+        is_interleaved: whether the multiple refers to interleaved 1F1B if the layout has several chunks a rank, and
+            not to 1F1B with the same layers on every rank.
+
+    Returns:
+        Memory, in the unit of the costs.
     """
     request = replace(request.within(None), capacity=None, usual_capacity=None)
     placement = layout.placement

@@ -1,4 +1,4 @@
-"""How much memory the activations of a rank may take: `--zero-bubble-memory-limit`."""
+"""The memory limit of a rank's activations, as `--zero-bubble-memory-limit` gives it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on the memory of a rank's operations: the activations held, and the most that one operation needs inside.
+    """A limit on the memory of a rank: its activations in flight, and the temporary memory of one operation.
 
-    At most one of the two is given: `multiple` of 1F1B's peak, or `num_bytes`. With neither the limit is the free
-    memory of the device.
+    At most one of `multiple` and `num_bytes` is given. If neither is given, the limit is the free memory of the device.
     """
 
     multiple: float | None = None
+    """The limit as a multiple of the peak memory of 1F1B."""
     num_bytes: int | None = None
+    """The limit in bytes."""
     is_interleaved: bool = False
-    """Whether `multiple` is of interleaved 1F1B's peak, (p + (p-1)/v) M_B, where ranks have several chunks."""
+    """Whether `multiple` refers to the peak of interleaved 1F1B, (p + (p-1)/v) M_B, if ranks have several chunks."""
     pairs: bool = False
-    """Whether that is the peak with pairs of a forward and a backward, which hold another microbatch of a chunk."""
+    """Whether interleaved 1F1B runs pairs of a forward and a backward, and so has one more microbatch of a chunk in
+    flight."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
-        """Read `1.5` or `1.5x`, `40GiB`, or `auto`.
+        """Read a limit: `1.5` or `1.5x` for a multiple of 1F1B's peak, `40GiB` for bytes, or `auto`.
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: the text has another form.
         """
         word = text.strip().upper()
         if word == "AUTO":
@@ -54,7 +56,7 @@ class MemoryLimit:
     def in_unit_costs(
         self, placement: Placement, num_microbatches: int, recompute: Recompute = Recompute.NONE
     ) -> float | None:
-        """The limit in M_B, for a plan made before anything is measured; None if that cannot be said."""
+        """The limit in M_B, for plans before costs are measured; None unless the limit is a multiple of 1F1B's peak."""
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)
@@ -69,11 +71,15 @@ class MemoryLimit:
         inside: Sequence[float] = (),
         recompute: Recompute = Recompute.NONE,
     ) -> float:
-        """The limit in the unit of measured costs.
+        """The limit in bytes, for measured costs.
 
         Args:
-            free_bytes: least memory that any device has free for activations; needed for `auto` alone.
-            inside: for every rank, the most that an operation needs while it runs; zeros by default.
+            placement: of the stages on the ranks.
+            costs: of the stages, with memory in bytes.
+            num_microbatches: microbatches of an iteration.
+            free_bytes: free memory for activations on the fullest device; used for `auto` only.
+            inside: rank -> largest temporary memory of an operation; zeros by default.
+            recompute: which microbatches have an R.
         """
         if self.multiple is not None:
             peaks = self._peaks(placement)(placement, costs, num_microbatches, recompute)
@@ -84,7 +90,7 @@ class MemoryLimit:
         return free_bytes
 
     def _peaks(self, placement: Placement) -> Callable[..., tuple[float, ...]]:
-        """Computes the peaks of all ranks; the limit is a multiple of the largest."""
+        """The function that computes the peak memory of all ranks, of whose largest the limit is a multiple."""
         if not self.is_interleaved or placement.num_chunks == 1:
             return one_f_one_b_peaks
         return partial(interleaved_peaks, pairs=self.pairs)
@@ -103,28 +109,28 @@ def _positive(number: str, text: str) -> float:
 def one_f_one_b_peaks(
     placement: Placement, costs: StageCosts, num_microbatches: int, recompute: Recompute = Recompute.NONE
 ) -> tuple[float, ...]:
-    """The peaks of 1F1B's ranks: rank r holds min(m, p - r) microbatches of all of its chunks.
+    """Rank -> peak memory of 1F1B, in which rank r has min(m, p - r) microbatches in flight on all of its chunks.
 
-    The oldest of them can hold more in its backward than it did since its forward. Where the planner chooses what to
-    recompute, the limit is a multiple of 1F1B's peak if it keeps everything.
+    The peak includes the memory that one B adds. With `Recompute.PLANNED` 1F1B keeps all activations.
     """
     peaks = []
     for rank in range(placement.num_ranks):
-        stages, num_held = placement.stages_of(rank), min(num_microbatches, placement.num_ranks - rank)
+        stages, in_flight = placement.stages_of(rank), min(num_microbatches, placement.num_ranks - rank)
         added = max(0, *(costs.memory_b[stage] for stage in stages))
-        peaks.append(held_memory(costs, stages, num_held, recompute) + added)
+        peaks.append(memory_in_flight(costs, stages, in_flight, recompute) + added)
     return tuple(peaks)
 
 
-def held_memory(costs: StageCosts, stages: Sequence[int], num_held: float, recompute: Recompute) -> float:
-    """Memory of so many microbatches in all of these stages, between F and B.
+def memory_in_flight(costs: StageCosts, stages: Sequence[int], in_flight: float, recompute: Recompute) -> float:
+    """Memory of `in_flight` microbatches that are between F and B on all of `stages`.
 
-    With full recomputation all but the oldest, which has had its R, lack the activations that R restores.
+    Under full recomputation one microbatch has all activations, and the other microbatches lack the activations that R
+    recomputes.
     """
-    held = num_held * sum(costs.memory_f[stage] for stage in stages)
+    memory = in_flight * sum(costs.memory_f[stage] for stage in stages)
     if recompute is Recompute.FULL:
-        held -= (num_held - 1) * sum(costs.memory_r[stage] for stage in stages)
-    return held
+        memory -= (in_flight - 1) * sum(costs.memory_r[stage] for stage in stages)
+    return memory
 
 
 def interleaved_peaks(
@@ -135,12 +141,12 @@ def interleaved_peaks(
     *,
     pairs: bool = False,
 ) -> tuple[float, ...]:
-    """The peaks of interleaved 1F1B's ranks, for the chunks of `placement`, with pairs or without.
+    """Rank -> peak memory of interleaved 1F1B, for the chunks of `placement`, with or without pairs.
 
-    The microbatches are rounded up to a multiple of the ranks, which megatron-core needs.
+    The number of microbatches is rounded up to a multiple of the number of ranks, as megatron-core requires.
     """
     p = placement.num_ranks
-    # After three groups of p microbatches the memory of the ranks repeats itself.
+    # With more than three groups of p microbatches the peaks stay the same.
     num_groups = min(3, -(-num_microbatches // p))
     if recompute is Recompute.FULL:
         schedule = with_recomputation(interleaved_1f1b(p, num_groups * p, num_chunks=placement.num_chunks))

@@ -1,8 +1,8 @@
-"""The order in which a schedule takes the microbatches of a step, where they differ in size.
+"""The order in which a schedule runs the microbatches of a step that differ in size.
 
-A schedule numbers microbatches by their place in the step. Microbatches may take any place in the schedule. A long one
-delays every rank while the pipeline fills, and only one rank where all have work. The operations keep their order, so
-that ranks run the schedule that was lowered and validated.
+A schedule has one place for each microbatch of a step, and any microbatch may run in any place. A long microbatch
+delays every rank in the warmup, but only one rank in the steady state. The operations of the schedule keep their order,
+so that ranks run the schedule that was lowered and validated.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
 WORTHWHILE = 0.005
-"""An order other than the data's is taken if it is faster by this fraction."""
+"""Least fraction of the time that another order than the order of the data has to save."""
 _Places = tuple[int, ...]
 """Place in the schedule -> number of the microbatch in the data."""
 
 
 class MicrobatchOrder(NamedTuple):
-    """An order of the microbatches of a step, and the times of the step that were simulated."""
+    """An order of the microbatches of a step, with simulated times of the step."""
 
     places: _Places
     """Place in the schedule -> number of the microbatch in the data."""
     time: float
+    """Time of the step in this order."""
     time_in_data_order: float
+    """Time of the step in the order of the data."""
 
     @property
     def gain(self) -> float:
-        """How many times as fast the order is as that of the data."""
+        """Speedup of the order over the order of the data."""
         return self.time_in_data_order / self.time
 
 
@@ -54,23 +56,28 @@ def order_microbatches(
     interlocks: bool = False,
     overlap_communication: bool = True,
 ) -> MicrobatchOrder:
-    """Find the order of a step's microbatches with which the schedule takes the least time.
+    """Search the order of the microbatches of a step in which a schedule takes the least time.
 
-    Sorted orders and those with the largest microbatches in the middle or at the ends are tried first, then random
-    changes of the best one. The result is the same for the same arguments.
+    The search first tries orders by size: rising, falling, and with the largest microbatches in the middle or at the
+    ends. The search then tries random changes of the best order. Equal arguments give equal results.
 
     Args:
         schedule: lowered or not; without post-validation.
         costs: of the stages, for each microbatch in the order of the data.
-        limits: memory of every rank. Without limits an order may need more memory than the order of the data; it needs
-            no more than the same schedule does for data that comes in that order.
-        inside: for each microbatch and stage, the memory that an operation needs while it runs; by default none.
-        names: of the microbatches, for the error; by default they are numbered.
-        num_tried: orders that are simulated.
-        interlocks: whether iterations interlock, so that the longest span of a rank counts, and not the makespan.
+        limits: memory limit of every rank; None for no limit. Without limits the chosen order may need more memory than
+            the order of the data.
+        inside: temporary memory of an operation, for each microbatch and stage; zero by default.
+        names: of the microbatches, for the error message; by default their numbers.
+        num_tried: number of orders that are simulated.
+        interlocks: whether iterations interlock, so that an order is judged by the longest span of a rank, and not by
+            the makespan.
+        overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
+
+    Returns:
+        The fastest order that was simulated; the order of the data if no other order saves `WORTHWHILE`.
 
     Raises:
-        Infeasible: in no order that was tried the microbatches fit into the limits.
+        Infeasible: the microbatches exceed a limit in every order that was tried.
     """
     step = _Step(schedule, costs, inside, interlocks=interlocks, overlap_communication=overlap_communication)
     in_data_order = tuple(range(len(costs)))
@@ -113,7 +120,7 @@ def _sorted_orders(costs: Sequence[StageCosts]) -> Iterator[_Places]:
 
 
 def _changed(places: _Places, generator: Random) -> _Places:
-    """The order with one microbatch moved, or with two exchanged."""
+    """Return the order with one microbatch moved to another place, or with two microbatches exchanged."""
     changed = list(places)
     source, target = generator.sample(range(len(places)), 2)
     if generator.random() < 0.5:
@@ -135,7 +142,7 @@ class _Step:
         interlocks: bool,
         overlap_communication: bool,
     ) -> None:
-        assert schedule.num_microbatches == len(costs), "a microbatch has costs"
+        assert schedule.num_microbatches == len(costs), "every microbatch has costs"
         assert schedule.kinds.isdisjoint(PAIRED), "the time of a pair depends on both microbatches"
         schedule = schedule.without_communication()
         costs = [each.in_groups(schedule.groups) for each in costs]
@@ -160,10 +167,10 @@ class _Step:
             if len(KINDS[op.kind].makes) > 1
             for stage in (schedule.placement.stage_of(rank, op.chunk),)
         ]
-        """Stage and place of every operation that makes both gradients: the input's is there when both are."""
+        """(stage, place) of every fused B and W: the gradient of the input is ready when the whole operation ends."""
 
     def time(self, places: _Places) -> float:
-        """The time of the step."""
+        """The simulated time of the step in this order."""
         graph = self._graph
         graph.duration = [times[number] for times in self._durations for number in places]
         graph.latency = [times[number] for times in self._latencies for number in places]
@@ -178,26 +185,26 @@ class _Step:
         return graph.cost
 
     def fits(self, places: _Places, limits: Limits) -> bool:
-        """Whether every rank stays within its limit."""
+        """Whether every rank keeps its memory limit in this order."""
         return all(peak <= limit + tolerance(limit) for peak, limit in zip(self.peaks(places), limits, strict=True))
 
     def peaks(self, places: _Places) -> list[float]:
-        """The most memory that each rank needs."""
+        """Rank -> peak memory of the step in this order."""
         graph, m = self._graph, len(places)
 
         def needed(lane: Sequence[int]) -> Iterator[float]:
-            held = 0.0
+            memory = 0.0
             for op in lane:
                 code, place = divmod(op, m)
                 number = places[place]
                 change = self._problems[number].allocation[code + graph.codes.drop * (op in graph.dropped)]
-                held += change
-                yield held - min(change, 0.0) + self._inside[number][code % graph.codes.b]
+                memory += change
+                yield memory - min(change, 0.0) + self._inside[number][code % graph.codes.b]
 
         return [max(needed(lane)) for lane in graph.lanes]
 
     def infeasible(self, places: _Places, limits: Limits, names: Sequence[str]) -> Infeasible:
-        """The error for a step that does not fit, which names the largest microbatch of the fullest rank."""
+        """The error for a step that exceeds the limits: it names the fullest rank and its largest microbatch."""
         peaks = self.peaks(places)
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
         kept = [sum(map(problem.costs.memory_f.__getitem__, problem.stages_of[rank])) for problem in self._problems]

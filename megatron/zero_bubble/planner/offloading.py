@@ -1,4 +1,4 @@
-"""Inserts copies to the host and back into a planned schedule, so that it fits in a memory limit."""
+"""Inserts copies of activations to the host and back into a schedule, so that it keeps a memory limit."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _STEP = 2**0.5
-"""Factor between two memory limits under which schedules are planned that then get copies."""
+"""Factor between successive larger memory limits, under which schedules are planned before they get copies."""
 _MOST_LIMITS = 5
+"""Number of larger memory limits that are tried at most."""
 _ROUNDS = 2
-"""How often copies are placed, each time at the times of the simulation before."""
+"""Number of times that copies are placed in a schedule, each time with the times of the previous simulation."""
 _NEAR = 1.05
-"""How close to the best time a plan has to be for another round."""
+"""Copies of a schedule are placed a second time if its time is at most this factor times the shortest time."""
 
 _LEAST_RULES = 3
-"""Rules that are tried however large the schedule is."""
+"""Number of rules that are tried for a schedule of any size."""
 _WEIGHT = 4
-"""How many operations are simulated in the time in which one is planned."""
+"""Number of operations that can be simulated in the time in which one operation is planned."""
 
 _Key = tuple[int, int]
 """(microbatch, chunk)"""
 
 
 class CopyRule(NamedTuple):
-    """When copies are put in line; both are in times that the copy takes alone."""
+    """When copies are queued on the host link. `lead` and `patience` are in multiples of the time of the copy."""
 
     lead: float
-    """How long before its backward a copy back is put in line."""
+    """Time before the backward at which the copy back to the device is queued."""
     patience: float
-    """How long the line may be for a copy to the host that nothing needs yet."""
+    """Longest queue of the link in which a copy to the host is queued right after F."""
     weights_first: bool = False
-    """Whether a W runs earlier to make room before a rank waits for a copy."""
+    """Whether a rank runs a W earlier to release memory before it waits for a copy."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -53,15 +54,19 @@ RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2
 def offloaded(
     plans: Callable[[Limits], Iterator[Schedule]], problem: Problem, shortest: float = inf
 ) -> Schedule | None:
-    """The fastest schedule found that copies activations to the host and keeps the problem's memory limits.
+    """Search a schedule that copies activations to the host and keeps the memory limits of a problem.
 
-    Schedules are planned under larger limits, and each is brought below the limits by copies. A larger limit has more
-    copies, and fewer idle times and recomputations; the simulation decides.
+    Schedules without copies are planned under larger limits; then copies bring each of them below the limits of the
+    problem. A larger limit leads to more copies, but to less idle time and less recomputation. The simulated time
+    decides.
 
     Args:
-        plans: schedules without copies under given limits.
-        problem: with the limits that hold.
-        shortest: time of a schedule without copies; only faster ones count.
+        plans: plans schedules without copies under the given limits.
+        problem: with the limits to keep.
+        shortest: time of the best schedule without copies.
+
+    Returns:
+        The fastest schedule with copies; None if no schedule is faster than `shortest`.
     """
     if not any(problem.costs.memory_d):
         return None
@@ -74,7 +79,8 @@ def offloaded(
                 if time < shortest * (1 - 1e-9):
                     best, shortest = timeline.schedule, time
             peaks = peak_memory(schedule, problem.costs)
-            # A larger limit changes nothing, unless the plan is a poor one that even keeps the limits that hold.
+            # A larger limit does not change a plan whose peak memory is below the previous, smaller limit, unless the
+            # plan is a poor one that keeps even the limits of the problem.
             is_last = all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True)) and any(
                 peak > limit for peak, limit in zip(peaks, problem.limits, strict=True)
             )
@@ -84,10 +90,10 @@ def offloaded(
 
 
 def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
-    """The schedule with copies by each of the rules, or by as many as the problem's budget allows, and its time.
+    """Yield the schedule with copies by each rule, as many as the budget allows, and its expected time.
 
-    Varying durations are assumed to lengthen it as much as the schedule without copies. What is far from `shortest`
-    gets no second round.
+    The slowdown by varying durations is computed for the schedule without copies. A candidate much slower than
+    `shortest` is not improved by a second placement of copies.
     """
     num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
     without = _simulated(schedule.without_communication(), problem)
@@ -111,14 +117,19 @@ def _simulated(schedule: Schedule, problem: Problem) -> Timeline:
 
 
 def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule | None:
-    """A schedule with the copies that it needs to keep the limits; None if they do not do it.
+    """Insert the copies that a schedule needs to keep its memory limits.
 
-    Where a rank's memory is full, it releases the activations whose backward is farthest away among those whose copy to
-    the host has ended, as Belady's rule does for pages. They are brought back in time for the backward, or later if
-    there is no room before. Where copies do not make enough room, a W runs earlier.
+    When the memory of a rank is full, it releases activations whose copy to the host has ended, first the activations
+    whose backward is farthest away (Belady's rule for page replacement). Activations are copied back in time for their
+    backward, or later if memory is full. If copies do not release enough memory, a W runs earlier.
 
     Args:
-        timed: a simulation of the schedule, with or without copies, whose times count. Copies that it has are dropped.
+        timed: a simulation of the schedule, whose times place the copies. Copies in the schedule are removed first.
+        problem: with the limits and the costs.
+        rule: when copies are queued.
+
+    Returns:
+        The schedule with copies; None if it does not keep the limits.
     """
     schedule = without_copies(timed.schedule)
     ranks = []
@@ -132,17 +143,17 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
 
 
 class _Kept(NamedTuple):
-    """Activations of a microbatch on the device, which can be released."""
+    """Activations of a microbatch and chunk that are on the device and may be released."""
 
     backward: int
-    """Position of the operation that needs them."""
+    """Position of the backward that needs the activations."""
     copied: float
-    """When their copy to the host ends, as far as the link is known to be busy."""
+    """Estimated end of the copy of the activations to the host; inf if the copy is not queued."""
     key: _Key
 
 
 class _RankCopies:
-    """Places the copies of one rank."""
+    """Inserts copies into the order of one rank."""
 
     def __init__(
         self, schedule: Schedule, problem: Problem, rank: int, lane: Sequence[TimedOp], rule: CopyRule
@@ -162,20 +173,20 @@ class _RankCopies:
         held = [after for _, _, after in memory_held(schedule, problem.costs, rank)]
         self._changes = [after - before for before, after in zip([0, *held[:-1]], held, strict=True)]
         self._weights = [k for k, timed in enumerate(lane) if timed.op.kind is OpKind.W]
-        """Positions of the W that have not run."""
+        """Positions of the W that have not yet run."""
         self._early: set[int] = set()
-        """Positions of the W that have run before their turn."""
+        """Positions of the W that have run earlier than in the order."""
         self._largest = max(self._changes, default=0)
         self._kept: list[_Kept] = []
         self._due: list[tuple[int, _Key]] = []
-        """Released activations, with the operation before which their copy back is put in line."""
+        """(position of the operation before which the copy back is queued, key) for all released activations."""
         self._link: float = 0
-        """When the link has copied all that is in line."""
+        """Time at which the host link has finished all queued copies."""
         self._held: float = 0
         self._placed: list[Op] = []
 
     def ops(self) -> tuple[Op, ...] | None:
-        """The operations of the rank with its copies; None if it does not keep its limit."""
+        """Return the operations of the rank with copies; None if the rank cannot keep its memory limit."""
         for k, ((op, _, end), change) in enumerate(zip(self._lane, self._changes, strict=True)):
             key = op.microbatch, op.chunk
             if k in self._early:
@@ -191,17 +202,19 @@ class _RankCopies:
         return tuple(self._placed)
 
     def _keep(self, key: _Key, end: float) -> None:
-        """Note activations that an F has made, and copy them if the link is free soon."""
+        """Record the activations of an F, and queue their copy to the host if the queue of the link is short."""
         time, copied = self._out[key[1]], inf
         if self._link - end <= self._rule.patience * time:
             copied = self._link = max(self._link, end) + time
         self._kept.append(_Kept(self._backward[key], copied, key))
 
     def _make_room(self, amount: float, at: int, last: int | None = None) -> bool:
-        """Release activations until so much fits; False if that does not do.
+        """Release activations, and run W earlier, until `amount` fits in memory; return False if it cannot fit.
 
         Args:
-            last: only activations whose backward comes later than this operation are released.
+            amount: memory to allocate.
+            at: position of the operation that allocates the memory.
+            last: only activations whose backward is after this position are released; by default after `at`.
         """
         if self._held + amount <= self._limit:
             return True
@@ -225,7 +238,7 @@ class _RankCopies:
         return True
 
     def _next_weights(self, at: int) -> list[int]:
-        """Positions of the W that could run before the operation at `at` and release memory, in their order."""
+        """Positions of the W that may run before the operation at `at` and release memory, in their order."""
         able, blocked = [], set[int]()
         for k in self._weights:
             op = self._lane[k].op
@@ -254,11 +267,11 @@ class _RankCopies:
         self._due.append((max(at + 1, bisect_right(self._starts, start) - 1), key))
 
     def _bring_back(self, at: int) -> bool:
-        """Put the copies in line that are due before the operation at `at`; False if one has no room at the last."""
+        """Queue the copies back that are due before position `at`; return False if a copy needed there does not fit."""
         due = sorted((self._backward[key], key) for k, key in self._due if k <= at) if self._due else []
         for backward, key in due:
             size = self._size[key[1]]
-            # Activations cannot be released twice. Those that come back early leave room for a forward.
+            # Activations cannot be released twice. A copy back ahead of its backward leaves memory for a forward.
             if self._make_room(size + self._largest * (backward > at), at, backward):
                 self._placed.append(Op(OpKind.H, *key))
                 self._held += size

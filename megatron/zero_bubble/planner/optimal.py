@@ -1,8 +1,8 @@
-"""Finds the best schedule of a small instance, or a bound on it, with a constraint program on OR-tools' CP-SAT.
+"""Finds the best schedule of a small instance, or a lower bound, with a constraint program for OR-tools' CP-SAT.
 
-Every F, B and W is an interval of its rank's time; intervals of a rank do not overlap, a stage runs each
-kind in microbatch order, inputs come before their users, and memory is a reservoir that F fills and B
-and W drain. The longest span is minimised, starting from the best heuristic.
+Every F, B and W is an interval of time of its rank. The constraints: intervals of a rank do not overlap; a stage runs
+each kind in microbatch order; an operation starts after its inputs; memory is a reservoir, which F fills, and B and W
+drain. The solver minimises the longest span of a rank, and starts from the schedule of the planner.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 TIME_LIMIT = 20.0
-"""Seconds that the solver may take."""
+"""Seconds after which the solver stops."""
 RESOLUTION = 10_000
-"""Steps that the longest operation is cut into: the solver counts in whole numbers."""
+"""Time steps of the longest operation; the solver uses whole numbers."""
 TOLERANCE = 5e-4
-"""Relative distance from the bound that counts as zero, because times are rounded to whole steps."""
+"""Largest relative distance from the lower bound of an optimal schedule, because times are rounded to whole steps."""
 LONGEST = 2**40
-"""Most steps that all operations may take together: the solver counts to 2**63."""
+"""Largest sum of the time steps of all operations; the solver's integers end at 2**63."""
 MAX_OPERATIONS = 1_000
-"""Most F, B and W of all stages: with more, the solver does not even find the solution that it is given as a hint."""
+"""Most F, B and W of all stages. In larger instances the solver does not even find the schedule that it gets as a
+hint."""
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 _Key = tuple[OpKind, int, int]
 """(kind, stage, microbatch)."""
@@ -39,25 +40,30 @@ _Key = tuple[OpKind, int, int]
 
 @dataclass(frozen=True)
 class Solution:
-    """The best schedule that the solver found, and its bound."""
+    """A schedule with a lower bound on the span of any schedule."""
 
     schedule: Schedule
     cost: float
     """The longest span of a rank, simulated with the exact costs."""
     bound: float
-    """No schedule is better than this."""
+    """A lower bound on the longest span of a rank of any schedule."""
 
     @property
     def is_optimal(self) -> bool:
-        """Whether nothing better is left, but for the solver's resolution."""
+        """Whether the schedule reaches the bound, up to the resolution of the solver."""
         return self.cost <= self.bound * (1 + TOLERANCE)
 
 
 def optimal(request: PlanRequest) -> Schedule:
-    """The schedule of `solve`, by default in 2p M_B.
+    """Make the schedule `optimal`, by default within the memory of 2p microbatches.
 
-    The program knows no R. With recomputation the schedule is the better of two: that of `auto`, and that of the
-    program if nothing is recomputed or, under full recomputation, if every B recomputes, and then gets a separate R.
+    The constraint program has no R. With recomputation the result is the better of two schedules: the schedule `auto`,
+    and the solver's schedule in which no activation is recomputed. Under full recomputation the solver plans a B that
+    recomputes, which then gets a separate R.
+
+    Raises:
+        Infeasible: no schedule fits in the memory limit.
+        ScheduleError: OR-tools is not installed, or the instance is too large.
     """
     recompute, costs, limits = request.recompute, request.stage_costs, request.limits
     if recompute is Recompute.NONE or (recompute is Recompute.PLANNED and limits is None):
@@ -75,10 +81,17 @@ def optimal(request: PlanRequest) -> Schedule:
 
 
 def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
-    """The best schedule for one chunk a rank that the solver finds in `time_limit` seconds, never worse than `auto`'s.
+    """Solve an instance with one chunk a rank.
+
+    Args:
+        request: checked, without recomputation.
+        time_limit: seconds that the solver may take.
+
+    Returns:
+        The best schedule found, never slower than the schedule `auto`, and the best lower bound.
 
     Raises:
-        Infeasible: no schedule fits under the memory limit.
+        Infeasible: no schedule fits in the memory limit.
         ScheduleError: OR-tools is not installed, or the instance is too large.
     """
     num_ranks, num_microbatches, costs = request.num_ranks, request.num_microbatches, request.stage_costs
@@ -97,7 +110,7 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
     if best.is_optimal:
         return best
     program = _Program(problem)
-    program.begin_with(timeline)
+    program.add_hint(timeline)
     orders, proven = program.solve(time_limit, bound)
     bound = max(bound, proven)
     improved = replace(best.schedule, ops=orders) if orders is not None else best.schedule
@@ -106,7 +119,7 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
 
 
 class _Program:
-    """The constraint program. Times are in steps of `1 / scale` of the costs' unit."""
+    """The constraint program. A time step is `1 / scale` of the unit of the costs."""
 
     def __init__(self, problem: Problem) -> None:
         try:
@@ -133,8 +146,8 @@ class _Program:
         self._add_dependencies()
         self._model.minimize(self._span)
 
-    def begin_with(self, timeline: Timeline) -> None:
-        """Give the solver the times of `timeline` as a hint."""
+    def add_hint(self, timeline: Timeline) -> None:
+        """Give the start times of `timeline` to the solver as a hint."""
         for rank, lane in enumerate(timeline.lanes):
             for op, start, _ in lane:
                 kinds = (OpKind.B, OpKind.W) if op.kind is OpKind.BW else (op.kind,)
@@ -143,8 +156,16 @@ class _Program:
                     self._model.add_hint(self._starts[kind, rank, op.microbatch], self._steps(start + delay))
 
     def solve(self, time_limit: float, bound: float) -> tuple[tuple[tuple[Op, ...], ...] | None, float]:
-        """Return the orders found, None if there are none, and a lower bound on the span in the costs' unit."""
-        # The bound holds at exact costs; it is lowered so that it excludes no solution at rounded costs.
+        """Run the solver.
+
+        Args:
+            time_limit: seconds.
+            bound: a known lower bound on the span, in the unit of the costs.
+
+        Returns:
+            The best orders, None if the solver finds none, and a lower bound on the span in the unit of the costs.
+        """
+        # The bound for exact costs is lowered so that it excludes no solution with rounded costs.
         slack = 3 * self._num_microbatches * len(self._stages)
         self._model.add(self._span >= max(0, self._steps(bound) - slack))
         solver = self._cp.CpSolver()
@@ -157,7 +178,7 @@ class _Program:
             keys = [key for key in self._starts if key[1] == stage]
             keys.sort(key=lambda key: (solver.value(self._starts[key]), _KINDS.index(key[0])))
             orders.append(tuple(Op(kind, microbatch) for kind, _, microbatch in keys))
-        # Lowered likewise: every rounded time on the way is off by half a step at most.
+        # The solver's bound is lowered too: every rounded time on the critical path is off by half a step at most.
         return tuple(orders), (solver.best_objective_bound - slack) / self._scale
 
     def _steps(self, time: float) -> int:
@@ -214,6 +235,6 @@ class _Program:
             times += [self._starts[OpKind.F, stage, k], self._end(OpKind.B, stage, k), self._end(OpKind.W, stage, k)]
             demands += [round(change * unit) for change in changes]
         low = min(0, sum(demand for demand in demands if demand < 0))
-        # The limit is raised by half a unit for each rounded change.
+        # The limit is raised by half a unit for each rounded change of memory.
         high = int(limit * unit) + len(demands) // 2
         self._model.add_reservoir_constraint(times, demands, low, high)

@@ -1,4 +1,4 @@
-"""Plans with pairs: ranks run a forward and a backward as one where both are ready, or soon will be."""
+"""Plans with pairs: a rank runs a forward and a backward as one operation if both are ready, or soon will be."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ from megatron.zero_bubble.schedule.pairs import computations
 
 @dataclass(frozen=True)
 class PairPolicy:
-    """How a rank decides where pairs are possible. It runs a pair if a forward and a backward are ready."""
+    """The parameters of a policy that runs a pair whenever a forward and a backward are ready."""
 
     caps: tuple[int, ...]
-    """Rank -> microbatches, summed over its chunks, between F and B, up to which the rank runs an F alone."""
+    """Rank -> most microbatches in flight, summed over its chunks, with which the rank runs an F alone."""
     patience: float = 1.0
-    """How long a forward or backward waits for the other, if that is known to arrive, in times of a backward."""
+    """Longest wait of a ready forward or backward for its partner, as a multiple of the time of a backward."""
     weights: GapRule = GapRule.BALANCED
-    """Whether W fills a gap that is too short for it."""
+    """Whether W fills a gap that is shorter than W."""
     fuses: bool = False
-    """Whether a pair computes the gradient of the weights, too, where that takes less time there than alone."""
+    """Whether W runs inside a pair if W takes less time in the pair than alone."""
 
 
 FEW = 4
-"""Policies that are tried however long planning takes."""
+"""Number of policies that are tried for a problem of any size."""
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
-    """The best of a plan without pairs, of plans with pairs and of the named schedules with pairs that fit.
+    """The fastest of a plan without pairs, plans with pairs, and the named schedules with pairs that fit in memory.
 
     Args:
+        name: of the result.
+        problem: with costs of the exchanges between experts.
         apart: the plan without pairs, within the limits of the problem.
     """
     number = max(FEW, problem.budget // problem.num_ops)
@@ -57,36 +59,36 @@ def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
 
 
 def _policies(problem: Problem) -> Iterator[PairPolicy]:
-    """The policies to try, the most promising first: of ranks that begin with more and with fewer forwards."""
+    """Yield the policies to try, the most promising first; they differ in the number of forwards of the warmup."""
     p, v = problem.num_ranks, problem.placement.num_chunks
     before = p * (v - 1) if problem.placement.kind == "interleaved" else 0
     unlimited = (problem.num_microbatches * v,) * p
     caps = [tuple(before + slope * (p - 1 - r) + more for r in range(p)) for slope, more in ((2, 2), (1, 1), (0, p))]
-    for some, patience, weights, fused in product(
+    for cap, patience, weights, fuses in product(
         [unlimited, *caps], (1.0, 0.5, 0.0), (GapRule.BALANCED, GapRule.ALWAYS), _may_fuse(problem)
     ):
-        yield PairPolicy(some, patience, weights, fused)
+        yield PairPolicy(cap, patience, weights, fuses)
 
 
 def _may_fuse(problem: Problem) -> tuple[bool, ...]:
-    """Whether pairs without and with W are to be tried: with W if some pair of a rank hides a part of it."""
+    """The values of `PairPolicy.fuses` to try: also True if W takes less time in some pair of a rank than alone."""
     hides = any(_hides_weights(problem, *pair) for stages in problem.stages_of for pair in product(stages, repeat=2))
     return (False, True)[: 1 + hides]
 
 
 def _hides_weights(problem: Problem, forward: int, backward: int) -> bool:
-    """Whether W takes less time in a pair of these stages, whose exchanges leave time for it, than alone."""
+    """Whether W of stage `backward` takes less time in a pair of these two stages than alone."""
     costs = problem.costs
     added = costs.time_of_pair(forward, OpKind.PBW, backward) - costs.time_of_pair(forward, OpKind.PB, backward)
     return added < costs.time_w[backward] * (1 - 1e-9)
 
 
 Computations = list[list[tuple[Op, ...]]]
-"""Rank -> its forwards and backwards in order; two that run as one are together, the forward first."""
+"""Rank -> its computations in order: (forward,), (backward,) or, for a pair, (forward, backward)."""
 
 
 def _computations(schedule: Schedule) -> Computations:
-    """The forwards and backwards of a schedule, without W."""
+    """The forwards, backwards and pairs of a schedule, without W."""
     return [
         [
             tuple(op if op.kind is OpKind.F else op._replace(kind=OpKind.B) for op in together)
@@ -98,7 +100,7 @@ def _computations(schedule: Schedule) -> Computations:
 
 
 def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
-    """The same order with pairs of neighbours of different microbatches, of which the first is of the kind `first`."""
+    """Join neighbouring forwards and backwards of an order to pairs, if the operation of kind `first` comes first."""
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]
@@ -115,7 +117,7 @@ def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
 
 
 def _named(problem: Problem) -> Iterator[Schedule]:
-    """The published schedules with pairs of this placement."""
+    """Yield the published schedule with pairs of the placement, if there is one."""
     p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
     try:
         if placement.kind == "v" and placement.num_chunks == 2:
@@ -127,7 +129,7 @@ def _named(problem: Problem) -> Iterator[Schedule]:
 
 
 def _plan(loop: _PairedRanks) -> Schedule | None:
-    """The schedule of the ranks; None if they deadlock."""
+    """Run the event loop and return its schedule; None if the ranks deadlock."""
     plan = loop.run()
     if plan is None:
         return None
@@ -136,7 +138,7 @@ def _plan(loop: _PairedRanks) -> Schedule | None:
 
 
 def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
-    """The operations with the kinds of pairs in place of each B that runs in one, and of its W if that runs there."""
+    """The operations of a rank, where a B in a pair has the kind of the pair, and a W in a pair is left out."""
     return tuple(
         op._replace(kind=paired.get(op, op.kind))
         for op in ops
@@ -145,13 +147,13 @@ def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
 
 
 class _PairedRanks(EventLoop):
-    """Ranks that run pairs. A pair has the code `codes.end + forward stage * number of stages + backward stage`."""
+    """A policy that runs pairs. A pair has the code `codes.end + forward stage * number of stages + backward stage`."""
 
     def __init__(self, problem: Problem, policy: PairPolicy) -> None:
         super().__init__(problem)
         self.policy = policy
         self.paired: list[dict[Op, OpKind]] = [{} for _ in range(problem.num_ranks)]
-        """Rank -> each B that runs in a pair, and its kind there."""
+        """Rank -> {B that runs in a pair: kind of the pair}."""
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         codes, policy, weights = self.codes, self.policy, self.weights[rank]
@@ -178,10 +180,12 @@ class _PairedRanks(EventLoop):
         return -1, ready if ready > now else inf
 
     def _first(self, stages: tuple[int, ...], now: float, first: int) -> tuple[int, float]:
-        """The operation of these stages that can start first, and when; of equals that of the first stage.
+        """The code of the operation of a kind that can start first, and its earliest start; (-1, inf) if none is known.
 
         Args:
-            first: the first code of its kind.
+            stages: of the rank, in the order in which operations with the same earliest start are preferred.
+            now: current time.
+            first: first code of the kind.
         """
         ready = [(self.next_arrival(first + s, now), place) for place, s in enumerate(stages)]
         when, place = min(ready)
@@ -193,7 +197,7 @@ class _PairedRanks(EventLoop):
             return
         codes, problem = self.codes, self.problem
         forward, backward = divmod(code - codes.end, self.num_stages)
-        # The weight gradients of a stage are computed in the order of microbatches.
+        # A stage computes weight gradients in microbatch order.
         in_order = self.done[codes.w + backward] == self.done[codes.b + backward]
         fuses = self.policy.fuses and in_order and _hides_weights(problem, forward, backward)
         kind = OpKind.PBW if fuses else OpKind.PB
@@ -219,12 +223,12 @@ class _PairedRanks(EventLoop):
 
 
 class _OrderedRanks(_PairedRanks):
-    """Ranks whose forwards, backwards and pairs have a given order; W fills gaps, and runs where memory is short."""
+    """A policy that runs forwards, backwards and pairs in a given order; W runs in gaps and when memory is full."""
 
     def __init__(self, problem: Problem, policy: PairPolicy, order: Computations) -> None:
         super().__init__(problem, policy)
         self._queues = [[self._code(rank, each) for each in reversed(lane)] for rank, lane in enumerate(order)]
-        """Rank -> the codes that are left, the next one last."""
+        """Rank -> codes of the computations that have not run, in reverse order."""
 
     def _code(self, rank: int, together: tuple[Op, ...]) -> int:
         stages = self.problem.stages_of[rank]

@@ -1,4 +1,4 @@
-"""Searches how many layers each stage gets: partitions whose busiest rank ends early."""
+"""Searches partitions: how many layers each stage gets, so that the busiest rank ends early."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, Uni
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 STAGES_WEIGHT = 0.2
-"""Share of the time that is lost for each unit by which the stages' work is uneven."""
+"""Surcharge on the time of a partition, as a fraction, for each unit of unevenness of the work of its stages."""
 HOLDING_WEIGHT = 0.1
-"""Share of the time that is lost for each unit by which the memory of the ranks is uneven."""
+"""Surcharge on the time of a partition, as a fraction, for each unit of unevenness of the memory of its ranks."""
 ALIKE = 1.005
-"""Partitions are alike if their plans differ by at most this factor: the most even one is then taken, and two
-measurements of the same costs lead to the same one."""
+"""Largest factor between the times of equally good partitions. The most even of equally good partitions is taken, so
+that two measurements of the same costs lead to the same partition."""
 
 
 class Balance:
-    """Estimates how long partitions of one model take for one placement, without planning their schedules.
+    """Estimates the time of a partition of a model without planning its schedule.
 
     Args:
-        room: memory of a rank for its states and activations.
-        in_blocks: whether every stage restores its activations block by block (see `StageCosts.in_groups`).
+        model: costs of the units of the model.
+        placement: of the stages on the ranks.
+        num_microbatches: microbatches of an iteration.
+        recompute: which microbatches have an R.
+        room: memory of a rank for its states and activations, in the unit of the costs.
+        in_blocks: whether every stage recomputes its activations block by block (see `StageCosts.in_groups`).
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class Balance:
         full, any_r = recompute is Recompute.FULL, recompute is not Recompute.NONE
         self._work = _Sums(model, lambda unit: unit.time_f + unit.time_b + unit.time_w + full * unit.time_r)
         self._forward = _Sums(model, lambda unit: unit.time_f)
-        self._held = _Sums(
+        self._needed = _Sums(
             model, lambda unit: unit.state + unit.memory_f + max(0, unit.memory_b) - any_r * unit.memory_r
         )
         self._memory = _Sums(model, lambda unit: unit.memory_f)
@@ -56,22 +60,22 @@ class Balance:
 
     @property
     def least_layers(self) -> Partition:
-        """The least number of layers of every stage: the stages of the embedding and of the output may have none."""
+        """Stage -> least number of layers: the stages of the embedding and of the output may have no layer."""
         last = self.placement.num_stages - 1
         return tuple(int(0 < stage < last or self.model.shard is not None) for stage in range(last + 1))
 
     def estimate(self, partition: Sequence[int]) -> float:
-        """A lower bound on the makespan: when the rank ends that has the latest end, if it never waits.
+        """A lower bound on the makespan: the latest end of a rank if every rank runs without idle time.
 
-        A rank starts when the first microbatch has come through the stages before its first one.
+        A rank starts when the first microbatch has passed through all stages before the first stage of the rank.
         """
         return max(self._ends(partition, self._work.of_stages(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Key by which better partitions come first: memory beyond the room, time, and unevenness of the ranks.
+        """Sort key of partitions, the best first: (memory beyond the room, time, unevenness of the ends of the ranks).
 
-        The time is the estimate with two surcharges that measured runs show: for stages of unequal work, because ranks
-        then pass microbatches on less regularly, and for ranks that hold unequal memory.
+        The time of the sort key is the estimate with two surcharges that measured runs show: a surcharge for stages of
+        unequal work, and a surcharge for ranks of unequal memory.
         """
         works = self._work.of_stages(partition)
         ends = self._ends(partition, works)
@@ -80,13 +84,13 @@ class Balance:
         return sum(self._excess(partition)), max(ends) * (1 + lost), _unevenness(ends)
 
     def busiest(self, partition: Sequence[int]) -> int:
-        """The rank that lacks most memory; where none does, the rank that ends last."""
+        """The rank that exceeds its memory by the largest amount; if no rank exceeds it, the rank that ends last."""
         excess = self._excess(partition)
         load = excess if max(excess) > 0 else self._ends(partition, self._work.of_stages(partition))
         return load.index(max(load))
 
     def _ends(self, partition: Sequence[int], works: Sequence[float]) -> list[float]:
-        """Rank -> when it ends if it never waits; `works` are those of its stages."""
+        """Rank -> end time if it runs without idle time; `works` has the work of one microbatch for each stage."""
         starts = list(accumulate(self._forward.of_stages(partition), initial=0.0))
         return [
             starts[stages[0]]
@@ -96,16 +100,16 @@ class Balance:
         ]
 
     def _holdings(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> its memory, up to a factor: a stage holds a microbatch as long as later ones work on it."""
+        """Rank -> memory up to a common factor: activations of a stage live while later stages run the microbatch."""
         size = len(partition)
-        held = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(partition))]
-        return [sum(held[stage] for stage in stages) for stages in self.stages_of]
+        holdings = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(partition))]
+        return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory of its states and of one microbatch, recomputed where that is allowed, beyond the room."""
+        """Rank -> memory beyond the room of its states and one microbatch, which is recomputed if that is allowed."""
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
-        held, blocks = self._held.of_stages(partition), self._blocks.of_stages(partition)
+        needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
         restored = [
             memory / max(1, number) for memory, number in zip(self._restored.of_stages(partition), blocks, strict=True)
         ]
@@ -113,7 +117,7 @@ class Balance:
             max(
                 0,
                 self.model.shard_state
-                + sum(map(held.__getitem__, stages))
+                + sum(map(needed.__getitem__, stages))
                 + max(map(restored.__getitem__, stages))
                 - self.room,
             )
@@ -122,13 +126,13 @@ class Balance:
 
 
 def _unevenness(values: Sequence[float]) -> float:
-    """The mean of the squares over the square of the mean: 1 if all are equal."""
+    """The mean of the squares divided by the square of the mean: 1 if all values are equal."""
     total = sum(values)
     return len(values) * sum(value * value for value in values) / total**2 if total > 0 else 1
 
 
 class _Sums:
-    """Sums a value over the units of every stage."""
+    """Sums of a value over the units of each stage."""
 
     def __init__(self, model: ModelCosts, value: Callable[[UnitCosts], float]) -> None:
         self._ends = value(model.embedding), value(model.output)
@@ -136,19 +140,19 @@ class _Sums:
 
     def of_stages(self, partition: Sequence[int]) -> list[float]:
         cuts = accumulate(partition, initial=0)
-        sums = [self._before[end] - self._before[begin] for begin, end in pairwise(cuts)]
+        sums = [self._before[end] - self._before[start] for start, end in pairwise(cuts)]
         sums[0] += self._ends[0]
         sums[-1] += self._ends[1]
         return sums
 
 
 def unevenness(partition: Partition) -> tuple[int, Partition]:
-    """Key by which more even partitions come first; of equally even ones those with fewer layers in early stages."""
+    """Sort key of partitions, the most even first; equally even partitions with fewer layers in early stages first."""
     return sum(number * number for number in partition), partition
 
 
 def balanced_partition(balance: Balance) -> Partition | None:
-    """The partition with the smallest estimate that moving single layers finds; None if there are too few layers."""
+    """The best partition that moves of single layers reach from an even one; None if there are too few layers."""
     num_layers, num_stages = len(balance.model.layers), balance.placement.num_stages
     least = balance.least_layers
     if sum(least) > num_layers:
@@ -162,7 +166,7 @@ def balanced_partition(balance: Balance) -> Partition | None:
 def _improved(
     balance: Balance, partition: Partition, givers: Callable[[Partition], Sequence[int]], *, within_rank: bool = False
 ) -> Partition:
-    """The partition after the best moves of single layers from the stages that `givers` names, while any helps."""
+    """Move single layers away from the stages that `givers` returns for a partition, while a move helps."""
     best, improved = balance.order(partition), True
     while improved:
         improved = False
@@ -178,7 +182,14 @@ def _improved(
 def moves_from(
     balance: Balance, partition: Partition, givers: Sequence[int], *, within_rank: bool = False
 ) -> Iterator[Partition]:
-    """Partitions in which one of `givers` has a layer less, and another stage, if asked of the same rank, one more."""
+    """Yield the partitions in which one layer has moved from a stage of `givers` to another stage.
+
+    Args:
+        balance: with the least number of layers of each stage.
+        partition: before the move.
+        givers: stages that may give a layer.
+        within_rank: whether layers move only between stages of one rank.
+    """
     least, rank_of = balance.least_layers, balance.rank_of
     for giver in givers:
         if partition[giver] > least[giver]:
@@ -188,7 +199,7 @@ def moves_from(
 
 
 def moved(partition: Partition, giver: int, taker: int) -> Partition:
-    """The partition in which stage `giver` has a layer less and stage `taker` one more."""
+    """Return the partition after one layer has moved from stage `giver` to stage `taker`."""
     changed = list(partition)
     changed[giver] -= 1
     changed[taker] += 1
@@ -196,7 +207,7 @@ def moved(partition: Partition, giver: int, taker: int) -> Partition:
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:
-    """Partitions one moved layer away whose time is at most `tolerance` times this one's, the best first."""
+    """Partitions after one move whose estimated time is at most `tolerance` times that of `partition`, best first."""
     excess, time, _ = balance.order(partition)
     orders = {
         changed: balance.order(changed)
@@ -208,8 +219,8 @@ def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list
 
 
 def _is_less(first: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether `one` comes before `other`, by more than rounding."""
-    for mine, theirs in zip(first, other, strict=True):
-        if abs(mine - theirs) > 1e-9 * max(mine, theirs):
-            return mine < theirs
+    """Whether `first` is lexicographically less than `other` by more than rounding errors."""
+    for value, other_value in zip(first, other, strict=True):
+        if abs(value - other_value) > 1e-9 * max(value, other_value):
+            return value < other_value
     return False

@@ -1,4 +1,4 @@
-"""Extends a schedule to more microbatches by repeating a part of it, so that a long iteration is planned once."""
+"""Extends a schedule to more microbatches: it repeats a period of the steady state, so that planning stays fast."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 LONG = 20_000
-"""The most F, B and W that are planned one by one; a longer schedule repeats the steady state of a shorter one."""
+"""Most F, B and W that are planned one by one; a longer schedule repeats the steady state of a shorter schedule."""
 WARMUPS = (4, 6, 10)
-"""Microbatches of the shorter schedule, as a multiple of the ranks: with the first number most ranks have filled their
-memory, and have come into their rhythm, long before their last microbatch."""
+"""Microbatches of the shorter schedule, divided by the number of ranks. Already with four microbatches a rank, most
+ranks reach the steady state long before their last microbatch."""
 MOST_DISPLACED = 0.1
-"""The largest part of the operations of a period by which its ranks may be out of step with each other."""
+"""Largest fraction of displaced operations (see `_Period.displaced`) of a period that may be repeated."""
 NUM_CUTS = 16
-"""How many times, spread over the schedule, are tried as the beginning of a period of each length."""
+"""Number of parts into which a schedule is divided; the borders between the parts are tried as starts of a period."""
 NUM_SIMULATED = 3
-"""Number of periods that are simulated: the most regular ones that fit into memory."""
+"""Number of periods that are simulated: the most regular periods that fit in memory."""
 NUM_CHECKED = 24
-"""How many of the most regular periods are compared with the memory limit."""
+"""Number of the most regular periods whose peak memory is compared with the limits."""
 
 
 def is_long(placement: Placement, num_microbatches: int) -> bool:
-    """Whether a schedule is planned from a shorter one."""
+    """Whether a schedule has more than `LONG` operations, so that it is extended from a shorter schedule."""
     return 3 * placement.num_stages * num_microbatches > LONG
 
 
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
-    """Yield how many microbatches to plan in place of so many, a multiple of the ranks less."""
+    """Yield numbers of microbatches for shorter schedules: smaller by a multiple of the number of ranks."""
     if not is_long(placement, num_microbatches):
         return
     p = placement.num_ranks
@@ -55,12 +55,22 @@ def extended(
     *,
     overlap_communication: bool = True,
 ) -> Schedule | None:
-    """The schedule for more microbatches: its warmup and cooldown, and a part of its steady state repeated.
+    """Extend a schedule to more microbatches by repeating a period of its steady state.
 
-    Every rank runs its operations up to some moment, then repeats a period of some microbatches, then runs the rest.
-    Operations before that moment need no operation after it on any rank, so that no rank waits for ever. The
-    period is the one that takes least time. None if each takes more time for a microbatch than the schedule itself, or
-    more memory than `limits`, one a rank: that of the schedule by default.
+    Every rank runs its operations up to the start of the period, then repeats the period, then runs the other
+    operations. Ranks cannot deadlock, because no operation before the start of the period needs a later operation. The
+    period with the least time for a microbatch is taken.
+
+    Args:
+        schedule: to extend.
+        num_microbatches: microbatches of the result.
+        costs: of the stages.
+        limits: memory limit of each rank; by default the peak memory of the schedule.
+        overlap_communication: as in `simulate`.
+
+    Returns:
+        The extended schedule; None if every period exceeds the limits, or takes more time for a microbatch than the
+        whole schedule does.
     """
     more = num_microbatches - schedule.num_microbatches
     timeline = simulate(schedule, costs, overlap_communication=overlap_communication)
@@ -84,52 +94,53 @@ def extended(
 
 
 class _Period(NamedTuple):
-    """A part of a schedule to repeat: of each kind of operation of a rank, as many successive microbatches."""
+    """A part of a schedule to repeat: the same number of successive microbatches of every kind, on every rank."""
 
     length: int
-    """Its microbatches."""
+    """Number of microbatches."""
     parts: tuple[_Part, ...]
+    """Rank -> its part of the period."""
 
     @property
     def displaced(self) -> float:
-        """How many operations stand between those of the period without being part of it, for each that is."""
-        return sum(part.end - part.begin - part.size for part in self.parts) / sum(part.size for part in self.parts)
+        """Number of other operations between operations of the period, divided by the operations of the period."""
+        return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 
 class _Part(NamedTuple):
     """The operations of one rank in a period."""
 
-    begin: int
-    """The position of the first operation of the period."""
+    start: int
+    """Position of the first operation of the period."""
     end: int
-    """The position after the last operation of the period."""
+    """Position after the last operation of the period."""
     size: int
-    """How many operations of the period stand there. The others come after it."""
-    behind: dict[tuple[OpKind, int], int]
-    """Kind and chunk -> the first microbatch after the period."""
+    """Number of operations of the period between `start` and `end`."""
+    next_microbatch: dict[tuple[OpKind, int], int]
+    """(kind, chunk) -> first microbatch after the period."""
 
 
 def _repeated(schedule: Schedule, period: _Period, count: int) -> Schedule:
-    """The schedule with `count` more repetitions of the period."""
+    """Return the schedule with `count` more repetitions of the period."""
     length, num_microbatches = period.length, schedule.num_microbatches + count * period.length
     every = {
         (kind, chunk): [Op(kind, microbatch, chunk) for microbatch in range(num_microbatches)]
         for kind in schedule.kinds
         for chunk in range(schedule.num_chunks)
     }
-    """Kind and chunk -> their operations, which all ranks share."""
+    """(kind, chunk) -> operations of all microbatches, so that ranks share the objects."""
 
     def later(ops: Sequence[Op], shift: int) -> list[Op]:
-        """The same operations for the microbatches `shift` places later."""
+        """Return the operations with `shift` added to their microbatches."""
         return [every[kind, chunk][microbatch + shift] for kind, microbatch, chunk in ops]
 
     ranks = []
     for ops, part in zip(schedule.ops, period.parts, strict=True):
         inside: list[Op] = []
         displaced: list[Op] = []
-        for op in ops[part.begin : part.end]:
-            (inside if op.microbatch < part.behind[op.kind, op.chunk] else displaced).append(op)
-        lane = [*later(ops[: part.begin], 0), *inside]
+        for op in ops[part.start : part.end]:
+            (inside if op.microbatch < part.next_microbatch[op.kind, op.chunk] else displaced).append(op)
+        lane = [*later(ops[: part.start], 0), *inside]
         for number in range(1, count + 1):
             lane += later(inside, number * length)
         lane += later(displaced, count * length)
@@ -139,18 +150,17 @@ def _repeated(schedule: Schedule, period: _Period, count: int) -> Schedule:
 
 
 def _periods(timeline: Timeline, more: int) -> Iterator[_Period]:
-    """Yield periods of lengths that divide `more`."""
+    """Yield periods whose lengths divide `more`, the number of microbatches to add."""
     schedule = timeline.schedule
     m, p = schedule.num_microbatches, schedule.num_ranks
     first_lane = timeline.lanes[schedule.placement.rank_of(0)]
-    begins = [timed.start for timed in first_lane if timed.op.kind is OpKind.F and timed.op.chunk == 0]
+    starts = [timed.start for timed in first_lane if timed.op.kind is OpKind.F and timed.op.chunk == 0]
     ranks = [_Rank(lane) for lane in timeline.lanes]
     for length in (each for each in range(1, min(2 * p, m // 2) + 1) if more % each == 0):
         for microbatch in sorted({number * (m - length) // NUM_CUTS for number in range(1, NUM_CUTS)}):
-            begin = begins[microbatch]
             parts = []
             for rank in ranks:
-                part = rank.part(begin, length)
+                part = rank.part(starts[microbatch], length)
                 if part is None:
                     break
                 parts.append(part)
@@ -159,27 +169,27 @@ def _periods(timeline: Timeline, more: int) -> Iterator[_Period]:
 
 
 class _Rank:
-    """The operations of one rank, to be cut at a time."""
+    """The operations of one rank, from which periods are cut."""
 
     def __init__(self, lane: Sequence[TimedOp]) -> None:
         self.starts = [timed.start for timed in lane]
         self.rows: dict[tuple[OpKind, int], _Row] = {}
-        """Kind and chunk -> its operations."""
+        """(kind, chunk) -> its operations."""
         for position, ((kind, microbatch, chunk), _, _) in enumerate(lane):
             row = self.rows.setdefault((kind, chunk), _Row([], []))
             row.positions.append(position)
             row.microbatches.append(microbatch)
 
     def part(self, time: float, length: int) -> _Part | None:
-        """The operations around a period that begins at `time`; None if too few are left for it.
+        """Cut a period that starts at `time`; return None if fewer than `length` microbatches of a kind follow.
 
-        Not every microbatch has an R, so a period may have fewer R than F. They belong to the microbatches of one
-        period.
+        A period may have fewer R than F, because not every microbatch has an R. All R of a period belong to as many
+        successive microbatches as the period has.
         """
-        begin = end = bisect_left(self.starts, time)
-        size, behind = 0, {}
+        start = end = bisect_left(self.starts, time)
+        size, next_microbatch = 0, {}
         for (kind, chunk), row in self.rows.items():
-            first = bisect_left(row.positions, begin)
+            first = bisect_left(row.positions, start)
             if first < len(row.positions):
                 microbatch = row.microbatches[first]
             elif kind is OpKind.R:
@@ -188,16 +198,16 @@ class _Rank:
                 return None
             if kind is OpKind.R:
                 forwards = self.rows[OpKind.F, chunk]
-                next_forward = bisect_left(forwards.positions, begin)
+                next_forward = bisect_left(forwards.positions, start)
                 microbatch = min([microbatch, *forwards.microbatches[next_forward : next_forward + 1]])
             last = max(first, bisect_left(row.microbatches, microbatch + length))
             if kind is not OpKind.R and last - first < length:
                 return None
             size += last - first
-            behind[kind, chunk] = microbatch + length
+            next_microbatch[kind, chunk] = microbatch + length
             if last > first:
                 end = max(end, row.positions[last - 1] + 1)
-        return _Part(begin, end, size, behind)
+        return _Part(start, end, size, next_microbatch)
 
 
 class _Row(NamedTuple):

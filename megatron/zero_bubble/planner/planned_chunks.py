@@ -1,4 +1,4 @@
-"""Plans one chunk a rank, or several that are interleaved, from their costs and at any memory limit."""
+"""Plans schedules for linear and interleaved placements, from the costs and within any memory limit."""
 
 from __future__ import annotations
 
@@ -23,32 +23,37 @@ from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
-"""The schedules of one chunk a rank that need no costs."""
+"""Generators of the named schedules with one chunk a rank that need no costs."""
 ALL_RULES = (GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER)
-"""Rules for gaps that are too short for a W, the most promising first."""
+"""Rules for gaps that are shorter than a W, the most promising first."""
 RULES = (
     (GapRule.BALANCED, GapRule.ALWAYS),
     (GapRule.BALANCED, GapRule.BALANCED),
     (GapRule.NEVER, GapRule.BALANCED),
     (GapRule.NEVER, GapRule.NEVER),
 )
-"""Rules for gaps that are too short for a W, and for an F."""
+"""Pairs of rules: for gaps that are shorter than a W, and for gaps that are shorter than an F."""
 
 CHOICES_WITHOUT_PLAN = 5
-"""Sizes of groups that are tried until a plan fits, however large the schedule is."""
+"""Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
 
 
 def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
-    """The best of the plan and of the named schedules of the placement that fit.
+    """Plan a schedule, and return the best of the plan and the named schedules of the placement that fit in memory.
 
-    The planner knows B and W as two operations, and reserves the memory that B adds from F on, or from R on. Where a
-    rank ends with a gradient that it sends, or B adds memory, a schedule that fuses them may be better.
-    Where iterations do not interlock, the best one has the shortest makespan, and not the shortest span.
-    With a `group_size` the forwards of every rank are in the order of such groups, if that fits; otherwise the sizes of
-    groups are planned, too.
+    A named schedule with a fused B and W can beat the plan: the planner keeps B and W apart, and reserves the memory
+    that B adds when F or R starts.
+
+    Args:
+        problem: of a linear or an interleaved placement.
+        group_size: number of microbatches that pass through a chunk before the next chunk's turn, if a plan with such
+            groups fits; None to plan the sizes of the groups.
+
+    Raises:
+        Infeasible: no schedule fits in the memory limits.
     """
     candidates = [] if group_size is None else _candidates(problem, group_size)
     candidates = candidates or _candidates(problem, None)
@@ -58,7 +63,7 @@ def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
 
 
 def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
-    """The plan and the named schedules, as far as they fit; `group_size` as in `best_in_groups`."""
+    """The plans and the named schedules that fit in memory; `group_size` is as in `best_in_groups`."""
     candidates, shortest = [], inf
     if problem.is_feasible:
         portfolio = plan_chunks(problem, group_size)
@@ -77,7 +82,7 @@ def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
 
 
 def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
-    """The schedules of the placement that need no costs; interleaved ones as far as megatron-core has them."""
+    """Yield the named schedules of the placement that need no costs and exist for this number of microbatches."""
     p, m, chunks = problem.num_ranks, problem.num_microbatches, problem.placement.num_chunks
     for generator in SIMPLE if chunks == 1 else ():
         yield generator(p, m)
@@ -87,7 +92,7 @@ def _named(problem: Problem, group_size: int | None) -> Iterator[Schedule]:
 
 
 def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
-    """The best plans found, within feasible limits; `group_size` as in `best_in_groups`."""
+    """Plan orders within feasible limits and return the best plans; `group_size` is as in `best_in_groups`."""
     portfolio = Portfolio(problem, budget_of(problem))
     if group_size is None:
         _try(portfolio, problem, _choices_of_groups(problem))
@@ -103,21 +108,22 @@ def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
 
 
 def _choices_of_groups(problem: Problem) -> list[Groups]:
-    """Even groups, first those in which ranks hold as much as they may, then ever smaller and larger ones.
+    """The groups to try: first the size that fills the memory of a rank, then smaller and larger sizes in turn.
 
-    Rank 0 holds (K (v-1) + p) / v M_B with groups of K, where every rank is one F ahead of the next. In less memory
-    than that takes, the best groups have about three quarters as many microbatches as a rank holds.
+    With groups of K microbatches, and one more F in the warmup than on the next rank, rank 0 needs (K (v-1) + p) / v
+    M_B. If a rank has less memory, the best size of a group is about three quarters of the number of microbatches in
+    flight.
     """
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
     if v == 1:
         return [(m,)]
     wholes = [footprint.whole for footprint in problem.footprints]
-    held = min(
+    in_flight = min(
         limit / max(1e-9 * limit, whole)
         for limit, whole in zip(problem.limits, problem.placement.sums(wholes), strict=True)
     )
     most = min(p, m)
-    size = round(max(1, min(most, max((v * held - p) / (v - 1), 0.75 * held))))
+    size = round(max(1, min(most, max((v * in_flight - p) / (v - 1), 0.75 * in_flight))))
     step = 1 + size // 8
     near = (size + sign * number * step for number in range(most) for sign in (-1, 1))
     sizes = [size, *(other for other in near if 1 <= other <= most), min(m, most + 2)]
@@ -125,7 +131,7 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
 
 
 def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
-    """Try plans with these groups, the most promising first."""
+    """Offer plans with each choice of groups to the portfolio, the most promising choice first."""
     if problem.recomputes:
         for groups in choices[:3]:
             _try_alternating(portfolio, problem, groups, ALL_RULES)
@@ -136,11 +142,11 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
         return
     tried = [(portfolio.run(InGroups(problem, choices[0])), choices[0])]
     usual = even_groups(problem.num_microbatches, problem.num_ranks)
-    if _filling_slope(problem) >= 1:  # with less memory ranks do not take turns in strict order
+    if _filling_slope(problem) >= 1:  # with less memory F and B do not alternate strictly
         _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
     enough = portfolio.budget // 2
     for groups in choices[1:]:
-        # A few more are tried while no plan fits: one microbatch after the other is several times as slow.
+        # While no plan fits, a few more are tried: the order with one microbatch at a time is several times as slow.
         needs_plan = not portfolio.plans and len(tried) < CHOICES_WITHOUT_PLAN
         if not needs_plan and (portfolio.finished or portfolio.budget < enough):
             break
@@ -153,10 +159,10 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
 
 
 def _slopes(problem: Problem) -> tuple[float, ...]:
-    """How many F more than the next rank a rank begins with, from the most promising on, as far as memory allows.
+    """The slopes of the warmup to try, the most promising first: numbers of F more than on the next rank.
 
-    With 2, which is Megatron's, a rank has F until its first B if F = B. Another one is that for the costs and their
-    messages, and another one fills the memory of rank 0.
+    Megatron's slope is 2: with F = B, a rank then has no idle time before its first B. Another slope removes the idle
+    time before the first B with the costs and messages of the problem, and another one fills the memory of rank 0.
     """
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])
@@ -168,7 +174,7 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
 
 
 def _filling_slope(problem: Problem) -> float:
-    """How many F more than the next rank each rank can begin with, so that rank 0 fills its memory."""
+    """The slope of the warmup (see `_slopes`) with which rank 0 fills its memory."""
     chunks = problem.placement.num_chunks
     each = sum(problem.footprints[stage].whole for stage in problem.stages_of[0]) / chunks
     return (problem.limits[0] / each - 1) / max(1, problem.num_ranks - 1) if each > 0 else inf

@@ -1,4 +1,4 @@
-"""Chooses between candidates: plans, within a budget, and whole schedules, by simulation."""
+"""Chooses the best candidates: plans within a budget of operations, and schedules by simulation."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, wit
 from megatron.zero_bubble.schedule.simulate import simulate
 
 NUM_PLANS = 3
-"""How many of the best plans are kept to be improved."""
+"""Number of the best plans that are kept, to be improved."""
 PARTS = 2
-"""Number of parts of the budget where recomputation is planned."""
+"""Number of parts into which the budget is divided if the planner chooses what to recompute."""
 LEAST_CANDIDATES = 12
-"""Candidates to try however large the schedule is."""
+"""Number of candidates that a budget allows at least, for a problem of any size."""
 QUICK_CANDIDATES = 5
-"""The same where there is no budget."""
+"""Number of candidates that are tried with a budget of zero."""
 INSERTED = 8
-"""The part of a budget with which a plan without shards is made, into whose order they are inserted."""
+"""Divisor of the budget for a plan without vocabulary shards, into which operations on shards are inserted."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
-"""How much more memory a plan takes that keeps everything, of which something is then dropped to make it fit."""
+"""Factors of the memory limit under which plans without R are made, before some of their activations are dropped."""
 IMPROVING = 0.5
-"""Operations to plan while the best plans are improved, where those of all candidates together are 1."""
+"""Budget of the local search, as a fraction of the budget of all candidates together."""
 
 
 def budget_of(problem: Problem) -> int:
-    """The budget for all candidates: at least for `LEAST_CANDIDATES`, or for fewer if the problem is long or quick."""
+    """The operations to plan in all candidates: enough for `LEAST_CANDIDATES`, less for long or quick problems."""
     if problem.is_long:
         return max(problem.budget // 2, LEAST_CANDIDATES * problem.num_ops // 4)
     return max(problem.budget, (LEAST_CANDIDATES if problem.budget > 0 else QUICK_CANDIDATES) * problem.num_ops)
 
 
 class Portfolio:
-    """The best plan so far of a search that stops at the problem's aim, or when its budget is spent.
+    """The best plans of a search, which ends when a plan reaches the aim of the problem or the budget is spent.
 
-    The budget counts operations planned, and not seconds, so that every rank of a job finds the same schedule.
+    The budget counts planned operations, not seconds, so that every rank of a job computes the same schedule.
     """
 
     def __init__(self, problem: Problem, budget: int) -> None:
         self.bound, self.aim = problem.bound, problem.aim
         self.budget = budget
         self.plans: list[PlannedOrders] = []
-        """The best plans so far, from the best on, no two of the same cost."""
+        """The best plans so far, the best first, all of different costs."""
 
     @property
     def best(self) -> PlannedOrders:
-        """The best plan so far. There is one after `ensure_plan`."""
+        """The best plan so far; `ensure_plan` ensures that there is a plan."""
         assert self.plans, "no plan fits"
         return self.plans[0]
 
     @property
     def cost(self) -> float:
-        """The cost of the best plan; infinity before there is one."""
+        """The cost of the best plan; infinity before the first plan."""
         return self.plans[0].cost if self.plans else inf
 
     @property
@@ -75,20 +75,24 @@ class Portfolio:
         return self.budget <= 0 or self.cost <= self.aim
 
     def schedules(self, problem: Problem) -> list[Schedule]:
-        """The best plan as a schedule, or all plans that are kept if their expected times decide."""
+        """The best plan as a schedule; all plans if durations vary, because their expected times then decide."""
         return [problem.schedule(plan.orders) for plan in self.plans[: None if problem.varies else 1]]
 
     def offer(self, plan: PlannedOrders | None) -> None:
-        """Keep `plan` if it is among the best so far; of equals the first stays."""
+        """Keep `plan` if it is among the best so far and no kept plan has the same cost."""
         if plan is None or any(abs(plan.cost - other.cost) <= tolerance(other.cost) for other in self.plans):
             return
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:NUM_PLANS]
 
     def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
-        """Improve the best plans in turn, with equal parts of `budget`, until one reaches the aim.
+        """Improve the best plans in turn by local search, with equal parts of the budget, until one reaches the aim.
 
-        Plans of a long problem stay as they are. `keeps_forwards` keeps the order in which a rank runs the forwards of
-        its chunks.
+        Plans of a long problem are not improved.
+
+        Args:
+            problem: that the plans solve.
+            budget: operations to plan.
+            keeps_forwards: whether every rank keeps the order of its forwards.
         """
         for number, plan in enumerate(list(self.plans)):
             if budget > 0 and self.cost > self.aim and not problem.is_long:
@@ -99,30 +103,34 @@ class Portfolio:
                 self.offer(better)
 
     def run(self, loop: EventLoop) -> float:
-        """Offer the plan of a policy; its cost, infinity if the ranks deadlock."""
+        """Run a policy and offer its plan; return the cost of the plan, infinity if the ranks deadlock."""
         plan = loop.run()
         self.budget -= loop.weight * loop.problem.num_ops
         self.offer(plan)
         return plan.cost if plan is not None else inf
 
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
-        """Offer complete orders."""
+        """Offer complete orders as a plan, if they keep the memory limits and do not deadlock."""
         self.budget -= problem.num_ops
         self.offer(run_in_order(problem, orders))
 
     def ensure_plan(self, problem: Problem) -> None:
-        """Run one microbatch after the other, which works within all feasible limits, if there is no other plan."""
+        """If there is no plan, offer the order with one microbatch at a time, which fits in all feasible limits."""
         if not self.plans:
             self.in_order(problem, problem.one_by_one())
 
     def insert_shards(self, problem: Problem, search: Callable[[Problem], PlannedOrders]) -> None:
-        """Try the plans of `search` for a whole vocabulary, with the operations on shards inserted into their order.
+        """Offer plans of `search` for a whole vocabulary, with operations on vocabulary shards inserted.
 
-        The delay of the backwards that they cause takes one more microbatch in flight.
+        Operations on shards delay the backwards, so that one more microbatch is in flight.
+
+        Args:
+            problem: with vocabulary shards.
+            search: plans a problem without vocabulary shards.
         """
-        without = replace(problem.without_shards(), budget=problem.budget // INSERTED)
-        for limits in (without.limits, problem.limits):
-            whole = replace(without, limits=limits)
+        without_shards = replace(problem.without_shards(), budget=problem.budget // INSERTED)
+        for limits in (without_shards.limits, problem.limits):
+            whole = replace(without_shards, limits=limits)
             if whole.is_feasible and not self.finished:
                 schedule = whole.schedule(search(whole).orders)
                 for delay in delays(schedule, problem.costs):
@@ -130,7 +138,7 @@ class Portfolio:
                     self.in_order(problem, problem.orders(inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Sequence[PlannedOrders]]) -> None:
-        """Try the plans of `search` that keep everything in more memory, with as many activations dropped as fit."""
+        """Offer plans of `search` without R in more memory, with activations dropped until the plans fit in memory."""
         for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -141,11 +149,11 @@ class Portfolio:
                         self.in_order(problem, orders)
 
     def drop_into_idle_time(self, problem: Problem) -> None:
-        """Drop, in the best plan, the activations that R can restore while a rank idles, so that others are kept."""
+        """In the best plan, drop activations whose R fits in idle time, so that there is memory to keep others."""
         drops: frozenset[tuple[int, int]] = frozenset()
         while self.plans and not self.finished:
             before = self.cost
-            more_drops = drops | _restored_for_nothing(problem, self.best)
+            more_drops = drops | _recomputable_in_idle_time(problem, self.best)
             orders = problem.codes.f_and_b(self.best.orders)
             for rule, defers in product((GapRule.BALANCED, GapRule.ALWAYS), (False, True)):
                 self.run(InOrder(problem, orders, rule, Keeping(defers, more_drops)))
@@ -154,8 +162,8 @@ class Portfolio:
             drops = more_drops
 
 
-def _restored_for_nothing(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
-    """(stage, microbatch) of everything that is kept though its rank idles long enough before its B for an R."""
+def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
+    """(stage, microbatch) of all kept activations for which the idle time before their B is long enough for an R."""
     schedule = problem.schedule(plan.orders)
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     idle = set()
@@ -170,14 +178,19 @@ def _restored_for_nothing(problem: Problem, plan: PlannedOrders) -> frozenset[tu
 
 
 def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
-    """The schedule that `best` makes for the problem; where the planner chooses what to recompute, with the fewest R.
+    """Plan a problem by `best`; with `Recompute.PLANNED`, also choose which microbatches have an R.
 
-    The planner then keeps everything, drops everything, or chooses microbatch by microbatch, and takes the shortest of
-    these schedules; of equals the one with the fewest R. A schedule that keeps everything is taken if more memory would
-    not make it shorter. Without effort the planner keeps everything, or chooses.
+    With `Recompute.PLANNED` there are three candidates: no R, an R for each microbatch, and an R for some microbatches.
+    The fastest candidate is taken, and among equally fast candidates the one with the fewest R. The candidate without R
+    is taken at once if unlimited memory would not make it faster. With an effort of zero, the candidate with an R for
+    each microbatch is left out.
+
+    Args:
+        problem: to plan.
+        best: plans a problem in which the recomputation is given.
 
     Raises:
-        Infeasible: nothing fits.
+        Infeasible: no schedule fits in the memory limits.
     """
     if problem.recompute is not Recompute.PLANNED:
         return best(problem)
@@ -201,11 +214,11 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
 
 
 def _lacks_memory(keeping: Problem, cost: float, best: Callable[[Problem], Schedule]) -> bool:
-    """Whether more memory would make a plan without R shorter than `cost`."""
-    held = keeping.placement.sums([footprint.whole for footprint in keeping.footprints])
-    everything = tuple(map(max, keeping.limits, (keeping.num_microbatches * whole for whole in held)))
-    unlimited = replace(keeping, limits=everything, budget=0 if keeping.is_long else keeping.budget)
-    return keeping.limits != everything and cost > unlimited.aim and cost > _cost(best(unlimited), unlimited)
+    """Whether a plan without R in unlimited memory costs less than `cost`."""
+    memory = keeping.placement.sums([footprint.whole for footprint in keeping.footprints])
+    enough = tuple(map(max, keeping.limits, (keeping.num_microbatches * whole for whole in memory)))
+    unlimited = replace(keeping, limits=enough, budget=0 if keeping.is_long else keeping.budget)
+    return keeping.limits != enough and cost > unlimited.aim and cost > _cost(best(unlimited), unlimited)
 
 
 def _cost(schedule: Schedule, problem: Problem) -> float:
@@ -213,23 +226,23 @@ def _cost(schedule: Schedule, problem: Problem) -> float:
 
 
 def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
-    """Return the time by which a schedule is judged, and a second time that decides between equal schedules."""
+    """Simulate a schedule; return the time by which it is judged, and the time that decides between equal schedules."""
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     factor = slowdown(timeline, problem.spread, problem.time_between)
     return problem.judged(factor * timeline.cost, factor * timeline.makespan)
 
 
 def fits(schedule: Schedule, problem: Problem) -> bool:
-    """Whether no rank needs more memory than the problem's limits."""
+    """Whether the peak memory of every rank is within the limits of the problem."""
     peaks = peak_memory(schedule, problem.costs)
     return all(peak <= limit + tolerance(limit) for peak, limit in zip(peaks, problem.limits, strict=True))
 
 
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
-    """The schedules with operations on vocabulary shards inserted.
+    """Yield schedules with operations on vocabulary shards inserted.
 
-    Of a long problem those are left out that exceed the limits, or take longer than `shortest`, even with the whole
-    vocabulary in their W: operations on shards add waits and microbatches in flight.
+    Operations on shards add waits and microbatches in flight. For a long problem a schedule is therefore left out if,
+    with the time of the vocabulary in W and no shards, it exceeds the limits or takes longer than `shortest`.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
@@ -238,7 +251,7 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
-    """The schedule that takes the shortest time by which the problem judges; of equals by the other, or the first."""
+    """The schedule with the shortest time by `judged`; among equal schedules the second time decides."""
     schedules = list(schedules)
     if len(schedules) == 1:
         return schedules[0]

@@ -1,4 +1,4 @@
-"""Predicts idle time, duration and memory of a schedule from measured costs."""
+"""Predicts idle time, duration and peak memory of a schedule from measured costs."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ class MegatronsTime:
     """Time of a step under megatron-core's own schedule on Megatron's split, predicted when the layout was chosen.
 
     Attributes:
-        milliseconds: the time.
-        work: milliseconds of F, B and W of a microbatch on all ranks together, as the costs then were.
+        milliseconds: predicted time of the step.
+        work: milliseconds of F, B and W of one microbatch on all ranks together, with the costs of the prediction.
     """
 
     milliseconds: float
     work: float
 
     def with_costs(self, costs: StageCosts) -> float:
-        """The time, scaled by the total work of the chosen layout with `costs` over its work when it was chosen."""
+        """The predicted milliseconds, scaled by the total work with new costs divided by `work`."""
         return self.milliseconds * total_work(costs) / self.work
 
 
 def total_work(costs: StageCosts) -> float:
-    """Time of F, B and W of a microbatch in all stages, and of the vocabulary shards."""
+    """Time of F, B, W and the operations on vocabulary shards of one microbatch, summed over all stages."""
     return sum(map(costs.work, range(costs.num_stages)))
 
 
 class Gain(NamedTuple):
-    """Predicted speed of a schedule relative to another schedule, and the name of the other schedule."""
+    """Predicted speedup of a schedule over another schedule."""
 
     times: float
+    """Time of the other schedule divided by the time of this schedule."""
     over: str
+    """Name of the other schedule."""
     is_over_other_layout: bool = False
-    """Whether the other one has Megatron's split, and this one has not."""
+    """Whether the other schedule is for Megatron's split, and this schedule for another layout."""
 
     def __str__(self) -> str:
         return f"{self.times:.3f} times as fast as {self.over}"
@@ -59,14 +61,14 @@ _KEEPS = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """Idle time, duration and memory of a schedule, simulated with the measured costs of a run."""
+    """Idle time, duration and peak memory of a schedule, simulated with the measured costs of a run."""
 
     profile: Profile
     schedule: Schedule
     recompute: Recompute = Recompute.NONE
-    """How the run recomputes: 1F1B is compared as it would run then."""
+    """Recomputation of the run, which the 1F1B of the comparison has too."""
     megatrons: MegatronsTime | None = None
-    """Time on Megatron's split, where another layout was chosen in its place."""
+    """Time on Megatron's split; None if the run has that split."""
     lengths: tuple[float, ...] = ()
     """Relative lengths of the microbatches, as in `simulate`."""
 
@@ -81,21 +83,22 @@ class Prediction:
 
     @property
     def milliseconds(self) -> float:
-        """Predicted time from the first operation anywhere to the last."""
+        """Predicted makespan: milliseconds from the first operation on any rank to the end of the last operation."""
         return self.timeline.makespan
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Predicted peak memory of each rank's activations."""
+        """Rank -> predicted peak memory of activations, in bytes."""
         return self.timeline.peak_memory
 
     @cached_property
     def gain(self) -> Gain:
-        """How many times as fast as megatron-core's 1F1B: on Megatron's split where a layout was chosen.
+        """Predicted speedup over megatron-core's 1F1B.
 
-        Otherwise 1F1B has the same work a rank, and the ratio is that of the costs. Under full recomputation 1F1B
-        recomputes every microbatch in its backward; otherwise it keeps everything. Where the vocabulary is spread over
-        the ranks, 1F1B computes each rank's part of it in its backwards.
+        If `megatrons` is given, 1F1B runs on Megatron's split, and the speedup is the ratio of the makespans. Otherwise
+        1F1B has the same work on every rank, and the speedup is the ratio of the longest spans of a rank. Under full
+        recomputation 1F1B recomputes every microbatch in its backward; otherwise it keeps all activations. The time of
+        vocabulary shards is part of the backwards of 1F1B.
         """
         if self.megatrons is not None:
             milliseconds = self.megatrons.with_costs(self.profile.costs)
@@ -109,14 +112,14 @@ class Prediction:
 
 
 def as_megatron_recomputes(timeline: Timeline) -> Timeline:
-    """The simulation of the same order as megatron-core runs it: without R, because every backward recomputes."""
+    """Simulate the schedule as megatron-core runs it: without R, and with a recomputation in every backward."""
     if not timeline.schedule.recomputes:
         return timeline
     return simulate(without_recomputation(timeline.schedule), timeline.costs.recomputing_in_backward())
 
 
 def memory_in_megatron(timeline: Timeline) -> tuple[float, ...]:
-    """Rank -> peak memory of activations, if megatron-core runs the order: a backward restores one block at a time."""
+    """Rank -> peak memory of activations if megatron-core runs the schedule and recomputes one block at a time."""
     if not timeline.schedule.recomputes:
         return timeline.peak_memory
     costs = timeline.costs

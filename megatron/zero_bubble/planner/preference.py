@@ -11,13 +11,14 @@ from megatron.zero_bubble.planner.rules import GapRule
 
 
 class ByPriority(EventLoop):
-    """Ranks that run the F or B of highest priority, without recomputation.
+    """A policy without recomputation that runs the ready F or B with the highest priority.
 
-    W fills gaps, and goes before an F that lacks the memory that W releases.
+    W runs in gaps, and before an F that needs the memory that W releases.
 
     Args:
-        priorities: F0, F1, B1 and B0, each with its chunk, from the one that goes first on.
-        leads: rank -> how many microbatches may be between the start of F0 and the end of B0.
+        problem: of a V, without recomputation.
+        priorities: F0, F1, B1 and B0 (F and B of chunks 0 and 1), the highest priority first.
+        leads: rank -> most microbatches between the start of F0 and the end of B0.
     """
 
     weight = 2
@@ -25,13 +26,13 @@ class ByPriority(EventLoop):
     def __init__(self, problem: Problem, priorities: Sequence[str], leads: Sequence[int]) -> None:
         super().__init__(problem)
         assert not problem.recomputes, "R has no place among these rules"
-        assert problem.placement.num_chunks == 2, "the kinds are those of two chunks"
+        assert problem.placement.num_chunks == 2, "the priorities are for two chunks"
         self.leads = leads
         self.by_priority = [
             [stages[int(kind[1])] + (problem.num_stages if kind[0] == "B" else 0) for kind in priorities]
             for stages in problem.stages_of
         ]
-        """Rank -> F and B of both chunks."""
+        """Rank -> codes of F and B of both chunks, the highest priority first."""
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         weight = max(self.weights[rank], default=-1)
@@ -44,7 +45,7 @@ class ByPriority(EventLoop):
             if arrival <= now:
                 if not is_forward:
                     return code, now
-                if self.memory[rank] + self.needed_room(rank, code) > self.limits[rank]:
+                if self.memory[rank] + self.needed_memory(rank, code) > self.limits[rank]:
                     return weight, now
                 return code, now
             ready = min(ready, arrival)
@@ -53,16 +54,17 @@ class ByPriority(EventLoop):
         return -1, ready
 
     def may_begin(self, rank: int, f: int) -> bool:
-        """Whether the F `f` fits once every W is done, and microbatches in flight are few enough."""
+        """Whether the F `f` fits in memory once every W has run, and few enough microbatches are in flight."""
         first = self.problem.stages_of[rank][0]
         if f == first and self.done[f] - self.done[self.num_stages + f] >= self.leads[rank]:
             return False
-        return self.memory[rank] - self.releasable[rank] + self.needed_room(rank, f) <= self.limits[rank]
+        return self.memory[rank] - self.releasable[rank] + self.needed_memory(rank, f) <= self.limits[rank]
 
-    def needed_room(self, rank: int, f: int) -> float:
-        """Memory of the F `f`; in chunk 0 with room for chunk 1, if no microbatch is there that will release memory.
+    def needed_memory(self, rank: int, f: int) -> float:
+        """Memory that has to be free before the F `f` runs.
 
-        The oldest microbatch can then always go on.
+        F of chunk 0 also needs the memory of chunk 1 if no microbatch is in flight in chunk 1, so that the oldest
+        microbatch can always continue.
         """
         first, last = self.problem.stages_of[rank]
         is_empty = self.done[last] == self.done[self.num_stages + last]

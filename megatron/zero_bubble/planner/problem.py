@@ -1,4 +1,4 @@
-"""A planning problem, flattened into tuples that a planner's inner loop can index."""
+"""The planning problem of one placement, as tuples for the inner loops of the planner."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
 
 LONG = 30_000
-"""More operations than this make a long problem: each candidate takes so much time that few are tried, none is improved
-operation by operation, and one that is close to the bound is enough."""
+"""Most operations of a problem that is not long. For a long problem few candidates are tried, no local search runs, and
+a plan close to the lower bound is good enough."""
 CLOSE = 5e-4
-"""How close to the bound is enough for a long problem, as a fraction of it."""
+"""Relative distance from the lower bound at which a plan of a long problem is good enough."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Order F, B and W of every stage and microbatch so that the longest span of a rank, or the makespan, is short.
-
-    `limits` is the memory that the operations of each rank may hold, in the unit of the costs;
-    `overlap_communication` is as in `simulate`; `recompute` says which microbatches have an R; `budget` is how many
-    operations a planner may plan in all candidates together, though it tries a few candidates of any size.
-    """
+    """A planning problem: to order the operations of every rank so that the longest span, or the makespan, is short."""
 
     placement: Placement
     num_microbatches: int
     costs: StageCosts
+    """Costs of the stages."""
     limits: tuple[float, ...]
+    """Rank -> memory limit of its activations, in the unit of the costs."""
     overlap_communication: bool = True
+    """Whether ranks compute while messages are in flight, as in `simulate`."""
     recompute: Recompute = Recompute.NONE
+    """Which microbatches have an R."""
     takes_makespan: bool = False
-    """Whether an iteration is known to take the makespan, because it does not interlock with the next."""
+    """Whether an iteration takes the makespan, because it does not interlock with the next iteration."""
     budget: int = EFFORT
+    """Operations to plan in all candidates together; a few candidates are tried in any case."""
     spread: float = 0.0
-    """As in `PlanRequest`."""
+    """Half the interquartile range of a duration divided by its median, as in `PlanRequest`."""
     time_between: float = 0.0
+    """Time between two operations of a rank, as in `PlanRequest`."""
 
     @classmethod
     def of(cls, request: PlanRequest, limits: Limits) -> Problem:
-        """The problem of a checked request, within limits on the activations of every rank."""
+        """The problem of a checked request, with memory limits for the activations of every rank."""
         return cls(
             request.placement,
             request.num_microbatches,
@@ -68,13 +69,17 @@ class Problem:
 
     @property
     def is_feasible(self) -> bool:
-        """Whether B and W apart fit within the limits."""
+        """Whether a schedule with separate B and W fits in the memory limits."""
         return all(
             limit >= least - tolerance(least) for limit, least in zip(self.limits, self.smallest_limits, strict=True)
         )
 
     def check_feasible(self) -> None:
-        """Raise `Infeasible`, with the smallest limit that works on every rank, if B and W apart do not fit."""
+        """Check that a schedule with separate B and W fits in the memory limits.
+
+        Raises:
+            Infeasible: no schedule fits. The error has the smallest limit in which a schedule fits on every rank.
+        """
         for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
             if limit < needed - tolerance(needed):
                 smallest = max(self.smallest_limits)
@@ -86,30 +91,30 @@ class Problem:
 
     @property
     def is_long(self) -> bool:
-        """Whether little is tried, because it takes long (see `LONG`)."""
+        """Whether the problem has so many operations that few candidates are tried (see `LONG`)."""
         return self.num_ops > LONG
 
     @property
     def aim(self) -> float:
-        """The cost of a plan that is good enough."""
+        """The largest cost of a plan that is good enough to end the search."""
         return self.bound * (1 + (CLOSE if self.is_long else 1e-9))
 
     @property
     def is_judged_by_makespan(self) -> bool:
-        """Whether a plan is as good as its makespan is short, and not its longest span.
+        """Whether plans are compared by their makespans, and not by their longest spans.
 
-        An iteration takes the makespan, unless it interlocks with the next. Where the planner chooses what is
-        recomputed, it could shorten the span much at the cost of the makespan.
+        An iteration takes the makespan unless it interlocks with the next iteration. With `Recompute.PLANNED` the
+        makespan decides too, because recomputation could shorten the span and lengthen the makespan.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 
     def judged(self, span: float, makespan: float) -> tuple[float, float]:
-        """The time by which a plan is judged, and the other one, which decides between equals."""
+        """The time by which a plan is judged, and the time that decides between equal plans."""
         return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
 
     @property
     def varies(self) -> bool:
-        """Whether plans are compared by their expected time."""
+        """Whether durations vary, so that plans are compared by their expected times."""
         return self.spread > 0 or self.time_between > 0
 
     def keeping_everything(self) -> Problem:
@@ -130,21 +135,21 @@ class Problem:
 
     @property
     def num_ops(self) -> int:
-        """The operations without R."""
-        of_shards = 4 * self.num_ranks + 1 if self.has_shards else 0
-        return (3 * self.num_stages + of_shards) * self.num_microbatches
+        """The number of operations, without R."""
+        num_on_shards = 4 * self.num_ranks + 1 if self.has_shards else 0
+        return (3 * self.num_stages + num_on_shards) * self.num_microbatches
 
     @cached_property
     def has_shards(self) -> bool:
-        """Whether embedding and output layer are spread over all ranks."""
+        """Whether the embedding and the output layer are spread over all ranks as vocabulary shards."""
         return self.costs.has_vocabulary
 
     @property
     def leaves_out_named(self) -> bool:
-        """Whether named schedules are no candidates.
+        """Whether the named schedules are not compared with the plan.
 
-        To insert shards into their order takes longer than a quick plan. Where the planner chooses what to recompute,
-        they are candidates of the plan that keeps everything, if one fits.
+        With vocabulary shards and an effort of zero, inserting shards into the named schedules would take too long.
+        With `Recompute.PLANNED` the plan without R, if it fits in memory, is compared with the named schedules.
         """
         has_tried_them = self.recompute is Recompute.PLANNED and self.keeping_everything().is_feasible
         return has_tried_them or (self.has_shards and self.budget == 0)
@@ -155,22 +160,22 @@ class Problem:
 
     @cached_property
     def collective(self) -> float:
-        """Time of an exchange between all ranks."""
+        """Time of a collective over all ranks."""
         return collective_time(self.costs)
 
     @cached_property
     def delay(self) -> float:
-        """Least time between the F and the B of the last stage: with shards that of softmax and loss, else none."""
+        """Least time between F and B of the last stage: with vocabulary shards the time of softmax and loss, else 0."""
         return shortest_delay(self.costs) if self.has_shards else 0.0
 
     @cached_property
     def interval(self) -> float:
-        """Time that one microbatch takes of the busiest rank."""
+        """Time of all operations of one microbatch on the busiest rank."""
         return max(self.work) / self.num_microbatches
 
     @cached_property
     def num_delayed(self) -> int:
-        """Microbatches that a rank has in flight because of the delay."""
+        """Number of microbatches that a rank has in flight because of `delay`."""
         return ceil(self.delay / self.interval - 1e-9)
 
     @property
@@ -197,15 +202,15 @@ class Problem:
 
     @cached_property
     def message(self) -> tuple[float, ...]:
-        """Edge -> latency of a message between stage s and s + 1 that occupies no rank."""
+        """Stage s -> latency of a message between stages s and s + 1; 0 if messages occupy ranks."""
         return self._messages if self.overlap_communication else (0,) * len(self._messages)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int, float], ...]:
-        """(code, code that waits for its result, latency of the result) of the same microbatch.
+        """Dependencies within a microbatch: (code, code that needs its result, latency of the result).
 
-        W and R, which wait for an operation of their own stage and rank, are left out. So are the embeddings of the
-        first rank, which wait for nothing.
+        W and R are left out because they need only a result of their own stage. The embedding of the first rank needs
+        no result.
         """
         codes = self.codes
         links = [(stage, stage + 1, latency) for stage, latency in enumerate(self.message)]
@@ -225,7 +230,7 @@ class Problem:
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """Code -> the codes that wait for its result, each with the latency of the result."""
+        """Code -> (code that needs its result, latency of the result)."""
         users: list[list[tuple[int, float]]] = [[] for _ in range(self.codes.end)]
         for source, target, latency in self.links:
             users[source].append((target, latency))
@@ -233,26 +238,26 @@ class Problem:
 
     @cached_property
     def receiving(self) -> tuple[float, ...]:
-        """Code -> time that its rank is occupied with receiving its input, right before it."""
+        """Code -> time for which the rank is occupied with receiving the input, right before the operation."""
         edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
         return (0, *edges, *edges, 0, *(0,) * (2 * self.num_stages), 0, *edges, *(0,) * (5 * self.num_stages))
 
     @cached_property
     def sending(self) -> tuple[float, ...]:
-        """Code -> time that its rank is occupied with sending its result, right after it."""
+        """Code -> time for which the rank is occupied with sending the result, right after the operation."""
         edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
         return (*edges, 0, 0, *edges, *(0,) * (2 * self.num_stages), *edges, 0, *(0,) * (5 * self.num_stages))
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
-        """Code -> time from when its rank turns to it, with its input ready, to its result."""
+        """Code -> time from the start of the operation, whose input is ready, to its result."""
         times = self.costs.times()
         compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
         return tuple(map(add, self.receiving, compute))
 
     @cached_property
     def duration(self) -> tuple[float, ...]:
-        """Code -> time that it occupies its rank."""
+        """Code -> time for which the operation occupies its rank."""
         return tuple(map(add, self.latency, self.sending))
 
     @cached_property
@@ -261,12 +266,12 @@ class Problem:
 
     @cached_property
     def footprints(self) -> tuple[Footprint, ...]:
-        """Stage -> memory of a microbatch there."""
+        """Stage -> memory of a microbatch on the stage."""
         return tuple(Footprint.of(self.costs, stage) for stage in range(self.num_stages))
 
     @cached_property
     def allocation(self) -> tuple[float, ...]:
-        """Code -> change of memory, above zero for F and R only."""
+        """Code -> memory that the operation allocates (positive, F and R only) or releases (negative)."""
         f = tuple(each.whole for each in self.footprints)
         b = tuple(each.after_b - each.whole for each in self.footprints)
         w = tuple(each.after_w - each.after_b for each in self.footprints)
@@ -276,69 +281,68 @@ class Problem:
         return f + b + w + r + dropped + tuple(chain.from_iterable(memory[kind] for kind in self.codes.kinds[5:]))
 
     def is_dropped_as_a_rule(self, stage: int) -> bool:
-        """Whether most microbatches of `stage` have an R."""
+        """Whether most microbatches of `stage` have an R: under full recomputation, on all stages but the last."""
         return self.recompute is Recompute.FULL and stage < self.num_stages - 1
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """For each rank, the total time of its operations, if each R is at its usual place."""
+        """Rank -> total time of its operations, with an R for every microbatch of a stage that drops as a rule."""
         kinds = (self.codes.f, self.codes.b, self.codes.w, *self.codes[5:-1])
-        each = [
+        times = [
             sum(self.duration[first + s] for first in (*kinds, *(self.codes.r,) * self.is_dropped_as_a_rule(s)))
             for s in range(self.num_stages)
         ]
-        return tuple(self.num_microbatches * sum(each[s] for s in stages) for stages in self.stages_of)
+        return tuple(self.num_microbatches * sum(times[s] for s in stages) for stages in self.stages_of)
 
     @cached_property
     def bound_if_fused(self) -> float:
-        """A lower bound on the longest span of a rank, also for schedules that fuse B and W."""
+        """A lower bound on the longest span of a rank, for schedules with fused or separate B and W."""
         return lower_bounds(self.placement, self.num_microbatches, self.costs, self.limits, self.recompute).span
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound on the longest span of a rank, or on the makespan if it is the time of an iteration.
+        """A lower bound on the longest span of a rank, or on the makespan if an iteration takes the makespan.
 
-        A rank's span has all of its messages but the one before its first F: its last operation, a W, sends nothing.
+        If messages occupy ranks, the span of a rank contains all messages of the rank except that before its first F.
         """
-        known = self.bound_if_fused
+        if_fused = self.bound_if_fused
         if self.recompute is Recompute.FULL:
-            return known
+            return if_fused
         if self.takes_makespan:
             earliest = accumulate(map(add, self.latency, self.message), initial=0.0)
-            return max(known, *map(add, self.work, earliest))
+            return max(if_fused, *map(add, self.work, earliest))
         firsts = (self.receiving[stages[0]] for stages in self.stages_of)
-        return max(known, *(work - first for work, first in zip(self.work, firsts, strict=True)))
+        return max(if_fused, *(work - first for work, first in zip(self.work, firsts, strict=True)))
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
-        """Rank -> the memory it needs if it runs one microbatch after the other.
+        """Rank -> smallest memory of a schedule with separate B and W: its peak with one microbatch at a time.
 
-        No schedule with B and W apart needs less: a microbatch is in all stages of a rank at once between
-        its last F there and its first B. With recomputation one of the stages holds it whole, and the stages before
-        it lack the activations that R restores.
+        Between its last F and its first B on a rank, a microbatch is in flight in all stages of the rank. With
+        recomputation one of the stages has all activations, and the earlier stages lack the activations that R
+        recomputes.
         """
         return tuple(
-            self._most_held(stages)
+            self._peak_of_one(stages)
             + self.costs.memory_s[stages[0]]
             + (self.num_microbatches - 1) * sum(self.footprints[s].after_w for s in stages)
             for stages in self.stages_of
         )
 
-    def _most_held(self, stages: Sequence[int]) -> float:
-        """The largest memory that one microbatch, alone on a rank, takes in its stages."""
+    def _peak_of_one(self, stages: Sequence[int]) -> float:
+        """The peak memory of one microbatch alone on the stages of a rank."""
         footprints = [self.footprints[s] for s in stages]
         if not self.recomputes:
             return sum(each.whole for each in footprints)
-        held = [
+        return max(
             sum(each.dropped for each in footprints[:i])
             + here.whole
             + sum(each.after_w for each in footprints[i + 1 :])
             for i, here in enumerate(footprints)
-        ]
-        return max(held)
+        )
 
     def one_by_one(self) -> list[Order]:
-        """The order with the smallest memory: one microbatch after the other."""
+        """The orders with the smallest peak memory: a rank finishes each microbatch before it starts the next."""
         codes, last_rank = self.codes, self.rank_of[-1]
         orders: list[Order] = []
         for rank, stages in enumerate(self.stages_of):
@@ -355,16 +359,19 @@ class Problem:
     def schedule(self, orders: Sequence[Order]) -> Schedule:
         """The orders as a schedule, whose name is `planned`."""
         kinds, size = self.codes.kinds, self.num_stages
-        what = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(self.codes.end)]
-        what[self.codes.loss] = (OpKind.L, 0)
+        decoded = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(self.codes.end)]
+        decoded[self.codes.loss] = (OpKind.L, 0)
         ranks = (
-            tuple(Op(what[code][0], microbatch, what[code][1]) for code, microbatch in self.codes.microbatches(order))
+            tuple(
+                Op(decoded[code][0], microbatch, decoded[code][1])
+                for code, microbatch in self.codes.microbatches(order)
+            )
             for order in orders
         )
         return Schedule("planned", self.placement, self.num_microbatches, tuple(ranks))
 
     def orders(self, schedule: Schedule) -> list[Order]:
-        """A schedule without communication as orders; both gradients in one operation become B and W."""
+        """The orders of a schedule without communication; a fused B and W becomes a B and a W."""
         codes, orders = self.codes, []
         first = dict(zip(codes.kinds[:4] + codes.kinds[5:], codes[:4] + codes[5:-1], strict=True))
         for rank, ops in enumerate(schedule.ops):
@@ -382,7 +389,10 @@ class Problem:
         return orders
 
     def without_shards(self) -> Problem:
-        """The same problem with a whole vocabulary whose time every W takes, and one microbatch less in flight."""
+        """The same problem without vocabulary shards, and with limits for one microbatch fewer in flight.
+
+        The time of the operations on shards is added to W.
+        """
         limits = tuple(
             limit - sum(self.footprints[s].whole for s in stages)
             for limit, stages in zip(self.limits, self.stages_of, strict=True)
@@ -391,5 +401,5 @@ class Problem:
 
 
 def tolerance(amount: float) -> float:
-    """The amount by which sums of floats that should be equal may differ."""
+    """The largest difference between two values near `amount` that counts as a rounding error."""
     return 1e-9 * abs(amount)

@@ -1,7 +1,7 @@
-"""The schedules by name.
+"""The registry of schedules by name.
 
-An algorithm is one file with one pure function, and one entry in `ENTRIES` whose function makes its schedule from a
-`PlanRequest` that `PlanRequest.checked` has checked.
+A new algorithm is a pure function in a file, and an entry in `ENTRIES`. The function of the entry makes the schedule
+from a checked `PlanRequest` (see `PlanRequest.checked`).
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ class Entry:
     summary: str
     """One line: a description of the schedule, its bubble and its memory."""
     placement: PlacementKind
-    """The kind of its placement, unless told otherwise."""
+    """Kind of placement, by default."""
     num_chunks: int
-    """Model chunks a rank, unless told otherwise."""
+    """Model chunks a rank, by default."""
     function: Callable[[PlanRequest], Schedule]
+    """Makes the schedule from a checked request."""
     uses_costs: bool = False
-    """Whether the schedule follows from the costs, the limit, and the microbatches that may be recomputed."""
+    """Whether the schedule is planned from the costs, the memory limit and the recomputation of the request."""
     takes_limit: bool = False
-    """Whether it is planned within any memory limit, and not always in its own."""
+    """Whether the schedule is planned within any memory limit; otherwise it has a fixed memory limit."""
     takes_placement: bool = False
-    """Whether it is planned for a placement of any kind, and not always for its own."""
+    """Whether the schedule is planned for any kind of placement; otherwise its placement is fixed."""
     is_slow: bool = False
-    """Whether planning takes seconds to minutes. Commands make such a schedule only if it is named."""
+    """Whether planning takes seconds to minutes, so that commands make the schedule only if it is named."""
     has_pairs: bool = False
-    """Whether it always has pairs: a forward and a backward that run as one."""
+    """Whether the schedule always has pairs, that is, a forward and a backward that run as one operation."""
     has_own_limit: bool = True
-    """Whether the name stands for an amount of memory; otherwise the limit is 1F1B's peak by default."""
+    """Whether the name implies a memory limit; otherwise the default limit is the peak memory of 1F1B."""
 
     @property
     def plans_all_kinds(self) -> bool:
-        """Whether operations on vocabulary shards are planned with the others, and pairs where they are possible."""
+        """Whether operations on vocabulary shards, and pairs, are planned together with the other operations."""
         return self.uses_costs and not self.is_slow
 
     @property
     def takes_num_chunks(self) -> bool:
-        """Whether the number of model chunks a rank is a choice, and not always `num_chunks`."""
+        """Whether the number of model chunks a rank can be chosen; otherwise it is always `num_chunks`."""
         return self.takes_placement or self.placement == "interleaved"
 
 
@@ -182,7 +183,11 @@ def names() -> tuple[str, ...]:
 
 
 def entry_of(name: str) -> Entry:
-    """The registry's entry for `name`. Raises `UnknownSchedule`, listing all names."""
+    """The registry's entry for a name.
+
+    Raises:
+        UnknownSchedule: no schedule has this name. The message of the error lists all names.
+    """
     try:
         return ENTRIES[name]
     except KeyError:
@@ -192,11 +197,18 @@ def entry_of(name: str) -> Entry:
 def placement_for(
     name: str, num_ranks: int, num_chunks: int | None = None, kind: PlacementKind | None = None
 ) -> Placement:
-    """The placement of the schedule `name`, for which its costs have to be measured.
+    """The placement of a schedule on pipeline ranks.
 
-    `num_chunks` are the model chunks a rank, the schedule's own number by default. `kind` is that of a schedule for any
-    placement; by default one chunk a rank is linear, and several are interleaved, as with Megatron's flags. Raises
-    `UnknownSchedule`, and `ScheduleError` if the schedule is for another placement.
+    Args:
+        name: of the schedule.
+        num_ranks: pipeline ranks.
+        num_chunks: model chunks a rank; by default the number of the schedule.
+        kind: of placement, for a schedule with a free placement; by default linear for one chunk a rank, and
+            interleaved for several, as with Megatron's flags.
+
+    Raises:
+        UnknownSchedule: no schedule has this name.
+        ScheduleError: the schedule has another placement or another number of chunks.
     """
     entry = entry_of(name)
     if kind is None:

@@ -1,4 +1,4 @@
-"""`PlanRequest`: everything that a plan of a pipeline depends on, as one value."""
+"""`PlanRequest`: all inputs of a plan, as one value."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 EFFORT = 300_000
-"""Operations that the candidates of one plan have together, by default: a second or so."""
+"""Default effort: number of operations in all candidates of one plan together, which take about a second."""
 QUICK_EFFORT = 50_000
-"""The same where the plan is an estimate that is wanted soon."""
+"""Effort for a quick estimate."""
 MOST_CHUNKS = 64
-"""Most model chunks a rank."""
+"""Largest number of model chunks a rank."""
 
 Limits = tuple[float, ...]
 """Rank -> memory limit of its activations."""
@@ -27,26 +27,25 @@ Limits = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the layers of a model are, and which microbatches are recomputed.
-
-    `vocabulary_parallel` says whether embedding and output layer are spread over all ranks.
-    """
+    """A layout of a model: placement, partition, recomputation and vocabulary."""
 
     placement: Placement
     partition: Partition
+    """Stage -> number of layers, in model order."""
     recompute: Recompute = Recompute.NONE
     vocabulary_parallel: bool = False
+    """Whether the embedding and the output layer are spread over all ranks."""
 
     @property
     def combination(self) -> Layout:
-        """The layout without its partition: its placement, recomputation and place of the vocabulary."""
+        """The layout without its partition: placement, recomputation and vocabulary."""
         return replace(self, partition=())
 
     @property
     def complexity(self) -> tuple[int, int, int, int, int]:
-        """Key by which simpler layouts come first: vocabulary shards, chunks a rank, recomputation, a V, stage sizes.
+        """Sort key, the simplest layout first: (vocabulary shards, chunks a rank, recomputation, V, stage sizes).
 
-        megatron-core's own schedule runs on a linear or an interleaved layout, too, and not on a V.
+        A V counts as less simple because megatron-core's own schedules run on linear and interleaved placements only.
         """
         sizes, is_v = len(set(self.partition)), self.placement.kind == "v"
         recomputes = self.recompute is not Recompute.NONE
@@ -55,38 +54,40 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything that a plan depends on. `search_layouts`, `plan_layout` and `schedule_of` take one.
+    """All inputs of a plan: the argument of `search_layouts`, `plan_layout` and `schedule_of`.
 
     Attributes:
-        schedule: name of the schedule that is planned (see `names`).
+        schedule: name of the schedule to plan (see `names`).
         num_microbatches: microbatches of an iteration.
-        placements: placements to choose from, all of the same number of ranks.
-        costs: costs of a model's units, whose layers are then divided into stages; or costs of the stages of the only
+        placements: placements to choose from, all for the same number of ranks.
+        costs: `ModelCosts` of the units of a model, whose layers are divided into stages; or `StageCosts` of the only
             placement. By default `default_costs`.
-        partition: layers of every stage in model order, if they are fixed.
-        usual: the layout that stays unless another one is faster, such as Megatron's; None if there is none.
-        recomputes: the ways to recompute activations to choose from.
-        vocabulary_parallel: whether embedding and output layer are spread over all ranks; None for the faster way.
-        memory_limit: memory of a rank for activations, for all ranks or one a rank, in the unit of the costs; None for
-            the schedule's own limit.
+        partition: number of layers of every stage in model order; None to choose it.
+        usual: the layout that is kept unless another layout is faster, such as Megatron's; None if all layouts compete.
+        recomputes: values of `Recompute` to choose from.
+        vocabulary_parallel: whether the embedding and the output layer are spread over all ranks; None to choose the
+            faster of the two.
+        memory_limit: memory of a rank for activations, one value for all ranks or one a rank, in the unit of the costs;
+            None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
-            costs; None for no limit. Only costs of units have states.
-        usual_capacity: the same for the usual layout, where that may take more; None where it may not.
-        group_size: microbatches that pass through a chunk before the next chunk's turn, in interleaved placements; None
-            for a planner's choice, or the number of ranks in schedules without costs.
-        overlap_communication: whether ranks compute while their messages are on the way, as in `simulate`.
-        post_validation: whether the optimizer's step is validated in the next iteration, so that iterations interlock.
-        takes_makespan: whether a plan is judged by its makespan, which an iteration takes if the optimizer's step waits
-            for all ranks, and not by the longest span of a rank, as published bubble rates are. Without post-validation
-            interleaved placements always are.
-        pairs: whether a forward and a backward may run as one, so that each computes while the other exchanges tokens
-            between experts (see `schedule.pairs`).
+            costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
+        usual_capacity: capacity of the usual layout, if it is larger than `capacity`; None if it is not.
+        group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
+            placements; None to choose it, or for the number of ranks in schedules that are not planned from costs.
+        overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
+        post_validation: whether the optimizer step is validated in the next iteration, so that iterations interlock.
+        takes_makespan: whether plans are compared by their makespan, which is the time of an iteration whose optimizer
+            step waits for all ranks, and not by the longest span of a rank, as in published bubble rates. Without
+            post-validation interleaved placements are always compared by their makespan.
+        pairs: whether a forward and a backward may run as one operation, in which one computes while the other
+            exchanges tokens between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
-        host_rate: memory that a host link copies in a time unit, where costs of a model's units say nothing of copies.
-        spread: half the interquartile range of a duration over its median. If it is above zero, the plan with the
-            shortest expected time is chosen, and not the one with the shortest time at the costs.
-        time_between: time between two operations of a rank, which only an expected time has.
-        effort: operations that a planner plans in all candidates of one placement; a few candidates are planned anyway.
+        host_rate: memory that the host link copies in a unit of time; None if the costs contain the times of copies.
+        spread: half the interquartile range of a duration, divided by its median. With a spread above zero, plans are
+            compared by their expected times.
+        time_between: additional time between two operations of a rank, which is part of expected times only.
+        effort: operations to plan in all candidates of one placement together; a few candidates are planned in any
+            case.
     """
 
     schedule: str
@@ -117,13 +118,13 @@ class PlanRequest:
 
     @property
     def placement(self) -> Placement:
-        """The only placement."""
+        """The placement of a request that has only one."""
         assert len(self.placements) == 1, "a layout is still to be chosen"
         return self.placements[0]
 
     @property
     def recompute(self) -> Recompute:
-        """The only way to recompute."""
+        """The recomputation of a request that has only one."""
         assert len(self.recomputes) == 1, "a layout is still to be chosen"
         return self.recomputes[0]
 
@@ -135,12 +136,12 @@ class PlanRequest:
 
     @property
     def stage_costs(self) -> StageCosts:
-        """The costs of the stages of the only placement."""
+        """The costs of the stages of the placement."""
         assert isinstance(self.costs, StageCosts)
         return self.costs
 
     def allows(self, layout: Layout) -> bool:
-        """Whether the layout has a placement, a partition and a place of the vocabulary to choose from."""
+        """Whether the placement, partition and vocabulary of a layout are among the choices of the request."""
         return (
             layout.placement in self.placements
             and self.partition in (None, layout.partition)
@@ -148,36 +149,36 @@ class PlanRequest:
         )
 
     def capacity_of(self, layout: Layout) -> float | None:
-        """Memory of a rank for states and activations in this layout; None for no limit."""
+        """Memory of a rank for states and activations in the layout; None for no limit."""
         is_usual = self.usual is not None and replace(layout, recompute=self.usual.recompute) == self.usual
         return self.usual_capacity if is_usual and self.usual_capacity is not None else self.capacity
 
     @property
     def is_judged_by_makespan(self) -> bool:
-        """Whether a plan is as good as its makespan is short."""
+        """Whether plans are compared by their makespan."""
         return not self.post_validation and (self.takes_makespan or self.placement.kind == "interleaved")
 
     def time_of(self, timeline: Timeline) -> float:
-        """The time of a step: the longest span of a rank if iterations interlock, else the makespan."""
+        """The time of a step: the longest span of a rank if iterations interlock, otherwise the makespan."""
         return timeline.cost if self.post_validation else timeline.makespan
 
     @property
     def limits(self) -> Limits | None:
-        """Memory limit of the activations of every rank; None for the schedule's own."""
+        """Rank -> memory limit of its activations; None for the default limit of the schedule."""
         given = self.memory_limit
         if given is None:
             return None
         return tuple(given) if isinstance(given, Sequence) else (given,) * self.num_ranks
 
     def within(self, limits: Limits | None) -> PlanRequest:
-        """The same request with these memory limits of the ranks; None for the schedule's own."""
+        """The same request with these memory limits; None for the default limit of the schedule."""
         return replace(self, memory_limit=limits)
 
     def checked(self) -> PlanRequest:
-        """The request of one placement with its costs and one limit a rank.
+        """Check a request with one placement, and fill in default costs and one memory limit a rank.
 
         Raises:
-            ScheduleError: sizes, costs or limits do not fit together.
+            ScheduleError: sizes, costs, limits or options of the request contradict each other.
         """
         name, placement, limits = self.schedule, self.placement, self.limits
         if placement.num_chunks > MOST_CHUNKS:
@@ -199,8 +200,8 @@ class PlanRequest:
             if not limit > 0:
                 raise ScheduleError(f"memory_limit must be above zero, got {limit}")
         if self.pairs and (self.recompute is not Recompute.NONE or costs.has_vocabulary):
-            what = "vocabulary shards" if costs.has_vocabulary else "recomputation"
-            raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with {what}")
+            other = "vocabulary shards" if costs.has_vocabulary else "recomputation"
+            raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with {other}")
         if self.pairs and self.offloads:
             raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with offload")
         if self.recompute is Recompute.FULL and self.offloads:
@@ -216,7 +217,7 @@ class PlanRequest:
 
 
 def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
-    """Raise limits by the memory that vocabulary shards add: one more microbatch in flight, and its softmax."""
+    """Raise memory limits by one more microbatch in flight and its softmax, which vocabulary shards add."""
     costs = request.stage_costs
     if not costs.has_vocabulary:
         return limits

@@ -1,4 +1,4 @@
-"""Chooses in how many groups of layers each stage restores what it recomputes, within a memory limit."""
+"""Chooses the number of groups of layers in which each stage recomputes its activations, within a memory limit."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from dataclasses import replace
 from megatron.zero_bubble.planner.problem import Problem, tolerance
 
 SHORT = 2
-"""A rank with room for so many microbatches restored in full gains nothing from groups: while one is in its B, the next
-one's R has room."""
+"""A rank gains nothing from groups if this number of microbatches, with all activations, fits in its memory, because R
+of the next microbatch can then run before B of the current microbatch has ended."""
 
 Groups = tuple[int, ...]
-"""Stage -> groups of layers, as in `Schedule`; empty for one everywhere."""
+"""Stage -> number of groups of layers, as in `Schedule`; empty if every stage has one group."""
 
 
 def groupings(problem: Problem) -> list[Groups]:
-    """The numbers of groups to try, from the fewest that fit on every rank on.
+    """The numbers of groups to try for each stage, the fewest groups first.
 
-    More groups take less memory, and more of their recomputation and of their weight gradients is in B, which the stage
-    before waits for. A rank that is not short of memory has one.
+    With more groups a stage takes less memory, but more of its recomputation and weight gradients runs inside B, for
+    which the previous stage waits. A rank that is not short of memory has one group a stage.
+
+    Args:
+        problem: with memory limits.
+
+    Returns:
+        The choices; each has at least as many groups as fit in the memory of every rank.
     """
     costs = problem.costs
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]
@@ -45,7 +51,7 @@ def groupings(problem: Problem) -> list[Groups]:
 
 
 def _levels(most: int) -> Iterator[int]:
-    """The powers of two below `most`, and `most`."""
+    """Yield the powers of two below `most`, then `most`."""
     level = 1
     while level < most:
         yield level

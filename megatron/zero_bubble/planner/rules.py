@@ -1,4 +1,4 @@
-"""Rules for gaps and for memory, by which the ranks of the event loop decide."""
+"""Rules for gaps and for memory, which the policies of the event loop follow."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 class GapRule(Enum):
-    """Whether an operation fills a gap that is shorter than it, and so delays the operation that ends the gap."""
+    """Whether an operation fills a gap that is shorter than itself, and so delays the operation after the gap."""
 
     ALWAYS = "always"
     NEVER = "never"
     BALANCED = "balanced"
-    """If leaving the gap would raise the longest span over all ranks (arXiv 2401.10241, section 3.1)."""
+    """The gap is filled only if idling would raise the longest span of a rank (arXiv 2401.10241, section 3.1)."""
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which microbatches keep their activations, where a problem recomputes."""
+    """Which microbatches keep their activations, in a problem with recomputation."""
 
     defers_weights: bool = False
-    """Whether memory that waiting W's hold is left to them, so that F drops, or runs before them, if it has to."""
+    """Whether an F drops its activations rather than wait for a W to release memory."""
     drops: AbstractSet[tuple[int, int]] = frozenset()
-    """(stage, microbatch) to drop in any case."""
+    """(stage, microbatch) of the activations that are dropped in any case."""
 
     @classmethod
     def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
-        """The rules to try: one for a problem without recomputation, else several.
+        """The rules to try: one for a problem without recomputation, several otherwise.
 
-        Where the planner chooses, the first microbatch may be dropped in any case: its R runs before any B is there,
-        and room for the R of later microbatches is kept from the beginning.
+        With `Recompute.PLANNED` some rules drop the activations of the first microbatch, because R of the first
+        microbatch can run before any B is ready, and its memory serves every later R too.
         """
         if not problem.recomputes:
             return (cls(),)

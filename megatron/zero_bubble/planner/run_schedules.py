@@ -1,4 +1,4 @@
-"""Where a run's schedules come from, and how a schedule is made ready to be run."""
+"""The schedules of a training run, and their preparation for the ranks."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from megatron.zero_bubble.schedule.tail import reorder_tail
 from megatron.zero_bubble.schedule.validate import validate
 
 _ONE_BY_ONE = "one-by-one"
-"""Name of the schedule of the last level of memory."""
+"""Name of the schedule of the last level of `RunSchedules.in_less_memory`: one microbatch at a time."""
 _CANDIDATES = 20
-"""Candidates among which a schedule for less memory is chosen, while a step waits for it."""
+"""Number of candidates for a schedule in less memory: few, because a step waits for it."""
 
 
 @dataclass(frozen=True)
 class RunSchedules:
-    """The schedules of a run: one for each number of microbatches, all made from one request, or one that is given.
+    """The schedules of a training run: one for each number of microbatches, from a request or a file.
 
     Attributes:
-        request: of one layout; the number of microbatches in it is replaced by that of each schedule.
-        given: the only schedule of a run that reads it from a file. It serves one number of microbatches.
-        shared: schedules, by number of microbatches, that one rank has made and all have been told.
+        request: for one layout. Each schedule replaces its number of microbatches.
+        given: a schedule that was read from a file, for one number of microbatches; None to make schedules.
+        shared: number of microbatches -> schedule that one rank has made and all ranks have received.
     """
 
     request: PlanRequest
     given: Schedule | None = None
     shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
-    _made: dict[tuple[int, int], Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Schedules that this process has made, which may take long, by number of microbatches and level of memory."""
+    _cache: dict[tuple[int, int], Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """(number of microbatches, level of memory) -> schedule that this process has made."""
 
     @classmethod
     def named(
         cls, name: str, num_ranks: int, num_chunks: int | None = None, kind: PlacementKind | None = None
     ) -> RunSchedules:
-        """The schedules of the registry with this name; arguments as of `placement_for`.
+        """The schedules with a name of the registry; `placement_for` describes the arguments.
 
         Raises:
-            ScheduleError: there is none for these ranks, chunks or kind of placement.
+            ScheduleError: no schedule has this name, or it does not support these ranks, chunks or placement.
         """
         return cls(request_for(name, num_ranks, 1, num_chunks=num_chunks, placement_kind=kind))
 
     @classmethod
     def of(cls, schedule: Schedule) -> RunSchedules:
-        """One given schedule. Post-validation is removed from it, because `prepare` adds it if wanted."""
+        """The schedules of a run with one given schedule."""
         request = PlanRequest(schedule.name, schedule.num_microbatches, (schedule.placement,))
         return cls(request, given=schedule)
 
@@ -78,53 +78,55 @@ class RunSchedules:
 
     @property
     def costs(self) -> StageCosts | None:
-        """The costs that the schedules are made from; None for `default_costs`."""
+        """The costs from which the schedules are made; None for `default_costs`."""
         return None if self.request.costs is None else self.request.stage_costs
 
     @property
     def adapts(self) -> bool:
-        """Whether other costs make another schedule."""
+        """Whether the schedules depend on the costs."""
         return self.given is None and entry_of(self.name).uses_costs
 
     def requesting(self, **changes: Any) -> RunSchedules:
-        """The schedules of the same request with other values of these fields."""
+        """The schedules of the same request with other values of some fields; shared schedules are removed."""
         return replace(self, request=replace(self.request, **changes), shared={})
 
     def with_shared(self, schedule: Schedule) -> RunSchedules:
-        """The same schedules, with the one that all ranks run for its number of microbatches."""
+        """The same schedules, with a schedule that all ranks have received."""
         return replace(self, shared={**self.shared, schedule.num_microbatches: schedule})
 
     def is_shared(self, num_microbatches: int) -> bool:
-        """Whether all ranks have the same schedule for this many microbatches."""
+        """Whether all ranks have received a schedule for this number of microbatches."""
         return num_microbatches in self.shared
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """The schedule for this many microbatches, with messages, valid.
+        """The schedule for a number of microbatches, lowered and validated.
 
         Raises:
-            ScheduleError: there is none.
+            ScheduleError: no schedule can be made for this number of microbatches.
         """
         if num_microbatches in self.shared:
             return self.shared[num_microbatches]
         key = num_microbatches, 0
-        if key not in self._made:
-            self._made[key] = prepare(self._make(num_microbatches), self.costs)
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = prepare(self._make(num_microbatches), self.costs)
+        return self._cache[key]
 
     def in_less_memory(self, num_microbatches: int, level: int) -> Schedule | None:
         """A schedule that needs less memory than `schedule`, for steps whose microbatches are larger than usual.
 
-        It keeps the memory limit over the square root of 2, `level` times, with R where the request allows it. The last
-        level runs one microbatch after the other.
+        Args:
+            num_microbatches: microbatches of the step. level: at least 1. The schedule has the memory limit of the
+            request divided by 2 ** (level / 2). The schedule
+                of the last level runs one microbatch at a time.
 
         Returns:
-            The schedule; None beyond the last level, or without a limit to lower.
+            The schedule; None beyond the last level, or if the request has no memory limit.
         """
         limits, key = self.request.limits, (num_microbatches, level)
         if not self.adapts or limits is None:
             return None
-        if key not in self._made:
-            before = self._made.get((num_microbatches, level - 1))
+        if key not in self._cache:
+            before = self._cache.get((num_microbatches, level - 1))
             if before is not None and before.name == _ONE_BY_ONE:
                 return None
             request = replace(
@@ -139,8 +141,8 @@ class RunSchedules:
             except Infeasible:
                 problem = Problem.of(request.checked(), limits)
                 schedule = replace(problem.schedule(problem.one_by_one()), name=_ONE_BY_ONE)
-            self._made[key] = prepare(schedule, self.costs)
-        return self._made[key]
+            self._cache[key] = prepare(schedule, self.costs)
+        return self._cache[key]
 
     def _make(self, num_microbatches: int) -> Schedule:
         if self.given is None:
@@ -174,17 +176,18 @@ def prepare(
     orders_tail: bool = False,
     post_validation: bool = False,
 ) -> Schedule:
-    """The schedule as ranks run it: with messages, and valid. Messages that it has already stay in their places.
+    """Lower and validate a schedule, so that ranks can run it. A lowered schedule keeps its messages in their places.
 
     Args:
-        costs: decide where receives and VALIDATE stand; None for `default_costs`.
-        forward_only: leave out all but the forwards, for an evaluation; the options below then have no effect.
-        orders_tail: run the last W's of every rank parameter by parameter, so that each gradient is complete early and
-            is reduced while the others are computed.
-        post_validation: add STEP and VALIDATE.
+        schedule: with or without communication.
+        costs: of the stages, which decide the places of receives and VALIDATE; None for `default_costs`.
+        forward_only: whether only the forwards are kept, for an evaluation. The options below then have no effect.
+        orders_tail: whether the last W of every rank run parameter by parameter, so that each gradient is complete
+            early, and is reduced while other gradients are computed.
+        post_validation: whether STEP and VALIDATE are added.
 
     Raises:
-        InvalidSchedule: the ranks could not run it to its end.
+        InvalidSchedule: the ranks would deadlock or compute a wrong result.
     """
     costs = costs or default_costs(schedule.placement, Recompute.FULL if schedule.recomputes else Recompute.NONE)
     if forward_only:

@@ -1,4 +1,4 @@
-"""The plan of one step whose microbatches differ in size: a schedule that fits into memory, and their order in it."""
+"""Plans one step whose microbatches differ in size: a schedule that fits in memory, and an order of microbatches."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
 
 _PLANNING_SHARE, _MOST_SECONDS = 0.02, 0.025
-"""Planning may take about this share of a step, and at most about so many seconds."""
+"""Approximate limits on the time of planning: a fraction of the time of a step, and seconds."""
 _SECONDS_PER_OPERATION = 0.5e-6
-"""Time to simulate one operation; the number of orders that are tried follows from it."""
+"""Approximate time to simulate one operation, from which the number of orders to try follows."""
 _FEWEST, _MOST = 12, 200
-"""Number of orders that are tried."""
+"""Smallest and largest number of orders to try."""
 
 
 class StepPlan(NamedTuple):
-    """A schedule and the order in which it takes a step's microbatches."""
+    """A schedule, and the order in which it runs the microbatches of a step."""
 
     level: int
-    """0 for the schedule that the run has for usual microbatches; above, as in `RunSchedules.in_less_memory`."""
+    """Level of memory of the schedule: 0 for the run's usual schedule, else as in `RunSchedules.in_less_memory`."""
     schedule: Schedule
     order: MicrobatchOrder
     milliseconds: float = 0.0
-    """Time of planning."""
+    """Time that planning took."""
 
 
 class StepRules(NamedTuple):
-    """The schedules, limits and freedoms that all steps of a run share."""
+    """The schedules, limits and options that all steps of a run share."""
 
     plan: RunSchedules
     """The schedules of the run, without post-validation."""
     limits: tuple[float, ...] | None = None
-    """Bytes that the operations of every rank may need; None for no limit."""
+    """Rank -> memory limit of its operations in bytes; None for no limit."""
     reorders: bool = True
-    """Whether microbatches may run in another order than that of the data."""
+    """Whether microbatches may run in another order than the order of the data."""
     interlocks: bool = False
-    """Whether iterations interlock."""
+    """Whether iterations interlock, as with post-validation."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class StepProblem:
     """A step to plan.
 
     Attributes:
-        rules: shared by all steps of the run.
-        costs: by size of a microbatch.
-        sizes: of the microbatches, in the order of the data.
+        rules: schedules, limits and options of the run.
+        costs: costs of the stages for microbatches of any size.
+        sizes: sizes of the microbatches, in the order of the data.
     """
 
     rules: StepRules
@@ -64,18 +64,25 @@ class StepProblem:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to decide: microbatches differ or may not fit, and none run as a pair."""
+        """Whether the step needs a plan: microbatches differ in size or may not fit in memory, and pairs do not run."""
         differs = self.rules.limits is not None or len(set(self.sizes)) > 1
         return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
 
     def is_as(self, other: StepProblem) -> bool:
-        """Whether the other problem has the same plan; costs and schedules have to be the same objects."""
+        """Whether another problem has the same plan: equal sizes and rules, the same costs and schedules objects."""
         same = self.costs is other.costs and self.rules.plan is other.rules.plan
         return same and self.sizes == other.sizes and self.rules[1:] == other.rules[1:]
 
     def solve(self, least_level: int = 0) -> StepPlan:
-        """Plan the step, with the same result for the same problem; arguments and errors as of `plan_step`."""
-        begin, rules, inside = time.perf_counter(), self.rules, self.costs.inside
+        """Plan the step; the same problem has the same plan on every rank.
+
+        Args:
+            least_level: lowest level of memory to try.
+
+        Raises:
+            Infeasible: the microbatches exceed the limits even one at a time.
+        """
+        start, rules, inside = time.perf_counter(), self.rules, self.costs.inside
         costs = [self.costs.of(size) for size in self.sizes]
         planned = plan_step(
             rules.plan,
@@ -87,11 +94,11 @@ class StepProblem:
             num_tried=_num_tried(costs) if rules.reorders else 1,
             interlocks=rules.interlocks,
         )
-        return planned._replace(milliseconds=1000.0 * (time.perf_counter() - begin))
+        return planned._replace(milliseconds=1000.0 * (time.perf_counter() - start))
 
 
 def _num_tried(costs: Sequence[StageCosts]) -> int:
-    """The number of orders that are tried for a step of microbatches of these costs."""
+    """The number of orders to try for a step, given the costs of its microbatches."""
     num_stages = costs[0].num_stages
     longest = max(sum(each.work(stage) for each in costs) for stage in range(num_stages))
     seconds, each = _PLANNING_SHARE * longest / 1000.0, 3 * num_stages * len(costs) * _SECONDS_PER_OPERATION
@@ -99,16 +106,16 @@ def _num_tried(costs: Sequence[StageCosts]) -> int:
 
 
 def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: int = 0, **options: Any) -> StepPlan:
-    """Plan a step: the run's own schedule if its microbatches fit in some order, else one for less memory.
+    """Plan a step: with the usual schedule if the microbatches fit in some order, otherwise in less memory.
 
     Args:
         plan: the schedules of the run.
         costs: of the stages, for each microbatch in the order of the data.
-        least_level: level of memory from which a schedule is looked for.
-        options: those of `order_microbatches`.
+        least_level: lowest level of memory to try.
+        options: keyword arguments of `order_microbatches`.
 
     Raises:
-        Infeasible: the microbatches do not fit into the limits even one after the other.
+        Infeasible: the microbatches exceed the limits even one at a time.
     """
     problem: Infeasible | None = None
     for level in count(least_level):
@@ -119,5 +126,5 @@ def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: i
             return StepPlan(level, schedule, order_microbatches(schedule, costs, **options))
         except Infeasible as error:
             problem = error
-    assert problem is not None, "levels of memory have an end, which other ranks have found too"
+    assert problem is not None, "the lowest level of memory has a schedule"
     raise problem

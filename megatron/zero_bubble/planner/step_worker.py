@@ -1,7 +1,7 @@
-"""A process that plans steps while another one trains, and ends with it.
+"""A process that plans steps for a training process, and ends with the training process.
 
-It receives a `StepProblem` over the connection whose file descriptor is its argument, and sends its `StepPlan` or
-`Infeasible` back.
+The argument of the process is the file descriptor of a connection. For each `StepProblem` that arrives, the process
+sends back a `StepPlan` or an `Infeasible`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.errors import Infeasible
 
 
 def serve(connection: Connection) -> None:
-    """Answer problems until the other end is closed."""
+    """Answer problems until the other end of the connection is closed."""
     with suppress(EOFError):
         while True:
             problem = connection.recv()
@@ -29,7 +29,7 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    # The training process decides what a signal to both of them means.
+    # The training process handles signals, and closes the connection when it ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     serve(Connection(int(sys.argv[1])))

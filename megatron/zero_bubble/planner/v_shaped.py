@@ -1,7 +1,7 @@
-"""ZB-V, V-Half and V-Min: two chunks a rank placed in a V, planned from the real costs (arXiv 2405.15362).
+"""ZB-V, V-Half and V-Min: plans for two chunks a rank, placed in a V, from measured costs (arXiv 2405.15362).
 
-The first orders of F and B are repeated building blocks, and those of list scheduling; W goes where it costs least. The
-best of them are then improved, operation by operation.
+The candidates are orders of F and B from repeated building blocks and from list scheduling, with W inserted in idle
+time. A local search then improves the best candidates.
 """
 
 from __future__ import annotations
@@ -26,34 +26,39 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 25
-"""How often all operations are planned while the best plans are improved, however large the schedule is; in proportion
-less often with less than the default budget."""
+"""Smallest budget of the local search with the default effort, as a multiple of the operations of the schedule; smaller
+in proportion to a smaller effort."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
-"""Priorities of the ranks of a V."""
+"""Priorities for list scheduling, each the same on all ranks."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
-"""How many microbatches rank 0 may run ahead, as a share of what it can hold in chunk 0 alone, and how many fewer each
-rank may than the one before it."""
+"""Limits on the microbatches in flight in chunk 0, as (share, decrease). The limit of rank 0 is `share` times the
+number of microbatches that fit in memory in chunk 0 alone. The limit falls by `decrease` from each rank to the next."""
 WORTH_VARYING = 0.01
-"""The distance from the bound above which blocks are varied."""
+"""Relative distance of the best plan from the lower bound above which blocks are varied."""
 NUM_VARIATIONS = 150
-"""How many variations of blocks are tried, if the budget allows."""
+"""Number of random and varied blocks that are tried, if the budget allows."""
 NUM_RANDOM = 60
-"""How many of these are new random blocks."""
+"""Number of random blocks among `NUM_VARIATIONS`."""
 NUM_VARIED = 8
-"""How many of the best blocks are varied."""
+"""Number of the best blocks that are varied."""
 RULE_VARIES = 0.15
-"""How often the rule for gaps is varied with the block."""
+"""Probability that the rule for gaps is varied together with a block."""
 
 
 def best_in_v(problem: Problem) -> Schedule:
-    """The best plan within the limits."""
+    """Plan a schedule for a V within the memory limits.
+
+    Raises:
+        Infeasible: no schedule fits in the limits.
+    """
     problem.check_feasible()
     portfolio = _search(problem)
     candidates = portfolio.schedules(problem)
     if max(problem.costs.memory_b) > 0 and not problem.recomputes:
-        # The planner reserves the memory that B adds from F on, and so fits few microbatches: fusing W may be better.
-        together = _back_to_back(problem)
-        candidates += [] if together is None else [together]
+        # The planner reserves the memory that B adds when F starts, so that few microbatches fit. If W follows B at
+        # once, B adds less.
+        back_to_back = _back_to_back(problem)
+        candidates += [] if back_to_back is None else [back_to_back]
     if problem.recompute is Recompute.FULL:
         inside = problem.recomputing_in_backward()
         if inside.is_feasible:
@@ -92,7 +97,7 @@ def _search(problem: Problem) -> Portfolio:
 
 
 class _Tried(NamedTuple):
-    """A block whose orders were tried, with the rules and the cost."""
+    """A block whose orders were tried, with the rules that were used and the cost of the plan."""
 
     cost: float
     block: Block
@@ -101,15 +106,15 @@ class _Tried(NamedTuple):
 
 
 def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> None:
-    """Try random blocks, and random changes of the best ones."""
-    generator, held = Random(problem.num_ops), _num_held(problem)
+    """Try random blocks, and random changes of the best blocks."""
+    generator, in_flight = Random(problem.num_ops), _max_in_flight(problem)
     best = sorted(tried, key=lambda plan: plan.cost)[:NUM_VARIED]
     for number in range(NUM_VARIATIONS if best else 0):
         if portfolio.finished:
             return
         _, block, rule, keeping = generator.choice(best[: 1 + generator.randrange(len(best))])
         is_new = number < NUM_RANDOM
-        block = random_block(problem, held, generator) if is_new else block.varied(generator)
+        block = random_block(problem, in_flight, generator) if is_new else block.varied(generator)
         if is_new or generator.random() < RULE_VARIES:
             rule = generator.choice(list(GapRule))
         cost = portfolio.run(InOrder(problem, repeated(problem, block), rule, keeping))
@@ -118,14 +123,14 @@ def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> No
 
 
 def _leads(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Rank -> microbatches that it may run ahead, for each of `LEADS`."""
-    most = 2 * _num_held(problem)
+    """Yield, for each of `LEADS`: rank -> largest number of microbatches in flight in chunk 0."""
+    most = 2 * _max_in_flight(problem)
     for share, slope in LEADS:
         yield tuple(max(1, round(most * share - slope * rank)) for rank in range(problem.num_ranks))
 
 
 def _back_to_back(problem: Problem) -> Schedule | None:
-    """The best plan in which every W follows its B, as if they were one operation; None if none fits."""
+    """The best plan in which every W follows its B at once; None if no such plan fits in memory."""
     costs = problem.costs
     fused = replace(
         costs,
@@ -136,10 +141,10 @@ def _back_to_back(problem: Problem) -> Schedule | None:
     )
     added = (max(0, *map(costs.memory_b.__getitem__, stages)) for stages in problem.stages_of)
     limits = tuple(map(sub, problem.limits, added))
-    room = replace(problem, costs=fused, limits=limits)
-    if not room.is_feasible:
+    with_fused = replace(problem, costs=fused, limits=limits)
+    if not with_fused.is_feasible:
         return None
-    schedule = room.schedule(_search(room).best.orders)
+    schedule = with_fused.schedule(_search(with_fused).best.orders)
     without_w = ([op for op in lane if op.kind is not OpKind.W] for lane in schedule.ops)
     return replace(schedule, ops=tuple(tuple(chain.from_iterable(map(_and_its_w, lane))) for lane in without_w))
 
@@ -148,25 +153,25 @@ def _and_its_w(op: Op) -> tuple[Op, ...]:
     return (op, op._replace(kind=OpKind.W)) if op.kind is OpKind.B else (op,)
 
 
-def _num_held(problem: Problem) -> float:
-    """How many microbatches every rank can hold on both of its chunks, if all are dropped that can be."""
+def _max_in_flight(problem: Problem) -> float:
+    """The number of microbatches on both chunks that fit in the memory of every rank; with R all drop activations."""
     fitting: list[float] = []
     for stages, limit in zip(problem.stages_of, problem.limits, strict=True):
-        each, once = sum(map(problem.costs.memory_f.__getitem__, stages)), 0.0
+        memory, for_r = sum(map(problem.costs.memory_f.__getitem__, stages)), 0.0
         if problem.recomputes:
             footprints = [problem.footprints[stage] for stage in stages]
-            each = sum(footprint.dropped for footprint in footprints)
-            once = max(footprint.restored for footprint in footprints)
-        if each > 0:
-            fitting.append((limit - once) / each)
+            memory = sum(footprint.dropped for footprint in footprints)
+            for_r = max(footprint.restored for footprint in footprints)
+        if memory > 0:
+            fitting.append((limit - for_r) / memory)
     return min(fitting, default=problem.num_ranks)
 
 
 def _blocks(problem: Problem) -> Iterator[Block | None]:
-    """Blocks to repeat, the most promising first; None stands for ZB-V's order."""
-    p, held = problem.num_ranks, _num_held(problem)
-    if held >= p:
+    """Yield the blocks to repeat, the most promising first; None stands for the order of ZB-V."""
+    p, in_flight = problem.num_ranks, _max_in_flight(problem)
+    if in_flight >= p:
         yield None
-    yield from published_blocks(problem, held)
-    if held < p:
+    yield from published_blocks(problem, in_flight)
+    if in_flight < p:
         yield None

@@ -1,4 +1,4 @@
-"""Costs of the operations of every stage: the input of a simulation and of a planner."""
+"""Costs of the operations of every stage: the input of the simulation and of the planner."""
 
 from __future__ import annotations
 
@@ -14,69 +14,79 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
-"""Smallest and largest cost other than zero: sums over any schedule, and ratios of costs, stay finite."""
+"""Smallest and largest cost other than zero, so that sums over a schedule and ratios of costs stay finite."""
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t")
-"""The fields of `StageCosts` that are costs of the operations on a rank's vocabulary shard."""
+"""The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
 _NO_SHARDS: Mapping[str, tuple[float, ...]] = MappingProxyType(dict.fromkeys(VOCABULARY_COSTS, ()))
 BLOCKS = ("num_blocks", "memory_outside")
-"""The fields of `StageCosts` that say how a stage's recomputation can be divided."""
+"""The fields of `StageCosts` for recomputation in groups of blocks."""
 COPY_COSTS = ("time_d", "time_h", "memory_d")
-"""The fields of `StageCosts` that are costs of copies to and from the host."""
+"""The fields of `StageCosts` for copies to and from the host."""
 OPTIONAL = ("time_r", "memory_r", *BLOCKS, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
-"""The fields of `StageCosts` that are zeros unless given: most models recompute and offload nothing, have no experts,
-and shard no vocabulary."""
+"""The fields of `StageCosts` that are zeros by default: recomputation, offload, experts and vocabulary shards."""
 
 
 @dataclass(frozen=True)
 class StageCosts:
     """Time and memory of the operations of every stage, in model order.
 
-    Times may have any unit (milliseconds, by habit), memory too (M_B by habit: what one microbatch
-    holds between F and B on a whole rank). `time_comm[s]` is the time of one message between stage `s` and
-    `s + 1`, the same in both directions. Memory is a change: F allocates at its start, B and W
-    release at their end, so `memory_b` and `memory_w` are negative or zero as a rule. BW costs B and
-    W together.
+    All times have one unit, usually milliseconds. All memory has one unit, usually M_B, the activation memory of one
+    microbatch on a whole rank. The memory of an operation is a change: F allocates at its start, and B and W release at
+    their end, so that `memory_b` and `memory_w` are usually negative. BW costs as much as B and W together.
 
-    `memory_f` is the memory of an F that keeps all activations. Where a schedule has an R for a microbatch, its F holds
-    `memory_r` less, and R allocates that; R takes `time_r`. Both are zeros by default: nothing can be recomputed.
-    `num_blocks` are the blocks of layers, each with a forward of its own, into which a stage can divide its
-    recomputation (see `in_groups`); 0 if that is not known. `memory_outside` is the part of what a microbatch holds
-    between B and W that layers outside of these blocks hold, such as the output layer.
+    Recomputation: F of a microbatch that has an R takes `memory_f - memory_r`, and R allocates `memory_r`.
 
-    Where a schedule has a D for a microbatch, its F's copy to the host occupies the rank's host link for `time_d`, D
-    releases `memory_d`, and H, whose copy occupies the link for `time_h`, allocates that again.
+    Offload: D releases `memory_d`, and H allocates it again. The copies of both occupy the host link of the rank.
 
-    `all_to_all_f` and `all_to_all_b` are the parts of `time_f` and `time_b` in which a stage exchanges tokens between
-    experts and computes nothing. In a pair these messages pass while the other operation computes.
-
-    The operations E, EW, S and T on the vocabulary shard of a rank take `time_e`, `time_ew`, `time_s` and `time_t` of
-    the rank's first chunk; those of its other chunks are zeros. S allocates `memory_s`, and T changes it by `memory_t`.
+    Vocabulary shards: a rank has one shard, whose costs are those of its first chunk. The costs of its other chunks are
+    zeros.
     """
 
     time_f: tuple[float, ...]
+    """Stage -> time of F."""
     time_b: tuple[float, ...]
+    """Stage -> time of B."""
     time_w: tuple[float, ...]
+    """Stage -> time of W."""
     time_comm: tuple[float, ...]
-    """It has one entry for each edge between stages, `num_stages - 1` of them."""
+    """Stage s -> time of one message between stages s and s + 1, in either direction; `num_stages - 1` entries."""
     memory_f: tuple[float, ...]
+    """Stage -> memory that F allocates if it keeps all activations."""
     memory_b: tuple[float, ...]
+    """Stage -> change of memory by B."""
     memory_w: tuple[float, ...]
+    """Stage -> change of memory by W."""
     time_r: tuple[float, ...] = ()
+    """Stage -> time of R."""
     memory_r: tuple[float, ...] = ()
+    """Stage -> memory that F drops and R allocates; 0 if nothing can be recomputed."""
     num_blocks: tuple[float, ...] = ()
+    """Stage -> number of blocks of layers into which recomputation can be divided (see `in_groups`); 0 if unknown."""
     memory_outside: tuple[float, ...] = ()
+    """Stage -> memory between B and W of layers outside of the blocks of `num_blocks`, such as the output layer."""
     time_d: tuple[float, ...] = ()
+    """Stage -> time for which the copy of activations to the host occupies the host link."""
     time_h: tuple[float, ...] = ()
+    """Stage -> time for which the copy of activations back to the device occupies the host link."""
     memory_d: tuple[float, ...] = ()
+    """Stage -> memory that D releases and H allocates."""
     all_to_all_f: tuple[float, ...] = ()
+    """Stage -> part of `time_f` in which the stage exchanges tokens between experts and does not compute."""
     all_to_all_b: tuple[float, ...] = ()
+    """Stage -> part of `time_b` in which the stage exchanges tokens between experts and does not compute."""
     time_e: tuple[float, ...] = ()
+    """Stage -> time of E, the embedding on the vocabulary shard of its rank."""
     time_ew: tuple[float, ...] = ()
+    """Stage -> time of EW, the weight gradient of the embedding on the vocabulary shard of its rank."""
     time_s: tuple[float, ...] = ()
+    """Stage -> time of S, the output layer on the vocabulary shard of its rank."""
     time_t: tuple[float, ...] = ()
+    """Stage -> time of T, the weight gradient of the output layer on the vocabulary shard of its rank."""
     memory_s: tuple[float, ...] = ()
+    """Stage -> memory that S allocates."""
     memory_t: tuple[float, ...] = ()
+    """Stage -> change of memory by T."""
 
     def __post_init__(self) -> None:
         num_stages = len(self.time_f)
@@ -124,7 +134,7 @@ class StageCosts:
         memory_r: float = 0,
         **others: float,
     ) -> StageCosts:
-        """The same costs on every stage. `others` are fields of `OPTIONAL`."""
+        """Costs that are the same on every stage; `others` are fields in `OPTIONAL`."""
         costs = {
             "time_f": time_f,
             "time_b": time_b,
@@ -144,15 +154,14 @@ class StageCosts:
         return len(self.time_f)
 
     def times(self) -> Mapping[OpKind, Sequence[float]]:
-        """Per operation that is not communication, its time on every stage.
+        """Kind of operation, without communication -> its time on every stage.
 
-        STEP and VALIDATE cost nothing: the optimizer's work is outside of a schedule's times, with
-        post-validation and without.
+        The times of STEP and VALIDATE are zeros, because the optimizer is not part of a schedule's time.
         """
         return {kind: self._sum(facts.time) for kind, facts in KINDS.items() if facts.message is None}
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
-        """Per operation that is not communication, its change of memory on every stage."""
+        """Kind of operation, without communication -> its change of memory on every stage."""
         return {
             kind: tuple(map(sub, self._sum(facts.memory), self._sum(facts.frees)))
             if facts.frees
@@ -162,10 +171,15 @@ class StageCosts:
         }
 
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
-        """Time of a pair: a forward and a backward of these stages, which exchange tokens while the other computes.
+        """Time of a pair of a forward and a backward, in which one operation computes while the other exchanges tokens.
 
-        A rank has one link and computes one operation at a time, so the pair takes the longer of its whole computation
-        and its whole exchange.
+        The time is the larger of the computation of both and the exchange of both, because a rank has one network link
+        and computes one operation at a time.
+
+        Args:
+            forward: stage of the forward.
+            backward_kind: kind of the backward, `PB` or `PBW`.
+            backward: stage of the backward.
         """
         exchanged = self.all_to_all_f[forward] + self.all_to_all_b[backward]
         whole = self.time_f[forward] + self.times()[backward_kind][backward]
@@ -177,19 +191,19 @@ class StageCosts:
         return any(self.all_to_all_f) or any(self.all_to_all_b)
 
     def work(self, stage: int) -> float:
-        """Time of F, B and W of one microbatch on `stage`, and of the vocabulary shard that its rank counts with it."""
+        """Time of F, B, W and the operations on the vocabulary shard of one microbatch on `stage`."""
         work = self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
         return work + sum(getattr(self, name)[stage] for name in SHARD_TIMES)
 
     def messages(self, placement: Placement) -> tuple[float, ...]:
-        """Edge -> time of a message between stage s and s + 1; none is sent where both are on one rank."""
+        """Stage s -> time of a message between stages s and s + 1; 0 if both stages are on one rank."""
         ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         return tuple(
             0 if here == there else time for time, (here, there) in zip(self.time_comm, pairwise(ranks), strict=True)
         )
 
     def recomputing_in_backward(self) -> StageCosts:
-        """The costs of a schedule without R in which every backward recomputes the activations that its F dropped."""
+        """The costs of a schedule without R in which every backward recomputes the activations that F drops."""
         return replace(
             self.keeping_everything(),
             time_b=tuple(map(add, self.time_b, self.time_r)),
@@ -198,21 +212,22 @@ class StageCosts:
         )
 
     def in_groups(self, groups: Sequence[int]) -> StageCosts:
-        """The costs of a schedule whose stages restore their activations in `groups` groups of blocks.
+        """The costs of a schedule whose stages recompute their activations in several groups of blocks.
 
-        In a stage with several groups, F keeps the last group, or R restores it. B restores each other group right
-        before it runs through the group. It also runs the weight gradients of all groups except the first, so that no
-        more than one group is in memory at a time. D does not copy what F has dropped.
+        In a stage with several groups, F keeps the activations of the last group, or R recomputes them. B recomputes
+        each other group right before it computes the gradients of the group. B also computes the weight gradients of
+        all groups but the first, so that at most one group is in memory at a time. D copies only activations that F
+        keeps.
 
         Args:
-            groups: stage -> groups; empty for one group everywhere.
+            groups: stage -> number of groups; empty for one group on every stage.
         """
         if max(groups, default=1) == 1:
             return self
         names = ("time_b", "time_w", "time_r", "memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
         columns = {name: list(getattr(self, name)) for name in names}
-        for stage, given in enumerate(groups):
-            last, first = self._parts(stage, given)
+        for stage, number in enumerate(groups):
+            last, first = self._parts(stage, number)
             in_b = (1 - last) * self.time_r[stage] + (1 - first) * self.time_w[stage]
             kept = self.memory_f[stage] - self.memory_r[stage]
             after_b = self.memory_f[stage] + self.memory_b[stage]
@@ -230,20 +245,21 @@ class StageCosts:
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether every rank has a vocabulary shard, whose operations take time of their own."""
+        """Whether every rank has a vocabulary shard, so that the operations on shards take time."""
         return any(self.time_s)
 
     def with_shards(self, placement: Placement, shard: Mapping[str, float]) -> StageCosts:
-        """The same costs with those of `VOCABULARY_COSTS` for the vocabulary shard of every rank, alike on all."""
+        """The same costs with a vocabulary shard on every rank; `shard` has its `VOCABULARY_COSTS`."""
         others = (0,) * (placement.num_stages - placement.num_ranks)
         return replace(
             self, **{name: (shard.get(name, 0),) * placement.num_ranks + others for name in VOCABULARY_COSTS}
         )
 
     def with_whole_vocabulary(self) -> StageCosts:
-        """The costs of the same stages without shards: the first has the embedding, and the last the output layer.
+        """The costs of the same stages without vocabulary shards: embedding on the first stage, output on the last.
 
-        Half of the total time of S is the output layer's forward, and the other half its B, which multiplies as much.
+        Half of the total time of S becomes the forward of the output layer, and the other half its B, because both have
+        the same number of multiplications.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
@@ -256,23 +272,23 @@ class StageCosts:
         return replace(self, **{name: tuple(values) for name, values in stages.items()}, **_NO_SHARDS)
 
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
-        """The costs of a schedule without operations on vocabulary shards, in which every W also takes their time."""
+        """The costs without operations on vocabulary shards, whose time is added to W."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
     def with_memory_of_all_groups(self, groups: Sequence[int]) -> StageCosts:
-        """The costs of stages that restore everything at once, where the memory is that of `groups`.
+        """The costs of the same stages with one group, given that the memory of these costs is for `groups`.
 
-        It is the inverse of `in_groups` for memory and copies; the other times stay as they are.
+        For memory and copies this is the inverse of `in_groups`. The times of computations do not change.
         """
         if max(groups, default=1) == 1:
             return self
         names = ("memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
         columns = {name: list(getattr(self, name)) for name in names}
-        for stage, given in enumerate(groups):
-            last, first = self._parts(stage, given)
+        for stage, number in enumerate(groups):
+            last, first = self._parts(stage, number)
             restored = self.memory_r[stage]
-            if given > 1 and not restored:  # without R, F keeps the last group for the B that follows at once
+            if number > 1 and not restored:  # without R, F keeps the last group for the B that follows at once
                 restored = max(0, self.memory_f[stage] - self.memory_outside[stage])
             kept = self.memory_f[stage] - restored
             pending = self.memory_f[stage] + self.memory_b[stage]
@@ -286,33 +302,33 @@ class StageCosts:
         return replace(self, **{name: tuple(values) for name, values in columns.items()})
 
     def _copy(self, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
-        """Let D and H of a stage copy so much, at the same rate."""
+        """Set the memory that D and H of a stage copy to `size`, with times for the same rate."""
         for name in COPY_COSTS if self.memory_d[stage] else ():
             columns[name][stage] *= size / self.memory_d[stage]
 
     def _parts(self, stage: int, groups: int) -> tuple[float, float]:
-        """The parts of a stage's blocks that are in the last and in the first of so many groups."""
+        """The fractions of the blocks of a stage that are in its last group and in its first group."""
         blocks = self.blocks(stage) or groups
         number = min(groups, blocks)
         return -(-blocks // number) / blocks, blocks // number / blocks
 
     def blocks(self, stage: int) -> int:
-        """The whole blocks of a stage, of which units of a model may be parts."""
+        """The number of whole blocks of a stage; a unit of a model may be a part of a block."""
         return int(self.num_blocks[stage] + 1e-6)
 
     def keeping_everything(self) -> StageCosts:
-        """The costs of a schedule without R: every F keeps the activations for its backward."""
+        """The costs of a schedule without R, in which every F keeps all activations."""
         return replace(self.at_once(), time_r=(), memory_r=())
 
     def at_once(self) -> StageCosts:
-        """The costs without the division into groups: stages restore all of their activations at once."""
+        """The costs of stages that recompute all of their activations in one group."""
         return replace(self, num_blocks=(), memory_outside=())
 
     def split_ranks(self, placement: Placement) -> StageCosts:
-        """The costs of the stages of `placement`, where these costs are of whole ranks: equal parts for the chunks.
+        """The costs of the stages of `placement`, from costs of whole ranks that are divided equally among chunks.
 
-        A message takes as long between chunks as between ranks. Where an interleaved placement goes from the last
-        rank back to the first, no entry says how long that takes: the longest is taken.
+        A message between neighbouring ranks takes as long as in the costs of whole ranks. A message from the last rank
+        to the first, for which costs of whole ranks have no time, takes as long as the slowest message.
         """
         if placement.num_chunks == 1:
             return self
@@ -332,22 +348,25 @@ class StageCosts:
         return replace(self, **per_stage, time_comm=tuple(comm))
 
     def whole_ranks(self, placement: Placement) -> StageCosts:
-        """The costs of the model cut into one stage a rank, each as long as the chunks that the rank has here."""
+        """The costs with one stage a rank: the sums of the costs of the chunks of each rank of `placement`."""
         per_rank = {
             field.name: placement.sums(getattr(self, field.name)) for field in fields(self) if field.name != "time_comm"
         }
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
-        """The sum of the given fields for every stage; zeros without fields."""
+        """Stage -> sum of the named fields; zeros without names."""
         columns = [getattr(self, name) for name in names]
         return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * self.num_stages
 
 
 def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
-    """Convert values measured by kind of operation to values of F, B and W.
+    """Convert measured values of kinds of operations to values of F, B and W.
 
-    A fused backward counts half as B and half as W, because its parts were not measured.
+    A fused backward counts half as B and half as W, because B and W were not measured apart.
+
+    Args:
+        measured: kind of operation -> measured value, such as a time.
     """
     values = {kind: value for kind, value in measured.items() if KINDS[kind].makes == (kind,)}
     for kind, value in measured.items():

@@ -1,4 +1,4 @@
-"""The costs of a schedule where nobody has measured any."""
+"""Default costs, for plans without measured costs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 DROPPED = 15 / 16
-"""The part of a layer's activations that full recomputation drops, by default: all but the layer's input, 2 of 34 bytes
-a token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)."""
+"""Default fraction of a layer's activations that full recomputation drops. Only the input of the layer is kept, 2 of 34
+bytes for each token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)."""
 
 
 DEFAULT_SHARD = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
-"""The times of a rank's vocabulary shard by default, where the F of a stage is 1.
+"""Default times of the operations on the vocabulary shard of a rank, relative to the F of a stage.
 
-On eight ranks with one layer each that is an output layer of 0.8 layers.
+On eight ranks with one layer each, the whole output layer then takes as long as 0.8 layers.
 """
 
 
 def default_costs(
     placement: Placement, recompute: Recompute = Recompute.NONE, *, vocabulary_parallel: bool = False
 ) -> StageCosts:
-    """F, B and W of one time unit a stage, no communication, and memory in M_B: 1 for all chunks of a rank together.
+    """Costs with F = B = W = 1 on every stage, messages that take no time, and memory in M_B.
 
-    R takes as long as F, where anything is recomputed, and vocabulary shards take `DEFAULT_SHARD`, where there are any.
+    Args:
+        placement: of the stages. The chunks of a rank take 1 M_B together.
+        recompute: whether there is an R, which takes as long as F.
+        vocabulary_parallel: whether every rank has a vocabulary shard, with the times of `DEFAULT_SHARD`.
     """
     chunks = placement.num_chunks
     costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, 1 / chunks, -0.5 / chunks, -0.5 / chunks)
@@ -36,12 +39,13 @@ def default_costs(
 
 
 def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -> StageCosts:
-    """The costs with copies to the host and back, each at `rate` memory a time unit, where none are measured.
+    """The costs with times of copies to the host and back, from the rate of the host link.
 
     Args:
-        costs: of the stages; those that have `memory_d` keep it.
-        rate: of the host link, in the units of the costs.
-        stays: memory of a microbatch that a stage never copies, its input; by default all but `DROPPED` of F's.
+        costs: of the stages; `memory_d` stays as it is unless all of its values are zero.
+        rate: memory that the host link copies in a unit of time.
+        stays: memory of a microbatch that a stage never copies, which is its input; by default the fraction
+            `1 - DROPPED` of the memory of F.
     """
     copied = costs.memory_d
     if not any(copied):

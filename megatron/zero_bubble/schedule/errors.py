@@ -24,14 +24,14 @@ class InvalidSchedule(ScheduleError):
 
 
 class Deadlock(InvalidSchedule):
-    """Executed with in-order channels, some ranks would wait for each other for ever."""
+    """Some ranks of the schedule would wait for each other for ever."""
 
 
 class Infeasible(ScheduleError):
-    """No schedule fits under the memory limit; `smallest_limit` is the smallest that works."""
+    """No schedule fits in the memory limit; `smallest_limit` is the smallest limit in which a schedule fits."""
 
     def __init__(self, message: str, smallest_limit: float) -> None:
-        # Both are arguments, because pickling, which sends the exception to other ranks, keeps only `args`.
+        # The base class gets both values, because pickling, which sends errors to other ranks, keeps only `args`.
         super().__init__(message, smallest_limit)
         self.smallest_limit = smallest_limit
 
@@ -40,5 +40,5 @@ class Infeasible(ScheduleError):
 
 
 def one_line(error: BaseException) -> str:
-    """The error's message as one line, for a user's mistake."""
+    """The message of an error as one line."""
     return " ".join(str(error).split())

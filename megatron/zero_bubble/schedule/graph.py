@@ -1,7 +1,7 @@
 """Dependencies of operations, and messages between ranks.
 
-An operation is named here by its stage, not by its rank and chunk: see `Node`. The table `KINDS` lists the needs and
-messages of each kind; this module derives the stages and ranks.
+The table `KINDS` lists the needs and messages of each kind of operation. This module computes the stages and ranks of
+the results and messages of a schedule. A result is named by its stage (see `Node`), not by rank and chunk.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ class Arrival(NamedTuple):
 
     node: Node
     edge: int | None
-    """Number of the edge that the message crosses, the stage before it; None if no message brings the result."""
+    """Stage s, if a message between stages s and s + 1 brings the result; None if a collective does."""
 
     @property
     def is_reduced(self) -> bool:
-        """Whether all ranks reduce the result in the background, and no message occupies them."""
+        """Whether a collective of all ranks brings the result, so that no message occupies a rank."""
         return self.edge is None
 
     def time(self, costs: StageCosts) -> float:
-        """How long the result is on its way."""
+        """Time from the end of the operation that makes the result to its arrival."""
         return collective_time(costs) if self.edge is None else costs.time_comm[self.edge]
 
 
 def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
-    """The results that the compute operation `op` of `rank` makes."""
+    """The results of the compute operation `op` of `rank`."""
     stage = placement.stage_of(rank, op.chunk)
     return [(result, stage, op.microbatch) for result in KINDS[op.kind].makes]
 
 
 class Source(NamedTuple):
-    """Where the operations of one kind in one stage find something that they need."""
+    """The origin of a result that all operations of one kind and stage need."""
 
     need: Need
     stage: int
     """The stage that makes the result."""
     is_remote: bool
-    """Whether that stage is on another rank."""
+    """Whether the stage that makes the result is on another rank."""
     edge: int | None
-    """As in `Arrival`; it means something only if the stage is remote."""
+    """Edge of the message, as in `Arrival`; used only if `is_remote`."""
 
 
 @lru_cache(maxsize=MAX_STAGES)
 def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
-    """The sources on which the operations of `kind` in `stage` depend; they are the same for every microbatch."""
+    """The origins of the results that an operation of `kind` in `stage` needs, the same for all microbatches."""
     rank = placement.rank_of(stage)
     return tuple(
         Source(
@@ -69,12 +69,12 @@ def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...
 
 
 def dependencies(schedule: Schedule, rank: int, op: Op) -> list[Node]:
-    """The results that have to be there before the compute operation `op` of `rank` can start."""
+    """The results that the compute operation `op` of `rank` needs before it starts."""
     return [node for _, node in _needed(schedule, rank, op)]
 
 
 def arrivals(schedule: Schedule, rank: int, op: Op) -> list[Arrival]:
-    """The results among `dependencies` that other ranks make."""
+    """The results that the compute operation `op` of `rank` needs from other ranks."""
     return [Arrival(node, source.edge) for source, node in _needed(schedule, rank, op) if source.is_remote]
 
 
@@ -88,11 +88,11 @@ def _needed(schedule: Schedule, rank: int, op: Op) -> Iterator[tuple[Source, Nod
 
 
 _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1}
-"""Place -> distance in stages from the operation's own stage."""
+"""Place -> its distance, in stages, from the stage of the operation."""
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
-    """The stages at `place`, relative to `stage`. A rank is given as the stage of its first chunk."""
+    """The stages at `place`, relative to `stage`; a rank is represented by the stage of its first chunk."""
     if place in _NEIGHBOURS:
         source = stage + _NEIGHBOURS[place]
         return [source] if 0 <= source < placement.num_stages else []
@@ -110,24 +110,24 @@ def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
 
 
 def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
-    """Whether the schedule has an operation that makes this result alone."""
+    """Whether the schedule has an operation whose only result is the needed one."""
     placement = schedule.placement
     op = Op(need.result, microbatch, placement.chunk_of(stage))
     return op in schedule.op_sets[placement.rank_of(stage)]
 
 
 def receive_before(placement: Placement, rank: int, op: Op) -> Op | None:
-    """The receive that brings the compute operation `op` of `rank` its input, if that comes from another rank."""
+    """The receive of the input of the compute operation `op` of `rank`; None if no other rank sends the input."""
     return _if_remote(placement, rank, op, KINDS[op.kind].receives)
 
 
 def send_after(placement: Placement, rank: int, op: Op) -> Op | None:
-    """The send that carries the result of the compute operation `op` of `rank` away, if another rank wants it."""
+    """The send of the result of the compute operation `op` of `rank`; None if no other rank needs the result."""
     return _if_remote(placement, rank, op, KINDS[op.kind].sends)
 
 
 def _if_remote(placement: Placement, rank: int, op: Op, kind: OpKind | None) -> Op | None:
-    """A message of `kind` for `op`, unless the stage at its other end does not exist or is on the same rank."""
+    """The message of `kind` for `op`; None if the stage at its other end does not exist or is on the same rank."""
     if kind is None:
         return None
     neighbour = placement.stage_of(rank, op.chunk) + MESSAGES[kind].neighbour
@@ -137,19 +137,19 @@ def _if_remote(placement: Placement, rank: int, op: Op, kind: OpKind | None) -> 
 
 
 def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
-    """The rank that receives what `rank` sends with `send`, and the receive that it runs."""
+    """(destination rank, receive operation there) of the message that `rank` sends with `send`."""
     message = MESSAGES[send.kind]
     target = placement.stage_of(rank, send.chunk) + message.neighbour
     return placement.rank_of(target), Op(message.other_end, send.microbatch, placement.chunk_of(target))
 
 
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
-    """The collective that brings the compute operation `op` of `rank` its input, if one does."""
+    """The collective that brings the input of the compute operation `op` of `rank`; None if no collective does."""
     for kind in collective_kinds(schedule):
         collective = COLLECTIVES[kind]
         if collective.user is op.kind and _is_at(schedule.placement, rank, op, collective.users):
-            made_here = collective.maker is op.kind and _is_at(schedule.placement, rank, op, collective.makers)
-            return None if made_here else Op(kind, op.microbatch)
+            is_maker = collective.maker is op.kind and _is_at(schedule.placement, rank, op, collective.makers)
+            return None if is_maker else Op(kind, op.microbatch)
     return None
 
 
@@ -164,14 +164,14 @@ def exchanges_after(schedule: Schedule, rank: int, op: Op) -> tuple[Op, ...]:
 
 
 def collective_kinds(schedule: Schedule) -> tuple[OpKind, ...]:
-    """The kinds of collectives whose results `schedule` uses. Every microbatch has each once."""
+    """The kinds of collectives whose results `schedule` uses; every microbatch has one collective of each kind."""
     if not schedule.is_vocabulary_parallel:
         return ()
     return tuple(kind for kind, collective in COLLECTIVES.items() if collective.user in schedule.kinds)
 
 
 def collective_time(costs: StageCosts) -> float:
-    """How long an exchange between all ranks takes: as long as the slowest message."""
+    """Time of a collective of all ranks, which is that of the slowest message."""
     return max(costs.time_comm, default=0)
 
 
@@ -181,7 +181,7 @@ def _is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:
 
 
 def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op | None) -> float:
-    """How long `message`, a send or receive of `rank`, is on its way; 0 where there is none."""
+    """Time of `message`, a send or receive of `rank`; 0 for None."""
     if message is None:
         return 0
     stage = placement.stage_of(rank, message.chunk)
@@ -189,9 +189,10 @@ def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op
 
 
 def circle(waits_for: Mapping[int, int]) -> list[int]:
-    """Return a circle of ranks that wait for each other, or the chain of waiting ranks if there is no circle.
+    """Return a cycle of ranks that wait for each other, or the chain of waiting ranks if there is no cycle.
 
-    `waits_for` maps each waiting rank to the rank that it waits for.
+    Args:
+        waits_for: waiting rank -> rank that it waits for.
     """
     rank = min(waits_for)
     path: list[int] = []

@@ -1,7 +1,7 @@
-"""Hierarchical SGD: which groups of replicas average their parameters after which iteration.
+"""Hierarchical SGD: the groups of replicas that average their parameters, and their iterations.
 
-Replicas step on their own gradients and average their parameters, small groups often and large ones seldom (Lin et al.
-2020, Castiglia et al. 2020). A replica waits only for the others of its group, so a straggler delays few.
+Each replica steps on its own gradients. Small groups of replicas average their parameters often, and large groups
+seldom (Lin et al. 2020, Castiglia et al. 2020). A slow replica delays only the replicas of its group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LEVEL = re.compile(r"(\d+):(\d+)")
 
 @dataclass(frozen=True)
 class Level:
-    """Groups of `group_size` replicas average after every `period` iterations."""
+    """Groups of `group_size` replicas average their parameters after every `period` iterations."""
 
     period: int
     group_size: int
@@ -23,15 +23,15 @@ class Level:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Levels from the smallest group to all replicas, and the synchronous iterations before the first local one.
+    """The levels of hierarchical SGD, from the smallest groups to the group of all replicas.
 
     Raises:
-        ValueError: the levels are not a hierarchy; the message says which levels would be.
+        ValueError: the levels are not a hierarchy.
     """
 
     levels: tuple[Level, ...]
     warmup: int = 0
-    """Iterations from the start of a training that reduce gradients over all replicas."""
+    """Number of iterations, from the start of a training, that reduce gradients over all replicas."""
 
     def __post_init__(self) -> None:
         first = self.levels[0]
@@ -52,10 +52,10 @@ class Hierarchy:
 
     @classmethod
     def parse(cls, text: str, warmup: int = 0) -> Hierarchy:
-        """Read `PERIOD:SIZE,PERIOD:SIZE,...`.
+        """Read levels in the form `PERIOD:SIZE,PERIOD:SIZE,...`.
 
         Raises:
-            ValueError: the text has another form, or its levels do not make a hierarchy.
+            ValueError: the text has another form, or its levels are not a hierarchy.
         """
         matches = [_LEVEL.fullmatch(part) for part in text.split(",")]
         if not all(matches):
@@ -64,15 +64,15 @@ class Hierarchy:
 
     @property
     def num_replicas(self) -> int:
-        """The size of the last group, which holds all replicas."""
+        """The number of replicas, which is the size of the last group."""
         return self.levels[-1].group_size
 
     def is_local(self, iteration: int) -> bool:
-        """Whether replicas take the step of `iteration`, counted from 1, on their own gradients."""
+        """Whether replicas step on their own gradients in `iteration`, counted from 1."""
         return iteration > self.warmup
 
     def group_size_after(self, iteration: int) -> int | None:
-        """Size of the groups that average after `iteration`, the largest whose period divides it; None for none."""
+        """Size of the largest groups that average after `iteration`, counted from 1; None if no groups average."""
         if not self.is_local(iteration):
             return None
         return next((level.group_size for level in reversed(self.levels) if iteration % level.period == 0), None)

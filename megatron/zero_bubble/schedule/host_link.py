@@ -1,4 +1,4 @@
-"""Times of the copies between a rank's device and its host, and the rules for schedules with such copies."""
+"""Copies of activations between a rank's device and its host: their times, and schedules with copies."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ _Key = tuple[int, int]
 
 
 class LinkTimes:
-    """The host link of one rank, which copies in the order of the rank's operations, one copy at a time.
+    """The host link of one rank, which runs one copy at a time, in the order in which the copies are queued.
 
-    An F that has a D puts its copy in line when it ends, and an H when the rank reaches it. The rank waits for a copy
-    to the host at D, and for one from the host at the backward.
+    A copy to the host is queued at the end of its F, and a copy from the host when the rank reaches H. The rank waits
+    for the end of a copy to the host at D, and for the end of a copy from the host at the backward.
     """
 
     def __init__(self, schedule: Schedule, times: Mapping[tuple[OpKind, int], float], rank: int) -> None:
         self.copies: list[TimedOp] = []
-        """D and H with the times of their copies, in their order on the link."""
+        """D and H with the times of their copies, in the order of the copies on the link."""
         self._times = times
         self._free: float = 0
-        self._goes = frozenset((op.microbatch, op.chunk) for op in schedule.ops[rank] if op.kind is OpKind.D)
+        self._offloaded = frozenset((op.microbatch, op.chunk) for op in schedule.ops[rank] if op.kind is OpKind.D)
         self._out: dict[_Key, float] = {}
         """(microbatch, chunk) -> end of the copy to the host."""
         self._back: dict[_Key, float] = {}
+        """(microbatch, chunk) -> end of the copy back to the device."""
 
     @classmethod
     def of_ranks(cls, schedule: Schedule, costs: StageCosts | None) -> list[LinkTimes]:
-        """The links of all ranks, without a copy yet; none if the schedule offloads nothing. Without costs copies take
-        no time."""
+        """The idle host links of all ranks; an empty list if the schedule has no copies.
+
+        Without costs, copies take no time.
+        """
         if not schedule.offloads:
             return []
         links = []
         for rank in range(schedule.num_ranks):
             stages = enumerate(schedule.placement.stages_of(rank))
-            each = {
+            times = {
                 (kind, chunk): 0 if costs is None else getattr(costs, KINDS[kind].link)[stage]
                 for chunk, stage in stages
                 for kind in COPIES
             }
-            links.append(cls(schedule, each, rank))
+            links.append(cls(schedule, times, rank))
         return links
 
     def start_of(self, op: Op, start: float) -> float:
-        """When an operation starts that could start at `start`, but for copies."""
+        """The start of an operation, which waits for its copy and otherwise starts at `start`."""
         key = op.microbatch, op.chunk
         if op.kind is OpKind.D:
             return max(start, self._out[key])
@@ -59,9 +62,9 @@ class LinkTimes:
         return start
 
     def copy_after(self, op: Op, end: float) -> None:
-        """Put the copy in line that an operation starts, if it starts one, when it ends."""
+        """Queue the copy of an operation that ends at `end`, if the operation has a copy."""
         key = op.microbatch, op.chunk
-        if op.kind is OpKind.F and key in self._goes:
+        if op.kind is OpKind.F and key in self._offloaded:
             self._out[key] = self._copy(op._replace(kind=OpKind.D), end)
         elif op.kind is OpKind.H:
             self._back[key] = self._copy(op, end)
@@ -74,7 +77,7 @@ class LinkTimes:
 
 
 def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
-    """Backward -> when its activations are back, for the backwards of a rank that wait for a copy."""
+    """Backward of `rank` -> end of the copy of its activations back to the device."""
     if not timeline.copies:
         return {}
     back = {timed.op[1:]: timed.end for timed in timeline.copies[rank] if timed.op.kind is OpKind.H}
@@ -82,7 +85,11 @@ def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
 
 
 def check_copies(schedule: Schedule, rank: int) -> None:
-    """Raise `InvalidSchedule` unless every D of a rank has an H, and no other operation restores its activations."""
+    """Check that every D of a rank has an H, and that copied activations are not recomputed and not in a pair.
+
+    Raises:
+        InvalidSchedule: an H is missing, or copied activations are recomputed or in a pair.
+    """
     if not schedule.offloads:
         return
     ops, in_pairs = schedule.op_sets[rank], forwards_in_pairs(schedule, rank)
@@ -96,12 +103,12 @@ def check_copies(schedule: Schedule, rank: int) -> None:
         if op._replace(kind=OpKind.F) in in_pairs:
             other = op._replace(kind=OpKind.F)
         if other is not None:
-            what = "recomputed" if other.kind is OpKind.R else "in a pair"
-            raise schedule.invalid(f"rank {rank} runs {op} and also {other}: what is {what} cannot be offloaded")
+            which = "recomputed activations" if other.kind is OpKind.R else "activations of a pair"
+            raise schedule.invalid(f"rank {rank} runs {op} and also {other}: {which} cannot be offloaded")
 
 
 def without_copies(schedule: Schedule) -> Schedule:
-    """The same schedule, without communication, D and H: every F keeps its activations on the device."""
+    """The same schedule without communication, D and H: every F keeps its activations on the device."""
     if not schedule.offloads:
         return schedule
     ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
@@ -109,10 +116,10 @@ def without_copies(schedule: Schedule) -> Schedule:
 
 
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
-    """The same schedule, without communication, with copies that measure their costs on every stage.
+    """The same schedule without communication, with a copy to the host and back on every stage, to measure their costs.
 
-    The first microbatch of a stage is copied to the host right after its F, and back right before its backward. An
-    existing R is left out.
+    The activations of the first microbatch of a stage are copied to the host right after F, and back right before the
+    backward. R of the first microbatch is removed.
     """
     schedule = without_copies(schedule.without_communication())
     if not BACKWARDS & schedule.kinds:
@@ -134,27 +141,27 @@ def with_copies_everywhere(schedule: Schedule) -> Schedule:
 
 
 def host_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """For every rank, the most memory that its activations hold on the host at once, in the unit of the costs.
+    """Rank -> peak memory of its activations on the host, in the unit of the costs.
 
-    A copy to the host needs its memory from the end of F, and gives it back when the copy back is put in line.
+    A copy takes memory on the host from the end of F until the copy back to the device is queued.
     """
     return tuple(_host_memory(schedule, costs, rank) for rank in range(schedule.num_ranks))
 
 
 def _host_memory(schedule: Schedule, costs: StageCosts, rank: int) -> float:
-    goes, copied = schedule.op_sets[rank], costs.in_groups(schedule.groups).memory_d
+    ops, copied = schedule.op_sets[rank], costs.in_groups(schedule.groups).memory_d
     sizes = [copied[stage] for stage in schedule.placement.stages_of(rank)]
-    held: float = 0
-    most: float = 0
+    memory: float = 0
+    peak: float = 0
     for op in schedule.ops[rank]:
-        if op.kind is OpKind.F and op._replace(kind=OpKind.D) in goes:
-            held += sizes[op.chunk]
-            most = max(most, held)
+        if op.kind is OpKind.F and op._replace(kind=OpKind.D) in ops:
+            memory += sizes[op.chunk]
+            peak = max(peak, memory)
         elif op.kind is OpKind.H:
-            held -= sizes[op.chunk]
-    return most
+            memory -= sizes[op.chunk]
+    return peak
 
 
 def num_offloaded(schedule: Schedule) -> int:
-    """How many D the ranks of a schedule run together."""
+    """The number of D on all ranks of a schedule."""
     return sum(op.kind is OpKind.D for ops in schedule.ops for op in ops)

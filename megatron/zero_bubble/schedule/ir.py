@@ -1,7 +1,7 @@
 """The values that describe a schedule: `Op`, `Placement`, `Schedule`.
 
-A schedule says in which order every pipeline rank runs its operations and nothing else. It has neither times nor idle
-slots: `simulate` computes the bubbles.
+A schedule is the order in which every pipeline rank runs its operations, without times and idle slots. `simulate`
+computes times and bubbles.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megatron.zero_bubble.schedule.kinds import (
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
-"""The most stages of a placement: bounds and planners take time in the square of it."""
+"""Largest number of stages of a placement, because bounds take time in the square of the number of stages."""
 MAX_OPERATIONS = 4_000_000
-"""The most F, B and W of a schedule: about a minute of work, and some gigabytes, in one process."""
+"""Largest number of F, B and W of a schedule; planning it takes about a minute and some gigabytes in one process."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
-"""Release 0.1 wrote `WT` for a W after a rank's last backward."""
+"""Word -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""
 _WORD = re.compile(r"(&?[A-Z_]+)(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 
 
 class Op(NamedTuple):
-    """One operation of one rank: `F3` is the forward of microbatch 3, `B3.1` the B of its chunk 1."""
+    """One operation of one rank. `F3` is the forward of microbatch 3; `B3.1` is the B of microbatch 3 in chunk 1."""
 
     kind: OpKind
     microbatch: int
@@ -49,7 +49,11 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, word: str) -> Op:
-        """The operation that prints as `word`. Raises `ScheduleError` if there is none."""
+        """Read an operation from its word, such as `F3` or `B3.1`.
+
+        Raises:
+            ScheduleError: the word has another form.
+        """
         match = _WORD.fullmatch(word)
         if match is None or match[1] not in _WORDS:
             kinds = ", ".join(OpKind)
@@ -59,14 +63,14 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which (rank, chunk) holds which stage.
+    """The assignment of stages to ranks and model chunks.
 
     Stages are numbered in model order, `0 .. num_stages - 1` with `num_stages = num_ranks * num_chunks`.
 
-    - `linear`: one chunk a rank, stage `r` on rank `r`.
-    - `interleaved`: chunk `c` of rank `r` holds stage `c * num_ranks + r` (Megatron's virtual pipeline).
-    - `v`: as interleaved, but odd chunks run back: chunk 1 of rank `r` holds stage
-      `2 * num_ranks - 1 - r`, so that the first and the last stage share rank 0.
+    - `linear`: one chunk a rank; rank `r` has stage `r`.
+    - `interleaved`: chunk `c` of rank `r` is stage `c * num_ranks + r` (Megatron's virtual pipeline).
+    - `v`: like interleaved, but odd chunks are in reverse order of ranks. Chunk 1 of rank `r` is stage
+      `2 * num_ranks - 1 - r`, so that the first and the last stage are on rank 0.
     """
 
     kind: PlacementKind
@@ -83,7 +87,7 @@ class Placement:
         if self.num_ranks * self.num_chunks > MAX_STAGES:
             raise ScheduleError(
                 f"{self.num_ranks} pipeline ranks with {self.num_chunks} model chunks each are too many: "
-                f"{MAX_STAGES} stages are the most"
+                f"use at most {MAX_STAGES} stages"
             )
         if self.kind == "linear" and self.num_chunks != 1:
             raise ScheduleError(f"a linear placement has one chunk a rank, got {self.num_chunks}")
@@ -95,12 +99,12 @@ class Placement:
         return self.num_ranks * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds `stage`."""
+        """The pipeline rank of `stage`."""
         chunk, position = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - position if self._runs_back(chunk) else position
 
     def chunk_of(self, stage: int) -> int:
-        """The local index that `stage` has on its rank."""
+        """The chunk of `stage`, which is its local index on its rank."""
         return stage // self.num_ranks
 
     def stage_of(self, rank: int, chunk: int = 0) -> int:
@@ -113,13 +117,13 @@ class Placement:
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
 
     def sums(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Rank -> the sum of the values that its stages have."""
+        """Rank -> sum of the values of its stages."""
         return tuple(sum(values[stage] for stage in self.stages_of(rank)) for rank in range(self.num_ranks))
 
     def peer_of(self, rank: int, op: Op) -> int:
-        """The rank at the other end of the communication operation `op` of `rank`.
+        """The rank at the other end of the send or receive `op` of `rank`.
 
-        It is `rank` itself where the neighbouring stage is on the same rank (the turn of a V).
+        At the turn of a V, where the neighbouring stage is on the same rank, the result is `rank`.
         """
         return self.rank_of(self.stage_of(rank, op.chunk) + MESSAGES[op.kind].neighbour)
 
@@ -128,11 +132,11 @@ class Placement:
 
 
 def check_size(placement: Placement, num_microbatches: int) -> None:
-    """Raise `ScheduleError` if a schedule of this size would have too many operations."""
+    """Raise `ScheduleError` if a schedule of this size would have more than `MAX_OPERATIONS`."""
     most = MAX_OPERATIONS // (3 * placement.num_stages)
     if num_microbatches > most:
         raise ScheduleError(
-            f"{num_microbatches} microbatches on {placement.num_stages} stages are too many: {most} are the most"
+            f"{num_microbatches} microbatches on {placement.num_stages} stages are too many: use at most {most}"
         )
 
 
@@ -140,18 +144,17 @@ def check_size(placement: Placement, num_microbatches: int) -> None:
 class Schedule:
     """The operations of every pipeline rank, in the order in which the rank runs them.
 
-    `ops[rank]` is a tuple of `Op`. A schedule as a generator makes it has only F, B, W and BW;
-    `lower` adds the communication.
-
-    `groups[stage]` is the number of groups of layers in which the stage restores activations, if any stage has more
-    than one: R restores the last group alone, and B each of the others right before it runs through it.
+    Generators make schedules of F, B, W and BW; `lower` adds sends, receives and collectives.
     """
 
     name: str
     placement: Placement
     num_microbatches: int
     ops: tuple[tuple[Op, ...], ...]
+    """Rank -> its operations in order."""
     groups: tuple[int, ...] = ()
+    """Stage -> number of groups of layers in which it recomputes activations; empty if every stage has one group. With
+    several groups R recomputes the last group, and B recomputes each other group right before its gradients."""
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:
@@ -161,11 +164,12 @@ class Schedule:
             )
         if self.groups and (len(self.groups) != self.placement.num_stages or min(self.groups) < 1):
             raise ScheduleError(
-                f"schedule {self.name}: groups are a number above zero for each of {self.placement.num_stages} stages"
+                f"schedule {self.name}: groups must be one number above zero for each of "
+                f"{self.placement.num_stages} stages"
             )
 
     def invalid(self, problem: str) -> InvalidSchedule:
-        """An error that names the schedule and its problem."""
+        """Return an error that names the schedule and its problem."""
         return InvalidSchedule(f"schedule {self.name}: {problem}")
 
     @property
@@ -182,7 +186,7 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether the schedule holds communication operations."""
+        """Whether the schedule has sends, receives or collectives."""
         return not self.kinds.isdisjoint(COMMUNICATION)
 
     @property
@@ -192,7 +196,7 @@ class Schedule:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any activations are dropped by F, and made again by R, or in groups by B."""
+        """Whether any F drops activations, which R recomputes, or B in groups."""
         return OpKind.R in self.kinds or max(self.groups, default=1) > 1
 
     @property
@@ -202,22 +206,22 @@ class Schedule:
 
     @property
     def is_vocabulary_parallel(self) -> bool:
-        """Whether embedding and output layer are spread over all ranks, whose shards run operations of their own."""
+        """Whether the schedule has operations on vocabulary shards."""
         return not self.kinds.isdisjoint(VOCABULARY)
 
     @property
     def has_post_validation(self) -> bool:
-        """Whether the ranks step before the state of all gradients is known, and validate later."""
+        """Whether the schedule has STEP and VALIDATE: ranks step before the state of all gradients is known."""
         return not self.kinds.isdisjoint(POST_VALIDATION)
 
     @cached_property
     def kinds(self) -> frozenset[OpKind]:
-        """The kinds that any rank runs."""
+        """The kinds of the operations of all ranks."""
         return frozenset(map(itemgetter(0), chain.from_iterable(self.ops)))
 
     @cached_property
     def op_sets(self) -> tuple[frozenset[Op], ...]:
-        """For every rank, its operations without their order."""
+        """Rank -> the set of its operations."""
         return tuple(map(frozenset, self.ops))
 
     def compute_ops(self, rank: int) -> Iterator[Op]:
@@ -231,13 +235,19 @@ class Schedule:
         return replace(self, ops=tuple(tuple(self.compute_ops(rank)) for rank in range(self.num_ranks)))
 
     def forward_only(self) -> Schedule:
-        """The schedule of an evaluation: the forwards alone, in the same order."""
+        """The schedule of an evaluation, which has only the forwards, in the same order."""
         runs = FORWARDS - RESTORING
         forwards = tuple(tuple(op for op in ops if op.kind in runs) for ops in self.ops)
         return replace(self, name=f"{self.name} (forward only)", ops=forwards)
 
     def excerpt(self, rank: int, position: int, radius: int = 6) -> str:
-        """The operations of `rank` around `position`, the one there in brackets: for error messages."""
+        """The operations of `rank` around `position` as text for error messages; that at `position` is in brackets.
+
+        Args:
+            rank: whose operations are shown.
+            position: of the operation in brackets.
+            radius: number of operations before and after it.
+        """
         first = max(0, position - radius)
         window = self.ops[rank][first : position + radius + 1]
         words = [f"[{op}]" if first + i == position else str(op) for i, op in enumerate(window)]

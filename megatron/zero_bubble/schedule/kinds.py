@@ -1,7 +1,7 @@
-"""The kinds of operations, and `KINDS`, the one table of all that follows from a kind.
+"""The kinds of operations, and `KINDS`, the table of the properties of each kind.
 
-All code reads from the table which inputs an operation waits for, what it costs, and how it is drawn. So a new kind
-needs a row here, a handler in the executor, and a planner that places it; CONTRIBUTING.md shows one.
+The table has the inputs, the costs and the colour of every kind of operation. A new kind needs a row in the table, a
+handler in the executor, and a planner that places it; CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
@@ -14,66 +14,67 @@ from typing import NamedTuple
 
 
 class OpKind(str, Enum):
-    """The kind of an operation. The value is the word that is printed; `KINDS` says all else."""
+    """The kind of an operation. The value is the printed word; `KINDS` has all other properties."""
 
     F = "F"
     """Forward of one microbatch through one stage."""
     B = "B"
-    """Backward, gradient of the input only: the previous stage waits for it."""
+    """Backward that computes only the gradient of the input, which the previous stage needs."""
     W = "W"
-    """Backward, gradient of the weights only: no operation waits for it."""
+    """Backward that computes only the gradient of the weights, which no operation needs."""
     BW = "BW"
-    """Backward, both gradients in one operation, as autograd computes them."""
+    """Backward that computes both gradients in one operation, as autograd does."""
     PB = "&B"
-    """B that runs in a pair: as one with the F, of another microbatch or stage, right before it."""
+    """B in a pair: it runs as one operation with the F right before it, which is of another microbatch or stage."""
     PBW = "&BW"
-    """BW that runs in a pair, as PB does."""
+    """BW in a pair: it runs as one operation with the F right before it, which is of another microbatch or stage."""
     R = "R"
-    """Recomputation: the forward once more, for a backward whose activations F did not keep."""
+    """Recomputation: repeats a forward whose activations were dropped, before its backward."""
     D = "D"
-    """Offload, the copy from the device to the host: F's activations are released once they are there. The copy itself
-    begins when F ends, and passes on the rank's host link while the rank computes."""
+    """Offload: waits for the copy of activations from the device to the host, and releases them on the device. The copy
+    starts when F ends, and runs on the host link of the rank while the rank computes."""
     H = "H"
-    """Reload, the copy from the host back to the device: allocates what D has released, for a backward that waits for
-    the copy."""
+    """Reload: allocates the activations that D has released, and starts their copy from the host to the device, for
+    which the backward waits."""
     E = "E"
-    """Embedding: looks the tokens up in this rank's vocabulary shard. The first rank reads the microbatch in it."""
+    """Embedding: looks tokens up in the vocabulary shard of this rank. E of the first rank also reads the
+    microbatch."""
     EW = "EW"
-    """Weight gradient of the embedding's rows in this rank's vocabulary shard."""
+    """Weight gradient of the embedding for the vocabulary shard of this rank."""
     S = "S"
-    """Output layer on this rank's vocabulary shard: softmax over its rows, and their part of the input gradient."""
+    """Output layer for the vocabulary shard of this rank: softmax over its rows, and its part of the input gradient."""
     L = "L"
-    """Loss of one microbatch, from the softmax of all ranks. Only the last rank has it."""
+    """Loss of one microbatch on the last rank, from the softmax of all ranks."""
     T = "T"
-    """Weight gradient of the output layer's rows in this rank's vocabulary shard: no operation waits for it."""
+    """Weight gradient of the output layer for the vocabulary shard of this rank, which no operation needs."""
     SEND_FORWARD = "SEND_FORWARD"
     RECV_FORWARD = "RECV_FORWARD"
     SEND_BACKWARD = "SEND_BACKWARD"
     RECV_BACKWARD = "RECV_BACKWARD"
     TOKENS = "TOKENS"
-    """The first rank's tokens go to all ranks."""
+    """Broadcast of the tokens of the first rank to all ranks."""
     EMBEDDED = "EMBEDDED"
-    """The looked-up rows of all ranks are summed on the first rank."""
+    """Sum of the embeddings of all ranks on the first rank."""
     HIDDEN = "HIDDEN"
-    """The last stage's output and the labels go to all ranks."""
+    """Broadcast of the output of the last stage, and of the labels, to all ranks."""
     SOFTMAX = "SOFTMAX"
-    """Softmax and loss are combined on all ranks, and the input gradient is summed on the last rank."""
+    """Reduction of softmax and loss over all ranks, and sum of the input gradient on the last rank."""
     LOSS_GRAD = "LOSS_GRAD"
-    """The gradient of the loss, one number a token, goes to all ranks."""
+    """Broadcast of the gradient of the loss, one number a token, to all ranks."""
     EMBEDDED_GRAD = "EMBEDDED_GRAD"
-    """The gradient of the first stage's input goes to all ranks."""
+    """Broadcast of the gradient of the first stage's input to all ranks."""
     STEP = "STEP"
-    """The optimizer's step of this rank, before the state of all gradients is known."""
+    """The optimizer step of this rank, before the state of all gradients is known."""
     VALIDATE = "VALIDATE"
-    """The state of all gradients is known: the step of the iteration before is confirmed or amended."""
+    """Confirms or amends the step of the previous iteration, once the state of all gradients is known."""
 
     __str__ = str.__str__
-    # Enum's own is slow, and kinds are hashed for every operation.
+    # The hash of Enum is slow, and kinds are hashed for every operation.
     __hash__ = str.__hash__
 
 
 class Place(Enum):
-    """The stage or rank that produces a needed result, relative to the operation's own stage."""
+    """The stage or rank that makes a needed result, relative to the stage of the operation that needs it."""
 
     SAME_STAGE = "same stage"
     STAGE_BEFORE = "stage before"
@@ -85,41 +86,49 @@ class Place(Enum):
     LAST_RANK = "last rank"
     """The rank of the last stage; in a V it is the first rank."""
     ALL_RANKS = "all ranks"
-    """On every rank: the results are reduced in the background, and no rank sends or receives."""
+    """Every rank: a collective combines the results, and no rank sends or receives a message."""
 
 
 class Need(NamedTuple):
-    """A result that an operation waits for. Where the model ends and there is no such stage, it waits for nothing."""
+    """A result that an operation needs, unless it would come from a stage that does not exist."""
 
     result: OpKind
+    """The result, named by the kind of operation that makes this result alone."""
     place: Place
+    """The stage or rank that makes the result."""
     num_before: int = 0
-    """By how many the result's microbatch (for STEP: iteration) comes before the operation's own."""
+    """Number of the operation's microbatch less the number of the result's microbatch; iterations for STEP."""
     is_optional: bool = False
-    """The operation waits only where the schedule has an operation that makes the result."""
+    """Whether the result is needed only if the schedule has an operation that makes this result alone."""
     only_at: Place | None = None
-    """The first or the last stage, if the operations of other stages do not wait for it."""
+    """The only stage whose operations need the result, first or last; None if all stages need it."""
 
 
 class Message(NamedTuple):
-    """The message that a communication operation is one end of."""
+    """One end of a message: a send or a receive."""
 
     is_send: bool
+    """Whether this end sends."""
     neighbour: int
-    """The stage at the other end, counted from this one: 1 or -1."""
+    """Stage at the other end less the stage at this end: 1 or -1."""
     other_end: OpKind
+    """Kind of the operation at the other end."""
 
 
 class Collective(NamedTuple):
     """A collective of all ranks: a broadcast from one rank, or a sum on one rank.
 
-    Every rank has the operation, and all ranks have their collectives in one order.
+    Every rank runs an operation for the collective, and all ranks run collectives in the same order.
     """
 
     maker: OpKind
+    """Kind of the operations whose results the collective carries."""
     makers: Place
+    """Stage or ranks of the operations whose results the collective carries."""
     user: OpKind
+    """Kind of the operations that need the result of the collective."""
     users: Place
+    """Stage or ranks of the operations that need the result."""
 
 
 @dataclass(frozen=True)
@@ -127,47 +136,48 @@ class KindFacts:
     """Properties of one kind of operation: a row of `KINDS`."""
 
     makes: tuple[OpKind, ...] = ()
-    """The results that other operations can need, named by the kind that makes this result alone."""
+    """The results of the operation. A result is named by the kind of operation that makes this result alone."""
     needs: tuple[Need, ...] = ()
+    """The results that the operation needs before it starts."""
     receives: OpKind | None = None
-    """The message that brings its input from another rank."""
+    """Kind of the receive that brings the input of the operation from another rank."""
     sends: OpKind | None = None
-    """The message that carries its result to another rank."""
+    """Kind of the send that carries the result of the operation to another rank."""
     message: Message | None = None
-    """Set for communication between two stages alone."""
+    """The message of a send or receive; None for other kinds."""
     collective: Collective | None = None
-    """Set for communication between all ranks alone."""
+    """The collective of this kind; None for kinds that are not collectives."""
     time: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is its time; without any it takes none."""
+    """The fields of `StageCosts` whose sum is the time of the operation; empty if it takes no time."""
     memory: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is its change of memory."""
+    """The fields of `StageCosts` whose sum is the change of memory by the operation."""
     frees: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is the memory that it releases."""
+    """The fields of `StageCosts` whose sum is the memory that the operation releases."""
     link: str = ""
-    """The field of `StageCosts` that is the time for which its copy occupies the rank's host link, if it copies."""
+    """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """The operation of that kind for the same microbatch allocates less by the memory of this operation, where a
-    schedule has it."""
+    """Kind of an earlier operation of the same microbatch. If a schedule has this operation, the earlier operation
+    allocates less, by the memory of this operation."""
     waiting: str = ""
-    """The field of `Bubble` that counts the time a rank waits for its inputs."""
+    """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """The plural of its result, where it must be made once for each microbatch, in microbatch order."""
+    """Plural name of the result, if it must be made once for each microbatch, in microbatch order; otherwise empty."""
     pairs_with: OpKind | None = None
-    """The kind of the operation right before it, with which it runs as one (see `pairs`)."""
+    """Kind of the previous operation, with which the operation runs as one (see `pairs`); None outside of pairs."""
     runs_on: Place = Place.SAME_STAGE
-    """Where it runs: in every stage, or once on each rank or on the last one, as an operation of chunk 0."""
+    """Where the operation runs: in every stage, or, as an operation of chunk 0, on every rank or on the last rank."""
     adds_gradient: bool = False
-    """Whether it computes gradients. Other operations can run again."""
+    """Whether the operation adds to gradients. Operations that do not can be run again."""
     runs_ahead: bool = False
-    """Whether a rank runs it, where there is time, long before its first forward arrives: its span begins later."""
+    """Whether a rank may run the operation long before its first forward, so that its span starts later."""
     is_per_iteration: bool = False
-    """It runs once a rank and iteration, and the number in its name is the iteration's."""
+    """Whether a rank runs the operation once an iteration, so that its microbatch is the number of the iteration."""
     colour: str = ""
-    """Its fill in drawings. Okabe and Ito's colours (2008) stay apart for colour-blind eyes."""
+    """Fill colour in drawings, from the palette of Okabe and Ito (2008) for colour-blind readers."""
     meaning: str = ""
-    """Its name in the legend of drawings."""
+    """Name in the legend of drawings."""
     pytorch: str = ""
-    """Its letters in the CSV of torch.distributed.pipelining; empty where that has no word for it."""
+    """Letters in the CSV of torch.distributed.pipelining; empty if that CSV has no letters for the kind."""
 
 
 _BACKWARD = KindFacts(
@@ -183,7 +193,7 @@ _BACKWARD = KindFacts(
     adds_gradient=True,
     waiting="waiting_for_backward",
 )
-"""Facts common to all operations that compute the gradient of a stage's input."""
+"""Properties that all operations that compute the gradient of a stage's input share."""
 
 KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
     {
@@ -376,7 +386,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
         ),
     }
 )
-"""The single table of the needs, costs and looks of each kind of operation."""
+"""Kind of operation -> its properties."""
 
 MESSAGES: Mapping[OpKind, Message] = MappingProxyType(
     {kind: facts.message for kind, facts in KINDS.items() if facts.message is not None}
@@ -388,20 +398,20 @@ COLLECTIVES: Mapping[OpKind, Collective] = MappingProxyType(
 )
 COMMUNICATION = SENDS | RECEIVES | frozenset(COLLECTIVES)
 VOCABULARY = frozenset(kind for kind, facts in KINDS.items() if facts.makes and facts.runs_on is not Place.SAME_STAGE)
-"""The computations on vocabulary shards, which `with_vocabulary` adds."""
+"""The kinds of computations on vocabulary shards."""
 POST_VALIDATION = frozenset(kind for kind, facts in KINDS.items() if facts.is_per_iteration)
-"""The operations that `with_post_validation` adds."""
+"""The kinds of operations of post-validation, STEP and VALIDATE."""
 TIMES: Mapping[str, OpKind] = MappingProxyType(
     {facts.time[0]: kind for kind, facts in KINDS.items() if len(facts.time) == 1 and facts.makes == (kind,)}
 )
-"""The fields of `StageCosts` that are times of operations, each with the kind that takes this time alone."""
+"""Field of `StageCosts` -> kind of operation whose time is this field alone."""
 FORWARDS = frozenset(
     kind for kind, facts in KINDS.items() if facts.makes and not facts.is_per_iteration and not facts.adds_gradient
 )
-"""The computations that add nothing to a gradient, so that they can be run again, such as F and R."""
+"""The kinds of computations that add to no gradient, such as F and R, so that they can be run again."""
 COPIES = frozenset(kind for kind, facts in KINDS.items() if facts.link)
-"""The copies to and from the host, which take no time of the rank itself."""
+"""The kinds of copies to and from the host, which occupy the host link and not the rank."""
 RESTORING = COPIES | {OpKind.R}
-"""The operations that release or restore activations for a backward: a schedule without backwards has none."""
+"""The kinds of operations that release or restore activations for a backward."""
 BACKWARDS = frozenset(kind for kind, facts in KINDS.items() if OpKind.B in facts.makes)
-"""The operations that produce the gradient of a stage's input."""
+"""The kinds of operations that compute the gradient of a stage's input."""

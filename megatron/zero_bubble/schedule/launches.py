@@ -1,4 +1,4 @@
-"""The streams of NCCL's messages, and the launches of each rank's host on them."""
+"""Streams of NCCL messages, and the launches of each rank on them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from megatron.zero_bubble.schedule.pairs import times_in_pairs
 
 
 class Stream:
-    """The messages of a channel, or the collectives of all ranks; each rank starts its own end, in the same order."""
+    """The messages of a channel, or the collectives of all ranks: each rank starts its ends in the same order."""
 
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
         self.complete: list[float] = []
-        """When message 0, 1, ... was complete."""
+        """Message -> time at which it is complete, for all complete messages."""
         self.waiting: list[int] = []
         """The ranks that wait for the next message to be complete."""
         self._num_started: list[int] = []
+        """Message -> number of its ends that have started."""
         self._last_start: list[float] = []
+        """Message -> latest start of an end."""
 
     def start(self, index: int, start: float, time: float) -> bool:
-        """Note that one end of message `index` starts; return whether it was the last, so that the message now passes.
+        """Start one end of a message; return whether all ends have started, so that the message becomes complete.
 
-        A message takes `time` from when its last end has started.
+        Args:
+            index: number of the message on the stream.
+            start: time at which the end starts.
+            time: that the message takes after its last end has started.
         """
         if index == len(self._num_started):
             self._num_started.append(1)
@@ -46,7 +51,7 @@ class Streams:
 
     def __init__(self, num_ranks: int) -> None:
         self.validation = Stream(num_ranks)
-        """The reductions of the state of all gradients, which STEP starts and VALIDATE waits for."""
+        """The reductions of the state of all gradients, which STEP starts and for which VALIDATE waits."""
         self.collectives = Stream(num_ranks)
         """The collectives of vocabulary shards."""
         self._channels: dict[tuple[int, int], Stream] = {}
@@ -61,40 +66,40 @@ class End:
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
         self.sends = sends
-        """Whether its messages are sends or collectives, for which the rank waits at the end of a step."""
+        """Whether the messages are sends or collectives, for which the rank waits at the end of an iteration."""
         self.num_posted = 0
 
 
 class StreamLaunch(NamedTuple):
-    """The launch for the operations of one kind and chunk: a computation, or one end of a message."""
+    """The launch of the operations of one kind and chunk: a computation, or one end of a message."""
 
     time: float
-    """How long the computation or the message takes."""
+    """Time of the computation or of the message."""
     end: End | None
-    """The stream of the message, or for a computation the stream of its input message; None without one."""
+    """Stream end of the message, or of the input message of a computation; None for a computation without one."""
     computes: bool
-    """Whether it runs on the compute stream; otherwise it is one end of a message."""
+    """Whether the launch is a computation on the compute stream; otherwise it is one end of a message."""
     indices: dict[int, int]
-    """Microbatch -> the number, on its stream, of the message that brings a computation its input. It is there from
-    when that message is posted until the computation runs."""
+    """Microbatch -> number, on its stream, of the input message of the computation. An entry exists from the posting of
+    the message until the computation runs."""
 
 
 class Host:
-    """The launches of one rank's executor."""
+    """The launches of the executor of one rank."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts | None, rank: int, streams: Streams) -> None:
         self.schedule, self.rank, self.ops = schedule, rank, schedule.ops[rank]
         self._costs, self._streams = costs, streams
         self.reduction = End(streams.validation, sends=False)
-        """The rank's end of the reductions of the state of all gradients."""
+        """Stream end of this rank for the reductions of the state of all gradients."""
         self._ends: dict[Stream, End] = {}
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
-        """Kind and chunk of messages -> their numbers."""
+        """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
         self.time_of_reduction = collective_time(costs) if costs is not None else 0
         """Duration of the reduction that a STEP starts."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
-        """Return the launch for the operations of a kind and chunk."""
+        """Return the launch of the operations of a kind and chunk."""
         op = Op(kind, 0, chunk)
         if kind is OpKind.STEP:
             return StreamLaunch(0, None, True, {})
@@ -103,29 +108,29 @@ class Host:
             return StreamLaunch(0, self.reduction, True, before)
         if kind in COMMUNICATION:
             return StreamLaunch(self._message_time(op), self._end(op), False, self._numbers(op))
-        brings = self._input(op)
-        if brings is None:
+        input_message = self._input(op)
+        if input_message is None:
             return StreamLaunch(self._compute_time(op), None, True, {})
-        return StreamLaunch(self._compute_time(op), self._end(brings), True, self._numbers(brings))
+        return StreamLaunch(self._compute_time(op), self._end(input_message), True, self._numbers(input_message))
 
     def times_in_pairs(self) -> dict[Op, float]:
-        """The time of each operation that runs in a pair."""
+        """Operation in a pair -> its time; empty without costs."""
         if self._costs is None:
             return {}
         return times_in_pairs(self.schedule, self._costs, self.rank)
 
     def sending(self) -> list[End]:
-        """Return the stream ends with sends that the rank waits for at the end of a step."""
+        """Return the stream ends with sends or collectives for which the rank waits at the end of an iteration."""
         return [end for end in self._ends.values() if end.sends and end.num_posted]
 
     def posted_by(self, op: Op) -> End | None:
-        """The end of a stream on which `op` starts a message, if it does."""
+        """The stream end on which `op` starts a message; None if `op` starts no message."""
         if op.kind is OpKind.STEP:
             return self.reduction
         return self._end(op) if op.kind in COMMUNICATION else None
 
     def missing(self, op: Op) -> InvalidSchedule:
-        """The error of a computation whose input was not posted."""
+        """The error for a computation whose input message was not posted."""
         return self.schedule.invalid(f"rank {self.rank} lacks {self._input(op)} for {op}")
 
     def _numbers(self, message: Op) -> dict[int, int]:
@@ -149,7 +154,7 @@ class Host:
         return message_time(self.schedule.placement, self._costs, self.rank, message)
 
     def _input(self, op: Op) -> Op | None:
-        """The receive or collective that brings `op` its input."""
+        """The receive or collective that brings the input of `op`; None if the input is from the same rank."""
         receive = receive_before(self.schedule.placement, self.rank, op)
         return exchange_before(self.schedule, self.rank, op) if receive is None else receive
 

@@ -1,4 +1,4 @@
-"""Schedule -> Schedule with communication: the pass that adds sends, receives and collectives."""
+"""Lowering: the pass that adds sends, receives and collectives to a schedule."""
 
 from __future__ import annotations
 
@@ -23,32 +23,41 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.streams import HardwareQueues
 
 RECEIVE_AHEAD = 1
-"""How many computations before its consumer a receive is posted, unless told otherwise."""
+"""Default number of computations between the posting of a receive and its consumer."""
 _NEGLIGIBLE = 0.001
-"""The share of the makespan that messages may cost before the receives are tried at other places."""
+"""Largest increase of the makespan by messages, as a fraction, before receives are tried in other places."""
 
 
 @paused_collector()
 def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCosts | None = None) -> Schedule:
-    """The same schedule with the operations that move tensors between ranks, in an order that NCCL can run.
+    """Add sends, receives and collectives to a schedule, in an order that NCCL can run.
 
-    Every ordered pair of ranks (source, destination) is one channel, which carries activations and
-    gradients alike. A send stands right after the operation that makes the tensor. The receives of a
-    channel stand in exactly the order in which the source sends on it. A receive is only *posted* where it stands,
-    and the wait is at its consumer. Neighbouring stages on one rank exchange no message. Where the vocabulary is spread
-    over the ranks, all ranks take part in its collectives in one order (see `place_collectives`).
+    Every ordered pair of ranks (source, destination) is a channel for activations and gradients. A send comes right
+    after the operation that makes the tensor. The receives of a channel have the order of its sends. A receive only
+    posts the message; the consumer of the message waits for it. Neighbouring stages on one rank need no message. All
+    ranks run the collectives of vocabulary shards in the same order (see `place_collectives`).
 
-    A receive is posted `receive_ahead` computations before its consumer, and earlier only where the order of
-    its channel forces it. Where the schedule would stand still like that on a GPU with one hardware queue (see
-    `streams`), or lose time, places that never stand still are tried (see `_between_makers`), and the faster of
-    the two is taken. So the lowered schedule can always run, if the schedule itself can. Times are those of
-    `costs`; by default an operation takes 1 and a message 0.
+    A receive is posted `receive_ahead` computations before its consumer, or earlier if the order of its channel demands
+    it. If the ranks then deadlock or lose time on a GPU with one hardware queue (see `streams`), the receives are also
+    placed so that ranks cannot deadlock (see `_between_makers`), and the faster of both schedules is taken. A lowered
+    schedule never deadlocks unless the schedule itself does.
 
-    A receive whose message is sent after a VALIDATE is not posted before one: where the validation fails, only
-    messages that were sent before it come once more.
+    A receive is not posted before VALIDATE if its message is sent after a VALIDATE, because a failed validation repeats
+    only the messages that were sent before.
 
-    Lowering is idempotent: communication that is already there is dropped and placed anew. Raises `InvalidSchedule`
-    if a tensor has no consumer, or none makes it, and `Deadlock` if the schedule itself cannot run.
+    Lowering is idempotent: existing communication is removed first.
+
+    Args:
+        schedule: with or without communication.
+        receive_ahead: number of computations between a receive and its consumer.
+        costs: of the stages; by default an operation takes 1 and a message 0.
+
+    Returns:
+        The same schedule with communication.
+
+    Raises:
+        InvalidSchedule: a tensor has no consumer or no producer.
+        Deadlock: the ranks of the schedule itself deadlock.
     """
     if receive_ahead < 0:
         raise ScheduleError(f"receive_ahead must not be negative, got {receive_ahead}")
@@ -69,7 +78,7 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
 
 
 class _Message(NamedTuple):
-    """One tensor on its way."""
+    """One tensor that is sent from rank to rank."""
 
     send: Op
     maker: int
@@ -89,13 +98,13 @@ class _Channel(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a receive is posted."""
+    """The place of a receive in the order of its rank."""
 
     before: int
-    """The computation before which it stands."""
+    """Position of the computation before which the receive is posted."""
     turn: int
-    """The place in the serial order of the computation that makes the message before it on its channel. Messages that
-    stand before the same computation are posted in this order, in which they are needed."""
+    """Sort key of receives before the same computation, so that messages are posted in the order in which they are
+    needed: the place, in the serial order, of the maker of the previous message of the channel."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -131,12 +140,16 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
 
 
 class _Route(NamedTuple):
-    """Where the results of all operations of one kind and chunk go, with the operations for one microbatch."""
+    """The messages with the results of all operations of one kind and chunk."""
 
     destination: int
+    """Rank that receives the results."""
     send: Op
+    """The send of one microbatch."""
     receive: Op
+    """The receive of the same microbatch."""
     time: float
+    """Time of a message."""
 
 
 def _route(placement: Placement, costs: StageCosts, source: int, op: Op) -> _Route | None:
@@ -163,9 +176,9 @@ def _with_communication(
     places: Sequence[Sequence[_Place]],
     collectives: Sequence[PlacedCollective],
 ) -> Schedule:
-    """The schedule with its sends, each right after its maker, and with collectives and receives at these places."""
+    """Insert the sends, each right after its maker, and receives and collectives at the given places."""
     inserted: list[list[tuple[int, int, int, int, int, Op]]] = [[] for _ in schedule.ops]
-    """For every rank: the computation before which an operation stands, and its order among others that stand there."""
+    """Rank -> operations to insert: (position of the computation before which to insert, sort keys, operation)."""
     for (source, destination, messages), channel_places in zip(channels, places, strict=True):
         for number, (message, (before, turn)) in enumerate(zip(messages, channel_places, strict=True)):
             inserted[source].append((message.maker + 1, -2, 0, destination, number, message.send))
@@ -189,37 +202,37 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Return, for each message, where the serial order computes the message before it; -1 for the first."""
+    """Return, for each message, the place of the previous message's maker in the serial order; -1 for the first."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
 def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
-    """Place every receive `receive_ahead` computations before its consumer, but within the consumer's phase."""
+    """Place every receive `receive_ahead` computations before its consumer, within the phase of the consumer."""
     phases = order.phases[channel.destination]
     places: list[_Place] = []
     for message, turn in reversed(list(zip(channel.messages, _turns(channel, order), strict=True))):
-        before = max(phases.begins[phases.of(message.consumer)], message.consumer - receive_ahead)
+        before = max(phases.starts[phases.of(message.consumer)], message.consumer - receive_ahead)
         places.append(_Place(min(before, places[-1].before) if places else before, turn))
     return places[::-1]
 
 
 def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
-    """Place the receives of a channel so that no schedule stands still, however long its operations take.
+    """Place the receives of a channel so that ranks cannot deadlock, whatever times the operations take.
 
-    Run all computations one at a time, in `order`. Every receive is posted behind the maker of the
-    previous message of its channel, so that it holds up nothing on its own rank, and before the maker of
-    the next one, whose send waits for it. Then, by induction, whenever it is a computation's turn, all messages
-    that were made before are complete but for the last of each channel, and no launch before it waits.
+    Consider a run of all computations one at a time, in `order`. A receive is posted after the maker of the previous
+    message of its channel, so that it blocks no launch of its own rank. The receive is posted before the maker of the
+    next message, whose send waits for the receive. By induction, when a computation starts, all earlier messages are
+    complete except the last message of each channel, and no launch before the computation waits.
 
-    Within these bounds a receive is posted `receive_ahead` computations before its consumer, or later, if the previous
-    message is on its way until then, or earlier, if its own would come too late.
+    Within these bounds a receive is posted `receive_ahead` computations before its consumer; later if the previous
+    message is still in flight; earlier if its own message would otherwise arrive too late.
     """
     source, rank, messages = channel
     starts, ends = order.starts[rank], order.ends[rank]
     turns = _turns(channel, order)
     places: list[_Place] = []
     for k, message in reversed(list(enumerate(messages))):
-        first, undisturbed = order.phases[rank].begins[order.phases[source].of(message.maker)], 0
+        first, undisturbed = order.phases[rank].starts[order.phases[source].of(message.maker)], 0
         if k > 0:
             sent = order.ends[source][messages[k - 1].maker]
             undisturbed = max(order.num_before(rank, turns[k]), bisect_left(starts, sent + messages[k - 1].time))
@@ -235,7 +248,7 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
 
 
 def _time_with_one_queue(lowered: Schedule, costs: StageCosts) -> float:
-    """The makespan with one hardware queue; infinite if the schedule hangs with one queue."""
+    """The makespan with one hardware queue; infinity if the ranks deadlock."""
     try:
         return simulate(lowered, costs, hardware_queues=HardwareQueues.ONE).makespan
     except Deadlock:

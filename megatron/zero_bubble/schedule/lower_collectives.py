@@ -1,4 +1,4 @@
-"""Where each rank takes part in the collectives of vocabulary shards: in one order, and so that none stands still."""
+"""Lowering of the collectives of vocabulary shards: their order, and their places in the order of each rank."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ from megatron.zero_bubble.schedule.serial_order import SerialOrder
 
 
 class PlacedCollective(NamedTuple):
-    """A collective, and where the ranks take part in it."""
+    """A collective with its place in the order of every rank."""
 
     op: Op
     before: tuple[int, ...]
-    """For every rank, the computation before which the rank joins the collective."""
+    """Rank -> position of the computation before which the rank joins the collective."""
     turn: int
-    """The place in the serial order of the computation after which the collective before this one is complete."""
+    """Place, in the serial order, of the computation after which the previous collective is complete."""
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
-    """The collectives of a schedule in the order in which all ranks run them: the order of their last contributions in
-    `order`.
+    """Place the collectives of a schedule, in the same order on all ranks: the order of their last makers in `order`.
 
-    A rank takes part before the computation that it runs when the collective can begin, which is when the last maker
-    has ended and the collective before is complete. With one hardware queue a rank that takes part while the one
-    before is under way holds up its next computation until that is complete; where that takes longer than the
-    computation would keep the collective waiting, the rank takes part later.
+    A collective can start when its last maker has ended and the previous collective is complete. A rank joins a
+    collective before the computation that the rank runs when the collective can start. With one hardware queue, a rank
+    that joins while the previous collective is in flight delays its own next computation. If the delay of the
+    computation is longer than the delay of the collective by the computation, the rank joins after the computation.
 
-    No schedule stands still for its collectives, however long its operations take. Run all computations one at a time,
-    in `order`. Each collective is complete before the first of its users, and before a rank takes part in
-    the next one: its last rank takes part before any user of it or of a later collective, and no rank takes
-    part in the next one before that. So when a computation starts, its own inputs and the inputs of all earlier
-    launches are complete. All ranks take part on the same side of VALIDATE.
+    Collectives cannot cause a deadlock, whatever times the operations take. Consider a run of all computations one at a
+    time, in `order`. Every rank joins a collective before the first user of this or a later collective, and no rank
+    joins the next collective earlier. When a computation starts, its inputs, and the inputs of all launches before it,
+    are therefore complete. All ranks join a collective on the same side of VALIDATE.
 
-    Raises `InvalidSchedule` if an operation that contributes to a collective is missing.
+    Args:
+        schedule: without communication.
+        order: of all computations, one at a time.
+        costs: of the stages.
+
+    Raises:
+        InvalidSchedule: an operation that contributes to a collective is missing.
     """
     collectives = _collectives(schedule, order)
     time = collective_time(costs)
@@ -49,50 +53,52 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
     placed: list[PlacedCollective] = []
     previous, complete = -1, 0.0
     for collective, deadline in zip(collectives, deadlines, strict=True):
-        begin = max(collective.ready, complete)
+        start = max(collective.ready, complete)
         before = []
         for rank, numbers in enumerate(order.numbers):
             first = max(collective.earliest[rank], bisect_right(numbers, previous))
-            wanted = _best_place(order.starts[rank], order.ends[rank], begin, complete)
+            wanted = _best_place(order.starts[rank], order.ends[rank], start, complete)
             before.append(min(max(first, wanted), order.num_before(rank, deadline)))
         placed.append(PlacedCollective(collective.op, tuple(before), previous))
         behind = [(order.numbers[rank][k - 1], order.ends[rank][k - 1]) for rank, k in enumerate(before) if k]
         previous = max([previous, collective.last_maker, *(number for number, _ in behind)])
-        complete = max([begin, *(end for _, end in behind)]) + time
+        complete = max([start, *(end for _, end in behind)]) + time
     return placed
 
 
-def _best_place(starts: Sequence[float], ends: Sequence[float], begin: float, complete: float) -> int:
-    """The computation of a rank before which it takes part, if nothing but time matters.
+def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, complete: float) -> int:
+    """Position of the computation before which a rank best joins a collective, judged by times alone.
 
     Args:
-        begin: when the collective can begin.
-        complete: when the one before it is complete.
+        starts: of the computations of the rank.
+        ends: of the computations of the rank.
+        start: earliest start of the collective.
+        complete: time at which the previous collective is complete.
     """
-    running = bisect_right(ends, begin)
+    running = bisect_right(ends, start)
     undisturbed = bisect_left(starts, complete)
     if undisturbed <= running or running == len(starts):
         return running
-    holds_up, keeps_waiting = complete - starts[running], ends[running] - begin
-    return undisturbed if keeps_waiting <= holds_up else running
+    delay_of_rank, delay_of_collective = complete - starts[running], ends[running] - start
+    return undisturbed if delay_of_collective <= delay_of_rank else running
 
 
 class _Collective(NamedTuple):
-    """A collective, with the bounds on its place in the order of each rank."""
+    """A collective with bounds on its place in the order of each rank."""
 
     op: Op
     last_maker: int
-    """The place of its last maker in the serial order."""
+    """Place, in the serial order, of the last operation that contributes to the collective."""
     ready: float
-    """When the last maker ends."""
+    """End time of the last operation that contributes to the collective."""
     deadline: int
-    """The place in the serial order of the first computation that comes after the collective everywhere."""
+    """Place, in the serial order, of the first computation before which all ranks have to join the collective."""
     earliest: tuple[int, ...]
-    """For every rank, the first computation after the rank's last contribution to the collective."""
+    """Rank -> position after its last operation that contributes to the collective."""
 
 
 def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
-    """The collectives of all microbatches, in order."""
+    """The collectives of all microbatches, in the order of their last makers."""
     makers: dict[Op, list[tuple[int, int]]] = {
         Op(kind, microbatch): []
         for kind in collective_kinds(schedule)
@@ -101,7 +107,7 @@ def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
     users: dict[Op, list[tuple[int, int]]] = {collective: [] for collective in makers}
     for rank, ops in enumerate(schedule.ops if makers else ()):
         ends: dict[tuple[OpKind, int], list[tuple[OpKind, dict[Op, list[tuple[int, int]]]]]] = {}
-        """Kind and chunk -> the kinds of collectives that such operations use and make."""
+        """(kind, chunk) of operations -> (kind of collective, `makers` or `users`) for each collective of theirs."""
         for position, op in numbered(ops):
             kind, microbatch, chunk = op
             if (kind, chunk) not in ends:

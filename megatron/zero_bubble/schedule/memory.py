@@ -1,4 +1,4 @@
-"""The memory that the operations of a schedule hold: it follows from their order alone."""
+"""The activation memory of a schedule, which follows from the order of its operations alone."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ _ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
     for facts in KINDS.values()
     if facts.undoes_memory_of is not None
 }
-"""For a kind, the kinds that allocate a part of its memory in its place, where a schedule has them."""
+"""Kind of operation -> kinds of later operations that allocate a part of its memory instead, if a schedule has them."""
 
 
 def memory_held(
     schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[float] = ()
 ) -> Iterator[tuple[Op, float, float]]:
-    """Yield every compute operation of `rank` with the rank's memory during and after it.
+    """Yield (operation, memory during it, memory after it) for every compute operation of `rank`.
 
-    An operation allocates memory at its start, and releases memory at its end. The unit is that of the costs' memory.
-    `lengths` are as in `simulate`.
+    An operation allocates memory at its start, and releases memory at its end.
+
+    Args:
+        schedule: with the operations, lowered or not.
+        costs: of the stages; the result has their unit of memory.
+        rank: whose memory is computed.
+        lengths: microbatch -> factor of the costs, as in `simulate`.
     """
-    held: float = 0
+    memory: float = 0
     ops = tuple(schedule.compute_ops(rank))
     by_kind = costs.in_groups(schedule.groups).memory()
     for op, change in zip(ops, _changes(schedule, by_kind, rank, ops, lengths), strict=True):
-        yield op, held + change if change > 0 else held, held + change
-        held += change
+        yield op, memory + change if change > 0 else memory, memory + change
+        memory += change
 
 
 def _changes(
@@ -42,17 +47,17 @@ def _changes(
     ops: Sequence[Op],
     lengths: Sequence[float],
 ) -> Iterable[float]:
-    """The change of memory of these operations of `rank`; `by_kind` has that of every kind and stage."""
+    """The change of memory by each of the operations of `rank`, from the changes by kind and stage."""
     stages = schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
-    alone: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))
+    usual: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))
     if lengths:
-        alone = (change * lengths[op.microbatch] for change, op in zip(alone, ops, strict=True))
+        usual = (change * lengths[op.microbatch] for change, op in zip(usual, ops, strict=True))
     allocates_later = [
         (kind, later) for kind, kinds in _ALLOCATES_LATER.items() for later in kinds if later in schedule.kinds
     ]
     if not allocates_later:
-        return alone
+        return usual
     different = {
         (kind, microbatch, chunk): (changes[kind, chunk] - changes[later, chunk])
         * (lengths[microbatch] if lengths else 1)
@@ -60,34 +65,35 @@ def _changes(
         for other, microbatch, chunk in ops
         if other is later
     }
-    return map(different.get, ops, alone)
+    return map(different.get, ops, usual)
 
 
 class PeakMemory(NamedTuple):
-    """The most that a rank holds at once, and the first operation that needs it."""
+    """The peak memory of a rank, and the first operation that reaches it."""
 
     amount: float
+    """Peak memory, in the unit of the costs."""
     op: Op | None
-    """None on a rank without operations."""
+    """The first operation that reaches the peak; None on a rank without operations."""
 
 
 def peaks(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[PeakMemory, ...]:
-    """For every rank, the most that its operations hold at once, and the first operation that reaches it."""
+    """Rank -> its peak memory, and the first operation that reaches the peak."""
     return tuple(_peak(schedule, costs, rank, lengths) for rank in range(schedule.num_ranks))
 
 
 def _peak(schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[float]) -> PeakMemory:
-    held = [(op, during) for op, during, _ in memory_held(schedule, costs, rank, lengths)]
-    amount = max((during for _, during in held), default=0)
-    # Sums that should be equal differ in the last digits, so the first operation is found with a tolerance.
-    return PeakMemory(amount, next((op for op, during in held if during >= amount * (1 - 1e-9)), None))
+    memory = [(op, during) for op, during, _ in memory_held(schedule, costs, rank, lengths)]
+    amount = max((during for _, during in memory), default=0)
+    # Equal sums may differ by rounding errors, so the first operation is searched with a tolerance.
+    return PeakMemory(amount, next((op for op, during in memory if during >= amount * (1 - 1e-9)), None))
 
 
 def peak_memory(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[float, ...]:
-    """For every rank, the most that its operations hold at once."""
+    """Rank -> peak memory of its operations, in the unit of the costs."""
     by_kind = costs.in_groups(schedule.groups).memory()
     lanes = schedule.without_communication().ops
-    # An operation that releases memory needs no more while it runs than the memory in use before it.
+    # The sums after each operation are enough, because an operation that releases memory does not raise the peak.
     return tuple(
         max(accumulate(_changes(schedule, by_kind, rank, ops, lengths), initial=0)) for rank, ops in enumerate(lanes)
     )

@@ -1,4 +1,4 @@
-"""Costs of a model's units before it is cut into stages: the embedding, every layer, and the output."""
+"""Costs of the units of a model (the embedding, every layer, and the output), and of any stages made from them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Number of collectives around each operation on a vocabulary shard. A collective with at most one number a token
-counts half."""
+"""Field of an operation on a vocabulary shard -> number of collectives around the operation. A collective with at most
+one number a token counts half."""
 
 Partition = tuple[int, ...]
-"""Layers of every stage, in model order. The embedding is in the first stage, the output in the last."""
+"""Stage -> number of layers, in model order. The first stage also has the embedding, and the last stage the output."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class UnitCosts:
     time_r: float = 0
     memory_r: float = 0
     num_blocks: float = 0
-    """1 for a layer that can be recomputed alone."""
+    """Number of blocks that can be recomputed separately: 1 for a layer that can be, 0 for other units."""
     state: float = 0
-    """Memory of the unit's parameters, gradients and optimizer states, which is in use all the time."""
+    """Memory of the parameters, gradients and optimizer states of the unit."""
     all_to_all_f: float = 0
     all_to_all_b: float = 0
 
     @property
     def computing(self) -> UnitCosts:
-        """The costs without the exchanges of tokens between experts, as if all of them were hidden in pairs."""
+        """The costs without the time of token exchanges between experts, which pairs may hide completely."""
         return replace(
             self,
             time_f=self.time_f - self.all_to_all_f,
@@ -54,35 +54,35 @@ NOTHING = UnitCosts(0, 0, 0)
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Costs of a model's units in model order, from which those of any stages follow.
-
-    `output` has everything after the layers: the layers of multi-token prediction, the final norm, the output layer
-    and the loss. `time_comm` is the time of one message between two ranks. `time_exchange` is the time that sending a
-    message and receiving another one takes from a rank that computes meanwhile, and `time_collective` that of a
-    collective of all ranks with as much data; both are added to the operations that they belong to. `time_between` is
-    the time between two operations of a rank, and `spread` half the interquartile range of a duration over its median:
-    by both layouts are compared. With `ties_output` the output layer has the embedding's weight, of which there are two
-    copies. `shard` is set where both are spread over all ranks: it has the costs of `StageCosts` for the vocabulary
-    shard of each rank, and `shard_state` the memory of its states; `embedding` and `output` then cost nothing.
-    """
+    """Costs of the units of a model in model order, from which the costs of any stages are computed."""
 
     embedding: UnitCosts
     layers: tuple[UnitCosts, ...]
     output: UnitCosts
+    """Costs of everything after the layers: layers of multi-token prediction, final norm, output layer and loss."""
     time_comm: float = 0
+    """Time of one message between two ranks."""
     ties_output: bool = False
+    """Whether the output layer shares the weight of the embedding, of which there are two copies."""
     shard: Mapping[str, float] | None = None
+    """Field of `StageCosts` -> cost for the vocabulary shard of each rank; None without vocabulary shards. With shards
+    the costs of `embedding` and `output` are zeros."""
     shard_state: float = 0
+    """Memory of the parameters, gradients and optimizer states of a vocabulary shard."""
     time_exchange: float = 0
+    """Time by which sending one message and receiving another delays a rank that computes meanwhile."""
     time_collective: float = 0
+    """Time by which a collective of all ranks, with the data of one message, delays a rank that computes meanwhile."""
     time_between: float = 0
+    """Time between two operations of a rank."""
     spread: float = 0
+    """Half the interquartile range of a duration, divided by its median."""
 
     def vocabulary_parallel(self, num_ranks: int) -> ModelCosts:
-        """The costs of the same model with embedding and output layer in equal parts on all ranks.
+        """The costs of the same model with the embedding and the output layer in equal shards on all ranks.
 
-        An S computes the forward of its rows and their part of the input's gradient, a T the gradient of their weight.
-        With vocabulary shards, S keeps for T the memory that the output layer keeps for its backward.
+        S computes the forward of the output layer and its input gradient for the rows of a shard, and T computes their
+        weight gradient. The activations that the output layer keeps for its backward are kept from S to T.
         """
         embedding, output = self.embedding, self.output
         shard = {
@@ -112,9 +112,9 @@ class ModelCosts:
 
     @property
     def computing(self) -> ModelCosts:
-        """The costs without the exchanges of tokens between experts, as if all of them were hidden in pairs.
+        """The costs without the time of token exchanges between experts, which pairs may hide completely.
 
-        No plan of the model with pairs is faster than the bounds of these costs.
+        A lower bound without the time of exchanges is also a lower bound for plans with pairs.
         """
         return replace(self, layers=tuple(layer.computing for layer in self.layers), output=self.output.computing)
 
@@ -124,10 +124,12 @@ class ModelCosts:
         return sum(cost for name, cost in self.shard.items() if name in SHARD_TIMES) if self.shard else 0
 
     def check(self, partition: Partition, placement: Placement) -> None:
-        """Raise `ScheduleError` unless `partition` cuts the layers into the stages of `placement`.
+        """Check that a partition divides the layers of the model into the stages of a placement.
 
-        Only the stages of the embedding and of the output may be without a layer, unless these are spread over all
-        ranks.
+        Every stage needs a layer. Without vocabulary shards, the stages of the embedding and the output need none.
+
+        Raises:
+            ScheduleError: the partition does not fit.
         """
         if len(partition) != placement.num_stages:
             raise ScheduleError(
@@ -139,7 +141,11 @@ class ModelCosts:
             raise ScheduleError(f"a partition has a stage without a layer: {', '.join(map(str, partition))}")
 
     def of_stages(self, partition: Partition, placement: Placement) -> StageCosts:
-        """The costs of the stages that `partition` makes. Raises `ScheduleError` if it does not fit."""
+        """The costs of the stages of a partition.
+
+        Raises:
+            ScheduleError: the partition does not fit the model and the placement.
+        """
         self.check(partition, placement)
         stages = list(self._units(partition))
         per_stage = {
@@ -148,7 +154,7 @@ class ModelCosts:
             if field.name != "state"
         }
         for name in ("time_f", "time_b", "time_w"):
-            # A stage with the embedding alone computes next to nothing, but a cost must be above zero.
+            # The times of a stage without layers may be zero, but times of `StageCosts` have to be above zero.
             per_stage[name] = tuple(max(SMALLEST, time) for time in per_stage[name])
         ranks = [placement.rank_of(stage) for stage in range(placement.num_stages)]
         for name in ("time_f", "time_b"):
@@ -170,29 +176,39 @@ class ModelCosts:
         return tuple(self.shard_state + own for own in placement.sums(stages))
 
     def _units(self, partition: Sequence[int]) -> Iterator[list[UnitCosts]]:
-        """The units of every stage."""
+        """Yield the units of each stage."""
         ends = list(accumulate(partition, initial=0))
-        for stage, (begin, end) in enumerate(pairwise(ends)):
+        for stage, (start, end) in enumerate(pairwise(ends)):
             first, last = stage == 0, stage == len(partition) - 1
-            yield [*[self.embedding] * first, *self.layers[begin:end], *[self.output] * last]
+            yield [*[self.embedding] * first, *self.layers[start:end], *[self.output] * last]
 
 
 def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
-    """The same costs with this memory of the states of the embedding, of every layer and of the output, in order."""
+    """Replace the memory of states in the costs of the units of a model.
+
+    Args:
+        costs: of the units.
+        states: memory of the states of the embedding, every layer, and the output, in this order.
+    """
     units = (costs.embedding, *costs.layers, costs.output)
     embedding, *layers, output = (replace(unit, state=state) for unit, state in zip(units, states, strict=True))
     return replace(costs, embedding=embedding, layers=tuple(layers), output=output)
 
 
 def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
-    """Layers of each stage, as even as possible.
+    """Spread layers over stages as evenly as possible.
 
-    The stages at the ends have other work: the last stage, with the loss, is the first to get fewer layers, next is
-    the first stage, with the embedding, then the others from the end.
+    Stages that get one layer fewer are chosen in this order: the last stage, which has the loss; the first stage, which
+    has the embedding; then the other stages from the end.
 
     Args:
-        embedding: whether the embedding takes the place of one of the first stage's layers.
-        loss: whether the loss takes the place of one of the last stage's layers.
+        num_layers: layers of the model.
+        num_stages: stages of the pipeline.
+        embedding: whether the embedding takes the place of one layer of the first stage.
+        loss: whether the loss takes the place of one layer of the last stage.
+
+    Returns:
+        Number of layers of each stage.
 
     Raises:
         ScheduleError: there are fewer layers than stages.

@@ -1,9 +1,9 @@
 """Pairs: an F and the `&B` right after it, which a rank runs as one operation.
 
-The layers of the forward of one microbatch and of the backward of another run in turn, so that each computes while the
-other exchanges tokens between experts (megatron-core's combined 1F1B). Both start when the inputs of both are there,
-and the results of both are there when the pair ends. In a timeline the backward has the time of the pair, and the
-forward, which only waits for its input, has none.
+In a pair, layers of the forward of one microbatch and of the backward of another microbatch alternate, so that one
+computes while the other exchanges tokens between experts (megatron-core's combined 1F1B). A pair starts when the inputs
+of both operations are ready, and both results are ready when it ends. In a timeline the backward has the time of the
+pair, and the forward takes no time.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 PAIRED = frozenset(kind for kind, facts in KINDS.items() if facts.pairs_with is not None)
-"""The kinds of operations that run as one with the operation right before them."""
+"""The kinds of operations that run as one operation with the forward right before them."""
 
 
 def pairs(ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
-    """The forward and the backward of each pair, in order."""
+    """The (forward, backward) of each pair of a rank, in order."""
     return ((before, op) for before, op in pairwise(ops) if op.kind in PAIRED)
 
 
 def computations(ops: Sequence[Op]) -> Iterable[tuple[Op, ...]]:
-    """The operations of a rank, lowered or not, with those of a pair taken together."""
+    """The operations of a rank in order: (forward, backward) for a pair, (operation,) otherwise."""
     if not any(op.kind in PAIRED for op in ops):
         return zip(ops, strict=True)
     first = {position - 1 for position, op in enumerate(ops) if op.kind in PAIRED}
@@ -37,7 +37,7 @@ def computations(ops: Sequence[Op]) -> Iterable[tuple[Op, ...]]:
 
 
 def numbered(ops: Sequence[Op]) -> Iterator[tuple[int, Op]]:
-    """The operations of a rank with the places of their computations; both of a pair have the same."""
+    """Yield (position, operation) of a rank, where both operations of a pair have the same position."""
     return ((place, op) for place, together in enumerate(computations(ops)) for op in together)
 
 
@@ -49,7 +49,13 @@ def forwards_in_pairs(schedule: Schedule, rank: int) -> frozenset[Op]:
 
 
 def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op, float]:
-    """The time of each operation of `rank` in a pair: the backward has the time of the whole pair, the forward none."""
+    """Operation of a pair on `rank` -> its time: the time of the whole pair for the backward, 0 for the forward.
+
+    Args:
+        schedule: whose pairs are timed.
+        costs: of the stages.
+        rank: of the operations.
+    """
     times: dict[Op, float] = {}
     if schedule.kinds.isdisjoint(PAIRED):
         return times
@@ -61,7 +67,7 @@ def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op,
 
 
 def check_pairs(schedule: Schedule, rank: int) -> None:
-    """Raise `InvalidSchedule` if an operation that runs in a pair does not stand right after a forward."""
+    """Raise `InvalidSchedule` if the backward of a pair is not right after a forward."""
     if schedule.kinds.isdisjoint(PAIRED):
         return
     before: Op | None = None
@@ -72,10 +78,11 @@ def check_pairs(schedule: Schedule, rank: int) -> None:
 
 
 def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
-    """The schedule with the chosen backwards, each of which stands right after a forward, in pairs.
+    """Join backwards with the forwards right before them to pairs.
 
     Args:
-        chosen: for every rank, operations B and BW.
+        schedule: without communication.
+        chosen: rank -> the B and BW to join.
     """
     assert not schedule.is_lowered
     kinds = {OpKind.B: OpKind.PB, OpKind.BW: OpKind.PBW}
@@ -87,14 +94,14 @@ def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
 
 
 def apart(schedule: Schedule) -> Schedule:
-    """The same order without communication and without pairs: each forward and backward is an operation of its own."""
+    """The same order without communication and pairs: each forward and each backward is a separate operation."""
     return _separated(schedule, [{backward for _, backward in pairs(lane)} for lane in _lanes(schedule)])
 
 
 def half_apart(schedule: Schedule) -> Schedule:
-    """The same order without communication, in which every second pair of the same chunks is two operations.
+    """Divide every second pair of the same chunks of a schedule, and remove communication.
 
-    A step of it measures forwards and backwards of every chunk alone, and pairs.
+    A training step with the result measures both pairs and single forwards and backwards of every chunk.
     """
     separated: list[set[Op]] = [set() for _ in schedule.ops]
     for lane, here in zip(_lanes(schedule), separated, strict=True):
@@ -118,7 +125,7 @@ def _lanes(schedule: Schedule) -> list[tuple[Op, ...]]:
 
 
 def _separated(schedule: Schedule, chosen: Sequence[Set[Op]]) -> Schedule:
-    """The same order without communication, with these backwards, rank by rank, out of their pairs."""
+    """The same order without communication, in which the pairs of the chosen backwards are divided."""
     kinds = {OpKind.PB: OpKind.B, OpKind.PBW: OpKind.BW}
     ops = tuple(
         tuple(op._replace(kind=kinds[op.kind]) if op in here else op for op in lane)

@@ -1,4 +1,4 @@
-"""Which microbatches are recomputed, and the pass that gives each of them its R."""
+"""Recomputation: which microbatches have an R, and the passes that insert and remove R."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
 
 
 class Recompute(str, Enum):
-    """Recomputation in schedules: F drops the activations of every microbatch that has an R."""
+    """The microbatches of a schedule that have an R. F drops the activations of a microbatch that has an R."""
 
     NONE = "none"
-    """Nothing: every F keeps its activations."""
+    """No microbatch has an R: every F keeps its activations."""
     FULL = "full"
-    """Every microbatch, except where its backward follows its F at once."""
+    """Every microbatch has an R, unless its backward follows its F at once."""
     PLANNED = "planned"
-    """Only the microbatches for which the memory limit leaves no room."""
+    """The planner chooses the microbatches that have an R, within the memory limit."""
 
     __str__ = str.__str__
 
 
 def recomputes_blocks(settings: Any) -> bool:
-    """Tell whether a model recomputes blocks of layers, in full, that can be split off its backward as R.
+    """Whether a model recomputes whole blocks of layers, so that R can be separated from the backward.
 
-    With fp8 and fp4 only Transformer Engine's own backward can recompute.
+    With fp8 and fp4, Transformer Engine recomputes inside of its backward, and R cannot be separated.
 
     Args:
-        settings: a job's flags, or megatron-core's config, which has no `fp4` in older versions.
+        settings: flags of a job, or megatron-core's config, which has no `fp4` in older versions.
     """
     return settings.recompute_granularity == "full" and not settings.fp8 and not getattr(settings, "fp4", None)
 
 
 def with_recomputation(schedule: Schedule) -> Schedule:
-    """The same schedule, without communication, with an R right before every backward.
+    """Insert an R right before every backward of a schedule, and remove communication.
 
-    R needs nothing from the next stage, so that it runs while the gradient is still on its way. It takes no more memory
-    than a recomputation within the backward, because its rank runs nothing in between. A microbatch whose backward
-    follows its F at once keeps its activations, which costs no more memory than R would and saves its time.
+    R does not need the gradient from the next stage, and runs while the gradient is in flight. R needs no more memory
+    than a recomputation inside of the backward, because no operation runs between R and the backward. A microbatch
+    whose backward follows its F at once gets no R, which saves time and needs no more memory.
     """
     schedule = without_recomputation(schedule)
     return replace(schedule, ops=tuple(tuple(_with_recomputation(ops)) for ops in schedule.ops))
 
 
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
-    """The same schedule, without communication, with recomputations that measure the costs of R on every stage.
+    """Insert R like `with_recomputation`, with at least one R on every stage, so that a run measures the costs of R.
 
-    Like `with_recomputation`; a stage without any R then has one for its first microbatch. Whatever else R is placed
-    for takes at least this memory, so that a run can measure what it may not be able to keep.
+    A stage without an R gets one for its first microbatch. A run with this schedule needs the least memory of all
+    schedules with the same order, so that activations can be measured that would not fit in memory together.
     """
     groups, schedule = schedule.groups, with_recomputation(schedule)
     ranks = [list(ops) for ops in schedule.ops]
@@ -63,14 +63,14 @@ def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
 
 
 def without_recomputation(schedule: Schedule) -> Schedule:
-    """The same schedule, without communication, R and groups: every F keeps its activations."""
+    """The same schedule without communication, R and groups: every F keeps its activations."""
     ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
     kept = tuple(tuple(op for op in ops if op.kind is not OpKind.R) for ops in ranks)
     return replace(schedule, ops=kept, groups=())
 
 
 def num_recomputed(schedule: Schedule) -> int:
-    """How many R the ranks of a schedule run together."""
+    """The number of R on all ranks of a schedule."""
     return sum(op.kind is OpKind.R for ops in schedule.ops for op in ops)
 
 

@@ -1,4 +1,4 @@
-"""An order in which the computations of all ranks could run one at a time: lowering places communication by it."""
+"""The serial order of a schedule: all computations of all ranks, one at a time; lowering places communication by it."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
 def unit_costs(num_stages: int) -> StageCosts:
-    """Costs by which every operation takes 1 and a message 0; only L, STEP and VALIDATE take no time."""
+    """Costs with which every operation takes 1, and messages, L, STEP and VALIDATE take no time."""
     times = (name for name in VOCABULARY_COSTS if name.startswith("time"))
     return replace(StageCosts.uniform(num_stages), **dict.fromkeys(times, (1,) * num_stages))
 
 
 class Phases:
-    """The parts into which VALIDATE divides the operations of a rank; without VALIDATE there is one."""
+    """The parts into which VALIDATE divides the operations of a rank; a rank without VALIDATE has one part."""
 
     def __init__(self, ops: Sequence[Op]) -> None:
-        self.begins = [0] + [position + 1 for position, op in enumerate(ops) if op.kind is OpKind.VALIDATE]
+        self.starts = [0] + [position + 1 for position, op in enumerate(ops) if op.kind is OpKind.VALIDATE]
 
     def of(self, position: int) -> int:
-        return bisect_right(self.begins, position) - 1
+        return bisect_right(self.starts, position) - 1
 
 
 class SerialOrder:
     """The computations of all ranks in an order that respects their dependencies.
 
-    They are ordered by phase, then by their end in a timeline, then by rank. Operations that take no time come after
-    all others that end at the same moment, in an order in which they could run. A pair is one computation. `starts` and
-    `ends` are the timeline's times, shifted so that every phase begins after the previous one has ended on all ranks.
+    Computations are sorted by phase, then by their end in a timeline, then by rank. Operations that take no time come
+    after all other operations with the same end, in the order of their dependencies. A pair is one computation.
+    `starts` and `ends` are the times of the timeline, shifted so that every phase starts after the previous phase has
+    ended on all ranks.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -48,34 +49,34 @@ class SerialOrder:
         end = max((lane[-1].end for lane in timeline.computations if lane), default=0)
         for lane, here in zip(timeline.computations, self.phases, strict=True):
             starts, ends = [timed.start for timed in lane], [timed.end for timed in lane]
-            if len(here.begins) > 1:
+            if len(here.starts) > 1:
                 shifts: list[float] = []
-                for number, (begin, next_begin) in enumerate(pairwise((*here.begins, len(lane) + 1))):
-                    # The last operation of a phase is VALIDATE, which comes after those of all ranks.
+                for number, (begin, next_begin) in enumerate(pairwise((*here.starts, len(lane) + 1))):
+                    # The last operation of a phase is VALIDATE, which comes after all other operations of the phase.
                     shifts += [3 * number * end] * (next_begin - 1 - begin) + [(3 * number + 2) * end]
                 starts, ends = (list(map(add, times, shifts)) for times in (starts, ends))
             self.starts.append(starts)
             self.ends.append(ends)
         self.numbers = self._numbered(timeline)
-        """For every rank, the place of each of its computations in the order."""
-        begins = zip_longest(*(here.begins[1:] for here in self.phases))
+        """Rank -> position of a computation in its lane -> place of the computation in the order."""
+        begins = zip_longest(*(here.starts[1:] for here in self.phases))
         self.first_of_phase = [
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """For every phase but the first, the place of the first VALIDATE that begins it."""
+        """Phase, from the second on -> place in the order of the first VALIDATE before the phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
         stops = [timed.end for lane in timeline.computations for timed in lane]
         firsts = [*accumulate(map(len, timeline.computations), initial=0)]
-        """Rank -> which of all computations is its first one."""
+        """Rank -> number of its first computation, when computations are numbered rank after rank."""
         turns = {
             first + position: self._turn(rank, position)
             for rank, (first, lane) in enumerate(zip(firsts, timeline.computations, strict=False))
             for position, (_, start, stop) in enumerate(lane)
             if not stop > start
         }
-        # Sorting is stable, so the most important key is sorted by last.
+        # Sorting is stable, so the last sort is by the most important key.
         order = [k for k in range(len(stops)) if k not in turns] + sorted(turns, key=turns.__getitem__)
         order.sort(key=stops.__getitem__)
         if OpKind.VALIDATE in timeline.schedule.kinds:
@@ -91,9 +92,9 @@ class SerialOrder:
         return [numbers[first:end] for first, end in pairwise(firsts)]
 
     def _turn(self, rank: int, position: int) -> tuple[float, bool]:
-        """The order of operations that take no time and end at the same moment.
+        """Sort key of operations that take no time and end at the same time: their end in unit times.
 
-        One that waits for another comes later in unit times.
+        In unit times, an operation that waits for another one ends later.
         """
         unit = self._in_unit_times[rank][position]
         return unit.end, unit.start == unit.end
@@ -103,5 +104,5 @@ class SerialOrder:
         return simulate(self._schedule, unit_costs(self._schedule.num_stages)).computations
 
     def num_before(self, rank: int, number: int) -> int:
-        """How many computations of `rank` come before place `number`."""
+        """The number of computations of `rank` before the place `number` of the order."""
         return bisect_left(self.numbers[rank], number)

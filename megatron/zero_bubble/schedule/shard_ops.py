@@ -1,9 +1,9 @@
-"""The pass that spreads embedding and output layer over all ranks, and adds the operations on vocabulary shards.
+"""The pass that inserts the operations on vocabulary shards into a schedule.
 
-Every rank holds the same number of rows of both weights ("Balancing Pipeline Parallelism with Vocabulary
-Parallelism", arXiv 2411.05288, algorithm 2). The last stage's backward then waits until all ranks have run S, so that
-all backwards come later: a delay of the time that one microbatch takes of a rank holds one microbatch more in flight,
-and leaves the rhythm of the schedule as it is.
+The embedding and the output layer are spread over all ranks, and every rank has the same number of rows of both weights
+("Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, algorithm 2). The backward of the last
+stage waits for S of all ranks, so that all backwards are delayed. If the delay is the time of one microbatch on a rank,
+one more microbatch is in flight, and the steady state of the schedule does not change.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 LEAD = 2
-"""How many microbatches before its use an embedding is looked up, so that no rank waits for it."""
+"""Number of microbatches by which the lookup of an embedding precedes its use, so that no rank waits for it."""
 
 
 def interval(schedule: Schedule, costs: StageCosts) -> float:
-    """The work of one microbatch on the busiest rank."""
+    """The time of all operations of one microbatch on the busiest rank."""
     return max(schedule.placement.sums([costs.work(stage) for stage in range(schedule.num_stages)]))
 
 
 def shortest_delay(costs: StageCosts) -> float:
-    """The time between the last stage's F and its B that no order avoids: two collectives, and S between them."""
+    """The least time between F and B of the last stage: the time of two collectives and of the slowest S."""
     return 2 * collective_time(costs) + max(costs.time_s)
 
 
 def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequence[float]) -> list[Schedule]:
-    """The same schedule, without communication, with E, S, L, T and EW, once for each delay of all backwards and W's.
+    """Insert E, S, L, T and EW into a schedule, and remove communication; one result for each delay.
 
-    Forwards keep their times, of a simulation in which W takes the time of the shards' operations as well. S runs as
-    soon as the output of the last stage is there, E some microbatches before F needs it, and T and EW with the W of
-    their microbatch. Operations are put in the order of those times.
-
-    Pairs become two operations each: between them stand operations on shards.
+    The operations of a rank are sorted by planned start times. The planned starts of forwards are those of a simulation
+    in which W also takes the time of the operations on shards. Backwards and W start later by the delay. S starts when
+    the output of the last stage arrives, E some microbatches before its F, and T and EW together with the W of their
+    microbatch. Pairs are divided, because operations on shards may come between their forward and backward.
 
     Args:
-        given_delays: delays of at least `shortest_delay(costs)`; with a shorter one the ranks may wait for each other
-            for ever.
+        schedule: to insert operations into.
+        costs: of the stages, with vocabulary shards.
+        given_delays: of all backwards and W. With a delay below `shortest_delay(costs)` the ranks may deadlock.
     """
     schedule = apart(without_vocabulary(schedule))
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
@@ -52,16 +52,18 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
 
 
 def delays(schedule: Schedule, costs: StageCosts) -> list[float]:
-    """The delays of all backwards that are worth trying, from the shortest to the longest."""
+    """The delays of all backwards to try, from the shortest to the longest."""
     step, shortest = interval(schedule, costs), shortest_delay(costs)
     return sorted({max(shortest, delay) for delay in (shortest, step / 2, step, step + shortest, 1.5 * step)})
 
 
 def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[float] | None) -> Schedule:
-    """The same schedule with operations on vocabulary shards, and the delay with which it is shortest.
+    """Insert operations on vocabulary shards into a schedule, with the delay that makes it fastest.
 
     Args:
-        limits: memory limit of every rank; of the delays only those count that keep within it, if any does.
+        schedule: to insert operations into.
+        costs: of the stages, with vocabulary shards.
+        limits: memory limit of every rank. A delay that exceeds a limit is taken only if all delays do.
     """
     timelines = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays(schedule, costs))]
 
@@ -86,11 +88,11 @@ def without_vocabulary(schedule: Schedule) -> Schedule:
 
 
 _Timed = tuple[float, int, int, Op]
-"""Sort key of operations: the planned start, then an order for operations that start at the same time."""
+"""(planned start, order of operations with the same start, microbatch, operation)."""
 
 
 class _Times:
-    """When every operation is to start."""
+    """The planned start times of all operations."""
 
     def __init__(self, timeline: Timeline, costs: StageCosts, delay: float) -> None:
         self.schedule, self.costs = timeline.schedule, costs
@@ -98,29 +100,29 @@ class _Times:
             {timed.op: timed.start + delay * (timed.op.kind is not OpKind.F) for timed in lane}
             for lane in timeline.lanes
         ]
-        """Rank -> when each of its operations in its stages starts."""
+        """Rank -> {operation: planned start}, without operations on shards."""
         placement, microbatches = self.schedule.placement, range(self.schedule.num_microbatches)
         last_stage, first_rank = placement.num_stages - 1, placement.rank_of(0)
         self._last_rank, last_chunk = placement.rank_of(last_stage), placement.chunk_of(last_stage)
         forwards, last_forwards = self._starts[first_rank], self._starts[self._last_rank]
         self._embedded = [forwards[Op(OpKind.F, microbatch)] for microbatch in microbatches]
-        """Microbatch -> when the first stage uses its embedding."""
+        """Microbatch -> planned start of the F of the first stage, which needs the embedding."""
         self._output = [
             last_forwards[Op(OpKind.F, microbatch, last_chunk)] + costs.time_f[last_stage]
             for microbatch in microbatches
         ]
-        """Microbatch -> when the output of the last stage is there."""
+        """Microbatch -> planned end of the F of the last stage."""
         self._gradient = [start + costs.time_b[0] + costs.time_w[0] for start in self._starts_of(first_rank, OpKind.B)]
-        """Microbatch -> when the gradient of its embedding is there."""
+        """Microbatch -> planned time at which the gradient of the embedding is ready."""
 
     def of_rank(self, rank: int) -> Iterator[_Timed]:
-        """All operations of `rank`; of those with equal times the one comes first that another rank waits for."""
+        """Yield all operations of `rank`; among equal starts, an operation for which other ranks wait sorts first."""
         order = [OpKind.E, OpKind.S, OpKind.L, *(kind for kind in KINDS if kind not in VOCABULARY), OpKind.T, OpKind.EW]
         starts = {**self._starts[rank], **self._of_shard(rank)}
         return ((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())
 
     def _of_shard(self, rank: int) -> dict[Op, float]:
-        """When each operation on the shard of `rank` is to start."""
+        """Operation on the shard of `rank` -> its planned start."""
         message, until_loss = collective_time(self.costs), shortest_delay(self.costs)
         lead = LEAD * interval(self.schedule, self.costs)
         starts: dict[Op, float] = {}
@@ -136,7 +138,7 @@ class _Times:
         return starts
 
     def _starts_of(self, rank: int, result: OpKind) -> list[float]:
-        """Microbatch -> when chunk 0 of `rank` makes `result`, B or W."""
+        """Microbatch -> planned start of the operation of chunk 0 of `rank` that makes `result`, B or W."""
         starts = self._starts[rank]
         kinds = (result, *(kind for kind in BACKWARDS if result in KINDS[kind].makes))
         return [

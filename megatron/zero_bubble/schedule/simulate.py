@@ -1,4 +1,4 @@
-"""Simulates schedules: (Schedule, StageCosts) -> Timeline, the start and end of every operation."""
+"""Simulation of schedules: (Schedule, StageCosts) -> Timeline with the start and end of every operation."""
 
 from __future__ import annotations
 
@@ -29,23 +29,31 @@ def simulate(
     hardware_queues: HardwareQueues | None = None,
     lengths: Sequence[float] = (),
 ) -> Timeline:
-    """Run the compute operations of `schedule`, lowered or not, with the times of `costs`.
+    """Simulate the compute operations of a schedule with given costs.
 
-    Every rank runs its operations in order, each as soon as the rank is free and its inputs are there.
-    A tensor that crosses ranks takes `costs.time_comm` of its edge. If communication overlaps, both ranks go on
-    computing meanwhile. If it does not, it occupies both: the sender for that time right after the
-    operation that made the tensor, the receiver for that time right before the one that uses it. The state
-    that VALIDATE waits for takes as long as the slowest message, and occupies nobody. Copies to and from the host
-    occupy the host link of their rank and nobody else (see `LinkTimes`).
+    Every rank runs its operations in order, each as soon as the rank is free and the inputs of the operation have
+    arrived. A message between ranks takes `costs.time_comm`. The state of all gradients, which VALIDATE needs, takes as
+    long as the slowest message, and occupies no rank. Copies to and from the host occupy only the host link of their
+    rank (see `LinkTimes`). The simulation computes only sums and maxima, so that integers and fractions give exact
+    results.
 
-    With `hardware_queues` a lowered schedule runs on NCCL's streams: a message also waits for its receive to be posted
-    and for the one before it on its channel, and with one queue a computation for all earlier launches.
+    Args:
+        schedule: lowered or not.
+        costs: of the stages.
+        overlap_communication: whether ranks compute while messages are in flight. Otherwise a message occupies the
+            sender right after the operation that makes the tensor, and the receiver right before its consumer.
+        hardware_queues: simulates a lowered schedule on NCCL's streams. A message then also waits until its receive is
+            posted and the previous message of its channel is complete. With one hardware queue a computation also waits
+            for all earlier launches. By default streams are not simulated.
+        lengths: microbatch -> factor of the times and the memory of `costs`; by default 1.
 
-    With `lengths` the operations of microbatch k take `lengths[k]` times the time and the memory of `costs`.
+    Returns:
+        The timeline, in the units of the costs.
 
-    Nothing but sums and maxima of the given numbers is computed, so that integers and fractions give
-    exact results. Raises `ScheduleError` if the costs are for another number of stages, `InvalidSchedule` if a
-    schedule that is to run on streams lacks a message, and `Deadlock`.
+    Raises:
+        ScheduleError: the costs are for another number of stages, or `lengths` do not fit the schedule.
+        InvalidSchedule: a schedule on streams lacks a message.
+        Deadlock: some ranks wait for each other for ever.
     """
     if costs.num_stages != schedule.num_stages:
         raise ScheduleError(
@@ -53,7 +61,7 @@ def simulate(
         )
     if hardware_queues is not None:
         assert overlap_communication, "on streams messages overlap with computations"
-        assert not lengths, "on streams microbatches are alike"
+        assert not lengths, "on streams all microbatches have the same length"
         replay = StreamReplay(schedule, costs.in_groups(schedule.groups))
         lanes_on_streams = replay.run(hardware_queues)
         return Timeline(schedule.without_communication(), costs, True, lanes_on_streams, hardware_queues, replay.copies)
@@ -72,40 +80,44 @@ def _check_lengths(schedule: Schedule, lengths: Sequence[float]) -> None:
             f"schedule {schedule.name} has {schedule.num_microbatches} microbatches, but {len(lengths)} have a length"
         )
     if schedule.offloads or not schedule.kinds.isdisjoint(PAIRED):
-        what = "offload" if schedule.offloads else "pairs of a forward and a backward"
-        raise ScheduleError(f"schedule {schedule.name}: {what} and lengths of microbatches are not simulated together")
+        option = "offload" if schedule.offloads else "pairs of a forward and a backward"
+        raise ScheduleError(
+            f"schedule {schedule.name}: {option} and lengths of microbatches are not simulated together"
+        )
 
 
 class _Wait(NamedTuple):
     """A result that all operations of one kind in one stage need."""
 
     slot: int
-    """Where the end of microbatch 0's result is noted, less the `num_before` of the need."""
+    """Index of the end of the result for microbatch 0, less `num_before`."""
     num_before: int
+    """`Need.num_before`."""
     is_optional: bool
+    """`Need.is_optional`."""
     transit: float | None
-    """How long the result is on its way from another rank; None if the rank makes it itself."""
+    """Time from the end of the result on another rank to its arrival; None if the same rank makes the result."""
     occupies: bool
-    """Whether its message occupies the receiver."""
+    """Whether the message with the result occupies the receiver."""
 
 
 class _Step(NamedTuple):
-    """Facts common to all operations of one kind in one stage."""
+    """Properties of all operations of one kind in one stage."""
 
     time: float
+    """Time of the operation."""
     plain_waits: tuple[tuple[int, float | None], ...]
-    """The slot and transit of every wait, where all are for results of the same microbatch that no rank lacks, and
-    occupy nobody."""
+    """(slot, transit) of every wait; empty if a wait is optional, occupies a rank, or is for another microbatch."""
     waits: tuple[_Wait, ...]
-    """The waits, where any is not as plain as that."""
+    """The waits, if `plain_waits` cannot represent them; else empty."""
     slots: tuple[int, ...]
-    """Index at which the ends of microbatch 0's results are stored."""
+    """Indices of the ends of the operation's results for microbatch 0."""
     sending: float
-    """How long the message with the result occupies the sender."""
+    """Time for which the message with the result occupies the sender."""
 
 
 class _Lane:
-    """When the operations that a rank has run so far started and ended."""
+    """Start and end times of the operations that a rank has run so far."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
@@ -113,10 +125,10 @@ class _Lane:
 
 
 class _Simulation:
-    """Runs every rank's operations as far as it can, in turn, until all are done.
+    """A simulation that runs each rank until it waits for a result, and runs it again when the result is known.
 
-    A planner simulates many schedules, so whatever is the same for all microbatches is computed once, and the ends of
-    the results are in one flat list.
+    Planners simulate many schedules. For speed, values that are the same for all microbatches are computed once, and
+    the ends of all results are in one flat list.
     """
 
     def __init__(
@@ -139,14 +151,14 @@ class _Simulation:
 
     @property
     def copies(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """The copies on the host link of every rank."""
+        """Rank -> copies on its host link, with their times."""
         return tuple(tuple(link.copies) for link in self._links)
 
     def _slot(self, result: OpKind, stage: int) -> int:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """For every slot, 1 where the schedule has an operation that makes an optional result alone."""
+        """Slot -> 1 if the schedule has an operation that makes this optional result alone, else 0."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):
@@ -176,7 +188,7 @@ class _Simulation:
         return _Step(self._times[kind][stage], plain, tuple(waits), slots, sending)
 
     def run(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """Return the timed operations of every rank. Raises `Deadlock`."""
+        """Run all ranks and return: rank -> operations with their times. Raises `Deadlock` if ranks deadlock."""
         schedule = self._schedule
         lanes = [_Lane() for _ in schedule.ops]
         free: list[float] = [0] * schedule.num_ranks
@@ -191,7 +203,7 @@ class _Simulation:
         return tuple(timed_ops(ops, lane.starts, lane.ends) for ops, lane in zip(schedule.ops, lanes, strict=True))
 
     def _explain(self, blocked: dict[int, list[int]], lanes: Sequence[_Lane]) -> str:
-        """One line with the ranks that wait for each other."""
+        """The message of a deadlock: one line with the ranks that wait for each other."""
         schedule, results = self._schedule, list(self._rows)
         waits_for: dict[int, tuple[OpKind, int, int]] = {}
         for slot, ranks in blocked.items():
@@ -215,7 +227,7 @@ class _Simulation:
         blocked: dict[int, list[int]],
         runnable: deque[int],
     ) -> float:
-        """Run the operations of `rank` until one lacks a result; return when the rank is free then."""
+        """Run operations of `rank` until one lacks a result; return the time from which the rank is free."""
         ends, is_made, ops, in_pairs = self._ends, self._is_made, self._schedule.ops[rank], self._pairs[rank]
         link, lengths = self._links[rank] if self._links else None, self._lengths
         for position in range(len(lane.ends), len(ops)):
@@ -271,7 +283,7 @@ class _Simulation:
         blocked: dict[int, list[int]],
         runnable: deque[int],
     ) -> float:
-        """Run an operation of a pair, whose two results are ready when the backward ends; return the rank's time."""
+        """Run one operation of a pair, whose results are ready when the backward ends; return when the rank is free."""
         op = self._schedule.ops[rank][position]
         end = start + self._pairs[rank][op]
         lane.starts.append(start)

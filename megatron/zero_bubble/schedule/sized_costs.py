@@ -10,22 +10,21 @@ from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 
 
 class MicrobatchSize(NamedTuple):
-    """Size of a microbatch."""
+    """Size of a microbatch, on which the costs of its operations depend."""
 
     tokens: int
-    """Tokens of all its sequences, with padding."""
+    """Number of tokens of all sequences, with padding."""
     squares: int
-    """Sum of the squared lengths of its sequences, to which the work of attention is proportional."""
+    """Sum of the squared lengths of the sequences, to which the work of attention is proportional."""
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> MicrobatchSize:
-        """The size of a microbatch of sequences of these lengths."""
+        """The size of a microbatch, from the lengths of its sequences."""
         return cls(sum(lengths), sum(length * length for length in lengths))
 
 
 class Curve(NamedTuple):
-    """A cost as a function of the size of a microbatch: a constant, a part in proportion to its tokens,
-    and one in proportion to their squared sequence lengths."""
+    """A cost as a function of the size of a microbatch: constant + per_token * tokens + per_square * squares."""
 
     constant: float
     per_token: float
@@ -41,9 +40,9 @@ class SizedCosts:
     """Costs of the operations of every stage, as functions of the size of a microbatch.
 
     Attributes:
-        usual: costs of a usual microbatch; those without curves do not depend on the size.
-        curves: by name, fields of `StageCosts` that do, each with the curve of every stage.
-        inside: for every stage, the most memory that an operation needs while it runs; empty for none.
+        usual: costs of a usual microbatch. Fields without a curve have these costs for every size.
+        curves: name of a field of `StageCosts` -> curve of every stage.
+        inside: stage -> largest temporary memory of an operation; empty for none.
     """
 
     usual: StageCosts
@@ -51,7 +50,7 @@ class SizedCosts:
     inside: tuple[Curve, ...] = ()
 
     def of(self, size: MicrobatchSize) -> StageCosts:
-        """The costs of a microbatch of this size."""
+        """The costs of the operations of a microbatch of this size."""
         costs = {name: tuple(curve.at(size) for curve in curves) for name, curves in self.curves.items()}
         for name in ("time_f", "time_b", "time_w"):
             if name in costs:

@@ -1,9 +1,9 @@
-"""The passes for a step that is taken first and validated after: `with_post_validation` and `repeat`.
+"""Post-validation: the passes that add STEP and VALIDATE to a schedule, and repeat iterations.
 
-Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With
-post-validation a rank steps as soon as its own gradients are complete (STEP) and goes on with the next
-iteration; before that iteration's first backward it learns the state of all gradients and confirms the
-step or amends it (VALIDATE). A step that was wrong has the forwards before VALIDATE run again.
+Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With post-validation a rank
+steps as soon as its own gradients are complete (STEP), and starts the next iteration. Before the first backward of the
+next iteration the rank receives the state of all gradients, and confirms or amends the step (VALIDATE). If the step is
+amended, the forwards before VALIDATE are run again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ _STEP, _VALIDATE = Op(OpKind.STEP, 0), Op(OpKind.VALIDATE, 0)
 
 
 def repeat(schedule: Schedule, num_steps: int) -> Schedule:
-    """`num_steps` iterations of `schedule` one after the other, with the microbatches numbered on.
+    """Repeat the iterations of a schedule, for simulations and drawings.
 
-    The result is for simulation and drawings. STEP and VALIDATE are numbered by iteration: the ranks'
-    `STEP1` are validated by `VALIDATE2`. The first iteration, before which there is no step, validates nothing.
+    Microbatches are numbered through all iterations. STEP and VALIDATE are numbered by iteration: `VALIDATE2` validates
+    `STEP1` of all ranks. The first iteration has no VALIDATE, because no step precedes it.
+
+    Args:
+        schedule: one iteration.
+        num_steps: number of iterations.
     """
 
     def moved(ops: Iterable[Op], step: int) -> Iterable[Op]:
@@ -51,7 +55,13 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
 
 
 def operation_name(op: Op, num_microbatches: int, num_steps: int) -> str:
-    """The name of an operation of `num_steps` repeated iterations, such as `F3 of iteration 2`, counted from 1."""
+    """The name of an operation of a repeated schedule, such as `F3 of iteration 2`.
+
+    Args:
+        op: of the repeated schedule.
+        num_microbatches: of one iteration.
+        num_steps: number of iterations, counted from 1 in the name.
+    """
     is_marker = op.kind in POST_VALIDATION
     step, microbatch = (op.microbatch, 0) if is_marker else divmod(op.microbatch, num_microbatches)
     name = op.kind.value if is_marker else str(op._replace(microbatch=microbatch))
@@ -65,11 +75,17 @@ def iteration_time(
     overlap_communication: bool = True,
     hardware_queues: HardwareQueues | None = None,
 ) -> float:
-    """The time from one iteration to the next when iterations follow each other, in the unit of the costs.
+    """The time of one iteration in a sequence of iterations, in the unit of the costs.
 
-    Without post-validation every iteration waits for the last rank of the one before, and this time is the makespan.
-    With post-validation a rank that is done begins the next iteration, and this time is the difference between the
-    makespans of three and of two iterations.
+    Without post-validation every iteration waits for all ranks of the previous iteration, and the time is the makespan.
+    With post-validation a rank starts the next iteration as soon as it is done, and the time is the makespan of three
+    iterations less the makespan of two.
+
+    Args:
+        schedule: one iteration.
+        costs: of the stages.
+        overlap_communication: as in `simulate`.
+        hardware_queues: as in `simulate`.
     """
 
     def makespan(num_steps: int) -> float:
@@ -82,13 +98,16 @@ def iteration_time(
 
 
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
-    """The same schedule with STEP at the end of every rank and VALIDATE in its warmup, without communication.
+    """Add STEP at the end and VALIDATE in the warmup of every rank, and remove communication.
 
-    VALIDATE stands where, in an iteration that follows another one, the state of all gradients has been
-    there for as long as one forward takes: it delays nothing, a late rank hardly either, and few
-    forwards have to be run again should the validation fail. It stands before the first B, BW and W of its
-    rank, which add to the gradients; where the state comes later than that, the simulation shows the
-    wait. It also stands before any forward whose input another rank makes after its own VALIDATE.
+    In an iteration that follows another one, VALIDATE comes one forward later than the state of all gradients arrives.
+    VALIDATE at this place delays no operation, even if a rank is a little late, and few forwards are run again if the
+    validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the
+    state. VALIDATE also comes before a forward whose input another rank makes after the VALIDATE of that rank.
+
+    Args:
+        schedule: one iteration.
+        costs: of the stages, for the times at which the state arrives.
     """
     schedule = without_post_validation(schedule)
     stepped = replace(schedule, ops=tuple((*ops, _STEP) for ops in schedule.ops))
@@ -111,7 +130,7 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
 
 
 def without_post_validation(schedule: Schedule) -> Schedule:
-    """The compute operations of a schedule without those that `with_post_validation` added."""
+    """The same schedule without communication, STEP and VALIDATE."""
     ops = (
         tuple(op for op in schedule.compute_ops(r) if op.kind not in POST_VALIDATION) for r in range(schedule.num_ranks)
     )
@@ -119,8 +138,7 @@ def without_post_validation(schedule: Schedule) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """For every rank, the largest number of forwards before VALIDATE, up to `counts`, whose inputs come from forwards
-    before VALIDATE."""
+    """Rank -> largest number of forwards before VALIDATE, at most `counts`, that need no result from after VALIDATE."""
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
         results = _results(schedule, early)
@@ -134,27 +152,28 @@ def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
 
 
 def _results(schedule: Schedule, ops: Sequence[Iterable[Op]]) -> set[Node]:
-    """Results of these compute operations, of every rank."""
+    """The results of compute operations; `ops` has the operations of each rank."""
     return {node for rank, own in enumerate(ops) for op in own for node in nodes_of(schedule.placement, rank, op)}
 
 
 def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The operations of `rank`, communication included, that are run again should the validation fail."""
+    """The operations of `rank` before VALIDATE, with communication, which are run again if the validation fails."""
     ops = schedule.ops[rank]
     return ops[: next((k for k, op in enumerate(ops) if op.kind is OpKind.VALIDATE), 0)]
 
 
 def stale_receives(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The receives of `rank`, after its VALIDATE, of messages that other ranks send before theirs.
+    """The receives of `rank` after its VALIDATE whose messages other ranks send before their VALIDATE.
 
-    They are in the order of every channel. Should the validation fail, these messages were made with wrong weights.
+    If the validation fails, a message that was sent before VALIDATE has a wrong tensor. The receives of a channel are
+    in the order of the channel.
     """
     received = set(before_validation(schedule, rank))
     return tuple(receive for receive in _sent_before_validation(schedule, rank) if receive not in received)
 
 
 def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
-    """The receives of `rank` whose messages other ranks send before they validate, in the order of every channel."""
+    """Yield the receives of `rank` whose messages other ranks send before their VALIDATE, in the order of a channel."""
     for source in range(schedule.num_ranks):
         for op in before_validation(schedule, source):
             if op.kind in SENDS:
@@ -164,15 +183,21 @@ def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
 
 
 def num_forwards_before_validation(schedule: Schedule) -> int:
-    """How many forwards, recomputations among them, are run again on all ranks should the validation fail."""
+    """The number of forwards and recomputations on all ranks that are run again if the validation fails."""
     before = (op for rank in range(schedule.num_ranks) for op in before_validation(schedule, rank))
     return sum(op.kind in FORWARDS - COPIES for op in before)
 
 
 def check_post_validation(schedule: Schedule) -> None:
-    """Raise `InvalidSchedule` unless every rank has one STEP, its last operation, and one VALIDATE, before
-    which only forwards stand whose inputs are made by forwards that stand before a VALIDATE, too, only receives
-    whose messages are sent before one, and the same collectives on all ranks: what stands there can be run again."""
+    """Check that STEP and VALIDATE of a schedule are in allowed places.
+
+    Every rank has one STEP, which is its last operation, and one VALIDATE. The operations before VALIDATE can be run
+    again: they are forwards whose inputs are made before a VALIDATE, receives of messages that are sent before a
+    VALIDATE, sends, and collectives that come before VALIDATE on all ranks.
+
+    Raises:
+        InvalidSchedule: STEP, VALIDATE or an operation before VALIDATE is not in an allowed place.
+    """
     for rank in range(schedule.num_ranks):
         ops = tuple(schedule.compute_ops(rank))
         for op in ops:
@@ -198,7 +223,7 @@ def check_post_validation(schedule: Schedule) -> None:
 
 
 def _check_inputs_before_validation(schedule: Schedule) -> None:
-    """Raise `InvalidSchedule` if an operation before VALIDATE needs a result or a message from after a VALIDATE."""
+    """Raise `InvalidSchedule` if an operation before VALIDATE needs a result or a collective from after a VALIDATE."""
     early = [before_validation(schedule, rank) for rank in range(schedule.num_ranks)]
     computations = [[op for op in ops if op.kind not in COMMUNICATION] for ops in early]
     results = _results(schedule, computations)

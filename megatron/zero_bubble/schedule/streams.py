@@ -1,14 +1,15 @@
-"""Simulates the messages of a lowered schedule on NCCL's streams: when each passes, and whether any never does.
+"""Simulation of the messages of a lowered schedule on NCCL's streams, and the check for deadlocks.
 
-Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts when its
-rank's compute stream has reached the point where it was posted and the previous message of its channel is complete. A
-message is complete when both of its ends have started and the time that it takes has passed; the operation that uses it
-waits for that. The collectives of vocabulary shards are messages with an end on every rank, on one stream.
+Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts when the
+compute stream of its rank has reached the place of its posting and the previous message of its channel is complete. A
+message is complete when the time of the message has passed since both ends have started. The consumer of the message
+waits until the message is complete. Collectives of vocabulary shards are messages with an end on every rank, on one
+stream.
 
-A GPU takes launches from hardware queues. With many of them that is all. With one, the launches of a rank stand in
-line: the first waits until what came before it on its own stream is complete, and all others wait behind it. A send or
-receive that is posted while the previous message of its channel is on its way then blocks the computation behind it, on
-which this very message may depend.
+A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
+With one queue, the launches of a rank start in order: a launch waits until the previous work of its stream is complete,
+and all later launches wait for it. If a send or receive is posted while the previous message of its channel is in
+flight, it blocks the next computation, even if the message in flight depends on that computation.
 """
 
 from __future__ import annotations
@@ -27,34 +28,43 @@ from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp, time
 
 
 def check_streams(schedule: Schedule) -> None:
-    """Raise `Deadlock` unless a lowered schedule runs to its end on NCCL's streams, with one hardware queue and many.
+    """Check that a lowered schedule has no deadlock on NCCL's streams, with one hardware queue and with many.
 
     A schedule that runs with one queue also runs with many, because one queue only adds waits.
+
+    Raises:
+        Deadlock: some ranks wait for each other for ever.
     """
     replay = StreamReplay(schedule)
     try:
         replay.run(HardwareQueues.ONE)
     except Deadlock:
-        replay.run(HardwareQueues.MANY)  # if that stands still, too, the error is not about the queue
+        replay.run(HardwareQueues.MANY)  # raises the error without the words about one queue if many deadlock too
         raise
 
 
 class StreamReplay:
-    """Runs a lowered schedule on NCCL's streams, in time linear in the number of operations.
+    """Simulates a lowered schedule on NCCL's streams, in time linear in the number of operations.
 
-    Without costs nothing takes time.
+    Args:
+        schedule: lowered.
+        costs: of the stages; None for operations and messages that take no time.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts | None = None) -> None:
         self._schedule, self._costs = schedule, costs
         self.copies: tuple[tuple[TimedOp, ...], ...] = ()
-        """The copies on the host link of every rank in the last run."""
+        """Rank -> copies on its host link in the latest run, with their times."""
 
     def run(self, queues: HardwareQueues) -> tuple[tuple[TimedOp, ...], ...]:
-        """For every rank, its computations and when they ran.
+        """Run the schedule, which has passed the other checks of `validate`.
 
-        Raises `Deadlock`, and `InvalidSchedule` where an operation uses a message that its rank has not posted. The
-        schedule has passed the other checks of `validate`.
+        Returns:
+            Rank -> its computations with their times.
+
+        Raises:
+            Deadlock: some ranks wait for each other for ever.
+            InvalidSchedule: an operation needs a message that its rank has not posted.
         """
         streams = Streams(self._schedule.num_ranks)
         links = LinkTimes.of_ranks(self._schedule, self._costs)
@@ -75,7 +85,7 @@ class StreamReplay:
         return tuple(device.lane() for device in devices)
 
     def _explain(self, devices: Sequence[_Device], queues: HardwareQueues) -> str:
-        """One line with the ranks that wait for each other."""
+        """The message of a deadlock: one line with the ranks that wait for each other."""
         waits_for: dict[int, tuple[int, Op]] = {}
         for rank, device in enumerate(devices):
             if device.blocked_by is not None:
@@ -99,36 +109,36 @@ class StreamReplay:
 
 
 class _Device:
-    """Simulates one rank's GPU, which runs its launches until one has to wait."""
+    """The simulated GPU of one rank, which runs launches until a launch has to wait."""
 
     def __init__(self, launches: Host, queues: HardwareQueues, link: LinkTimes | None) -> None:
         self._link = link
         self.blocked_by: Stream | None = None
         self._launches = launches
         self._by_kind: dict[tuple[OpKind, int], StreamLaunch] = {}
-        """Kind and chunk -> their launch."""
+        """(kind, chunk) -> launch."""
         self._ops: Sequence[Op | None] = launches.ops
-        """The operations, and None where the compute stream waits for all sends and collectives."""
+        """The operations in order; None stands for a wait of the compute stream for all sends and collectives."""
         if launches.schedule.has_post_validation:
             self._ops = [each for op in launches.ops for each in ((op, None) if op.kind is OpKind.STEP else (op,))]
         self._in_line = queues is HardwareQueues.ONE
         self._in_pairs = launches.times_in_pairs()
         self._position = 0
-        """The position of the launch that is to start next."""
+        """Position of the next launch."""
         self._free: float = 0
-        """When the compute stream has finished all that was started."""
+        """Time at which the compute stream finishes all started computations."""
         self._issued: float = 0
-        """When the last launch left the line."""
+        """Time at which the latest launch has left the hardware queue."""
         self._computed: list[Op] = []
         self._starts: list[float] = []
         self._ends: list[float] = []
 
     def lane(self) -> tuple[TimedOp, ...]:
-        """The computations that ran, and when."""
+        """The computations that have run, with their times."""
         return timed_ops(self._computed, self._starts, self._ends)
 
     def go_on(self, runnable: deque[int]) -> None:
-        """Run until a launch has to wait or all have run; ranks that waited for a message become runnable with it."""
+        """Run launches until one has to wait; add ranks that waited for a now complete message to `runnable`."""
         self.blocked_by = None
         ops, by_kind, in_line = self._ops, self._by_kind, self._in_line
         for position in range(self._position, len(ops)):
@@ -144,7 +154,7 @@ class _Device:
             time, end, computes, indices = launch
             start = self._issued if self._issued > self._free else self._free
             if end is not None and (computes or in_line):
-                # With one queue an end of a message leaves the line when the message before it is complete.
+                # With one queue an end of a message leaves the queue when the previous message is complete.
                 index = indices.get(microbatch) if computes else end.num_posted - 1
                 if index is None:
                     raise self._launches.missing(op)
@@ -183,7 +193,7 @@ class _Device:
                 stream.waiting.clear()
 
     def _wait_for_sends(self) -> bool:
-        """Let the compute stream wait for all sends and collectives; False if one is not complete."""
+        """Let the compute stream wait for all sends and collectives; return False if one cannot complete yet."""
         start = max(self._free, self._issued)
         for end in self._launches.sending():
             if end.num_posted > len(end.stream.complete):
@@ -197,7 +207,7 @@ class _Device:
         return True
 
     def missing_end(self, stream: Stream) -> Op | None:
-        """The operation that is still to start this rank's end of the next message of `stream`, if there is one."""
+        """The operation that will start this rank's end of the next message of `stream`; None if no operation does."""
         number = None
         for op in self._ops[self._position :]:
             end = None if op is None else self._launches.posted_by(op)
@@ -208,5 +218,5 @@ class _Device:
         return None
 
     def at(self) -> Op | str:
-        """Name the launch that waits."""
+        """The name of the launch that waits, for error messages."""
         return self._ops[self._position] or "its end"

@@ -1,11 +1,11 @@
-"""Reorders the last W's of every rank by parameter, so that reducing gradients over replicas overlaps with computing.
+"""Reorders the last W of every rank by parameter, so that the reduction of gradients over replicas overlaps with W.
 
-The gradient of a parameter can be reduced over the data-parallel replicas once its last W is done. In microbatch order
-that is the very last W for all parameters alike. The W's after a rank's last B depend on nothing any more, so they can
-be done parameter by parameter: all microbatches of one, which is reduced while the next one's are computed ("Zero
-Bubble Pipeline Parallelism", appendix A). The terms of each gradient are added in the same order as before, so that no
-bit changes. A rank with a vocabulary shard runs its last T's before these W's and its last EW's, which wait for the
-first rank, after them.
+The gradient of a parameter can be reduced over the data-parallel replicas after the last W of the parameter. In
+microbatch order, all parameters have their last W at the end of the iteration. The W after the last B of a rank need no
+further input, so that they can run parameter by parameter: the gradient of one parameter is reduced while the W of the
+next parameter run ("Zero Bubble Pipeline Parallelism", appendix A). Each gradient is the same, bit for bit, because its
+terms are added in the same order. On a rank with a vocabulary shard the last T come before the last W, and the last EW,
+which wait for the first rank, come after the last W.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, OpKind
 from megatron.zero_bubble.schedule.pairs import computations
 
 _GRADIENTS = frozenset(kind for kind, facts in KINDS.items() if facts.adds_gradient and OpKind.B not in facts.makes)
-"""The operations that compute gradients of weights alone."""
+"""The kinds of operations that compute only gradients of weights."""
 _LAST_COLLECTIVES = frozenset(kind for kind, collective in COLLECTIVES.items() if collective.maker is OpKind.B)
-"""The collectives to which only a backward contributes; they also occur among the last gradients."""
+"""The kinds of collectives that carry results of B, which also occur after the last B of a rank."""
 
 
 def reorder_tail(schedule: Schedule) -> Schedule:
-    """The same schedule, lowered or not, with a rank's last W's chunk by chunk, the last chunk first.
+    """Reorder the last W of every rank chunk by chunk, the last chunk first.
 
-    Neither times nor peak memory grow: a W or T in the tail waits for nobody, and no operation there allocates.
-    Communication stays where it is.
+    Times and peak memory do not grow, because the last W and T wait for no other rank and allocate no memory.
+    Communication keeps its places.
+
+    Args:
+        schedule: lowered or not.
     """
     return replace(schedule, ops=tuple(_reorder(ops) for ops in schedule.ops))
 
@@ -41,12 +44,12 @@ def _reorder(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _turn(op: Op) -> tuple[int, int, int]:
-    """The key that orders the last gradients: T, W from the last chunk to the first, EW."""
+    """Sort key of the last weight gradients: T, W from the last chunk to the first, EW."""
     return (OpKind.T, OpKind.W, OpKind.EW).index(op.kind), -op.chunk, op.microbatch
 
 
 def _tail(ops: Sequence[Op]) -> tuple[int, int]:
-    """Where the last gradients of a rank begin and end. The optimizer's STEP may follow them."""
+    """(start, end): positions of the last weight gradients of a rank, after which only STEP may come."""
     end = len(ops) - sum(op.kind is OpKind.STEP for op in ops[-1:])
     start = end
     while start > 0 and ops[start - 1].kind in _GRADIENTS | _LAST_COLLECTIVES:
@@ -55,7 +58,7 @@ def _tail(ops: Sequence[Op]) -> tuple[int, int]:
 
 
 def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """The operations of a rank; those that run as one are together: pairs, and W's of one chunk at the end."""
+    """The operations of a rank in groups that run as one: pairs, and the last W of one chunk; others are alone."""
     start, end = _tail(ops)
 
     def key(numbered: tuple[int, Op]) -> tuple[bool, int]:

@@ -1,4 +1,4 @@
-"""The result of a simulation: when every operation runs, and the figures that follow."""
+"""The result of a simulation: start and end of every operation, spans, idle time and memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class HardwareQueues(Enum):
     ONE = "1"
     """`CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron-LM demands for tensor parallelism on GPUs before Blackwell."""
     MANY = "many"
-    """CUDA's default: launches of one stream do not wait for those of another."""
+    """CUDA's default: launches of one stream do not wait for launches of other streams."""
 
 
 class TimedOp(NamedTuple):
-    """One operation and when it ran."""
+    """One operation with its start and end, in the unit of the costs."""
 
     op: Op
     start: float
@@ -35,24 +35,22 @@ class TimedOp(NamedTuple):
 
 
 def timed_ops(ops: Iterable[Op], starts: Iterable[float], ends: Iterable[float]) -> tuple[TimedOp, ...]:
-    """The operations with these times, made without a step of the interpreter for each."""
+    """The operations with their times, built by C code without an interpreted loop."""
     return tuple(map(tuple.__new__, repeat(TimedOp), zip(ops, starts, ends, strict=True)))
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Share of the ranks' time without work, in two parts. The time of each rank is the longest span of all ranks."""
+    """Idle time of all ranks as a fraction of (number of ranks x longest span of a rank), in two parts."""
 
     imbalance: float
-    """The imbalance: the idle share that follows from the partition, because ranks have less work than the busiest
-    rank."""
+    """Fraction that follows from the partition, because ranks have less work than the busiest rank."""
     bubble: float
-    """The bubble rate: the idle share that follows from the order, as the part of the longest span without work of the
-    busiest rank."""
+    """Bubble rate: fraction that follows from the order, (longest span - work of the busiest rank) / longest span."""
 
     @classmethod
     def of(cls, spans: Sequence[float], work: Sequence[float]) -> Idle:
-        """Compute the share from the span and the work of every rank; rounding errors below zero become zero."""
+        """Compute the fractions from the span and the work of every rank; negative rounding errors become zero."""
         cost, busiest, num_ranks = max(spans), max(work), len(work)
         if not cost:
             return cls(0, 0)
@@ -76,32 +74,31 @@ class Idle:
 
 
 def num_ahead(lane: Sequence[TimedOp]) -> int:
-    """How many operations of a rank run while its pipeline still fills."""
+    """The number of operations at the start of a lane that run ahead of the first forward, such as embeddings."""
     return next((k for k, timed in enumerate(lane) if not KINDS[timed.op.kind].runs_ahead), max(0, len(lane) - 1))
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The compute operations of every rank with their times, in the unit of the costs.
-
-    `lanes[rank]` holds the operations of `rank` in the order in which it ran them; time 0 is when the
-    first rank may start.
-    """
+    """The compute operations of every rank with their times, in the unit of the costs."""
 
     schedule: Schedule
+    """The simulated schedule, without communication."""
     costs: StageCosts
     overlap_communication: bool
+    """Whether ranks compute while messages are in flight."""
     lanes: tuple[tuple[TimedOp, ...], ...]
+    """Rank -> its operations with their times, in the order in which they run. Time starts at 0."""
     hardware_queues: HardwareQueues | None = None
-    """The hardware queues of the simulated GPUs; None where messages do not wait for launches."""
+    """Hardware queues of the simulated GPUs; None for a simulation without streams."""
     copies: tuple[tuple[TimedOp, ...], ...] = ()
-    """For every rank, D and H with the times of their copies on its host link; empty if nothing is offloaded."""
+    """Rank -> D and H with the times of their copies on its host link; empty without offload."""
     lengths: tuple[float, ...] = ()
-    """For every microbatch, the factor of the costs' times and memory; empty if all are alike."""
+    """Microbatch -> factor of the times and the memory of the costs; empty if every factor is 1."""
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
-        """The lanes, in which a pair of operations is one entry, in the place of its backward."""
+        """The lanes with one entry, the backward, for each pair."""
         in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
         return tuple(
             [timed for timed in lane if timed.op not in forwards] if forwards else lane
@@ -110,10 +107,10 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """For every rank, the time from the start of its first operation to the end of its last.
+        """Rank -> span: time from the start of its first operation to the end of its last operation.
 
-        STEP and VALIDATE do not count: a rank validates long before its first forward arrives, if there is time.
-        Embeddings that it looks up before then count with their own time alone.
+        STEP and VALIDATE do not count, because a rank may validate long before its first forward. Embeddings before the
+        first forward count only with their own time.
         """
         spans = []
         for lane in self.lanes:
@@ -127,18 +124,18 @@ class Timeline:
 
     @property
     def cost(self) -> float:
-        """The longest span of a rank: the time of a training step when steps interlock."""
+        """The longest span of a rank, which is the time of an iteration if iterations interlock."""
         return max(self.spans)
 
     @property
     def makespan(self) -> float:
-        """The time from the first operation anywhere to the last operation anywhere."""
+        """The time from the start of the first operation of all ranks to the end of the last operation of all ranks."""
         lanes = [lane for lane in self.lanes if lane]
         return max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes) if lanes else 0
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """For every rank, the sum of the times of its operations."""
+        """Rank -> sum of the times of its operations."""
         if self.lengths:
             return tuple(sum(timed.end - timed.start for timed in lane) for lane in self.lanes)
         by_kind, work = self.costs.in_groups(self.schedule.groups).times(), []
@@ -146,35 +143,35 @@ class Timeline:
             in_pairs = times_in_pairs(self.schedule, self.costs, rank)
             stages = self.schedule.placement.stages_of(rank)
             times = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
-            alone = (timed.op for timed in lane if timed.op not in in_pairs) if in_pairs else map(itemgetter(0), lane)
-            work.append(sum(times[kind, chunk] for kind, _, chunk in alone) + sum(in_pairs.values()))
+            ops = (timed.op for timed in lane if timed.op not in in_pairs) if in_pairs else map(itemgetter(0), lane)
+            work.append(sum(times[kind, chunk] for kind, _, chunk in ops) + sum(in_pairs.values()))
         return tuple(work)
 
     @cached_property
     def idle(self) -> Idle:
-        """The idle share of all ranks' time, divided into imbalance and bubble."""
+        """Idle time of all ranks, divided into imbalance and bubble rate."""
         return Idle.of(self.spans, self.work)
 
     @property
     def bubble_rate(self) -> float:
-        """(cost - work) / cost, with the work of the busiest rank.
+        """The bubble rate: (longest span - work of the busiest rank) / longest span.
 
-        For equal stages it is the published (cost - m (T_F + T_B + T_W)) / cost. For unequal stages no schedule for
-        this placement can cost less than the busiest rank's work, so that the rate is the waste of the schedule alone.
-        `idle` also has the waste of the uneven partition.
+        For equal stages the bubble rate is the published (cost - m (T_F + T_B + T_W)) / cost. For unequal stages the
+        longest span is at least the work of the busiest rank, so that the rate measures the schedule alone. `idle` also
+        measures the imbalance of the partition.
         """
         return self.idle.bubble
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """For every rank, the most memory that its operations hold at once, in the unit of the costs."""
+        """Rank -> peak memory of its activations, in the unit of the costs."""
         return peak_memory(self.schedule, self.costs, self.lengths)
 
     def memory_held(self, rank: int) -> Iterator[tuple[Op, float, float]]:
-        """For every operation of `rank`: the operation, and the memory of the rank while it runs, and after it."""
+        """Yield (operation, memory during it, memory after it) for every operation of `rank`."""
         return memory_held(self.schedule, self.costs, rank, self.lengths)
 
     @cached_property
     def peaks(self) -> tuple[PeakMemory, ...]:
-        """For every rank, the most that its operations hold at once, and the first operation that reaches it."""
+        """Rank -> peak memory of its activations, and the first operation that reaches the peak."""
         return peaks(self.schedule, self.costs, self.lengths)

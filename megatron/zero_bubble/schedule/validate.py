@@ -1,4 +1,4 @@
-"""Proves that a schedule is complete, runs to its end, and adds gradients up in microbatch order."""
+"""Validation: a schedule is complete, has no deadlock, and adds up gradients in microbatch order."""
 
 from __future__ import annotations
 
@@ -37,28 +37,32 @@ from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
 _Rows = dict[tuple[OpKind, int], list[int]]
-"""For each kind and chunk, the position of the operation of every microbatch on a rank; -1 if there is none."""
+"""(kind, chunk) -> microbatch -> position of its operation in the order of a rank; -1 if the rank has none."""
 
 
 @paused_collector()
 def validate(schedule: Schedule) -> None:
-    """Raise `InvalidSchedule` or `Deadlock`, in one line that names rank and operation, unless all of this holds:
+    """Check that a schedule can run and gives correct gradients, in time linear in the number of operations.
 
-    - Complete: every stage runs every microbatch once: F, and either BW or both B and W; or no
-      backward at all (a forward-only schedule). Where the vocabulary is spread over the ranks, so does every rank
-      E, S, T and EW, and the last one L.
-    - In microbatch order on every stage: F; the gradients of inputs (B, BW); the gradients of weights
-      (W, BW). Sums of gradients depend on the last, bit for bit.
-    - What an operation needs from its own rank stands before it, and before the forward with which it runs as a pair.
-    - In a lowered schedule: every tensor that leaves a rank is sent, after it was made, and received
-      before it is used; the k-th send of a channel and its k-th receive name the same message. The same holds for
-      the collectives of vocabulary shards, each of which has an end on every rank.
-    - What is copied to the host comes back, and is neither recomputed nor run in a pair.
-    - With post-validation: what `check_post_validation` says.
-    - Replayed with ranks that run their operations in order, every rank reaches its end: in a lowered schedule
-      on NCCL's streams, with one hardware queue and with many.
+    - A schedule is complete: every stage runs F once for every microbatch, and either BW or both B and W once. A
+      forward-only schedule has no backward. With vocabulary shards, every rank also runs E, S, T and EW once for every
+      microbatch, and the last rank runs L.
+    - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights
+      (W, BW) in microbatch order, so that sums of gradients are the same, bit for bit.
+    - The results that an operation needs from its own rank are made before the operation, or before its whole pair.
+    - In a lowered schedule, every tensor for another rank is sent after it is made, and received before it is used. The
+      sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
+      same order.
+    - Activations that are copied to the host are copied back; they are not recomputed, and not of a pair.
+    - STEP and VALIDATE keep the rules of `check_post_validation`.
+    - The ranks do not deadlock. A lowered schedule is checked on NCCL's streams with one hardware queue and with many.
 
-    Time is linear in the number of operations.
+    Args:
+        schedule: lowered or not.
+
+    Raises:
+        InvalidSchedule: the schedule breaks one of these rules. The message is one line with the rank and the
+        operation. Deadlock: some ranks wait for each other for ever.
     """
     if schedule.num_microbatches < 1:
         raise InvalidSchedule(f"schedule {schedule.name} has {schedule.num_microbatches} microbatches")
@@ -104,15 +108,12 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """Return how many microbatches a row has.
-
-    Where a rank has fewer operations than there are microbatches, it lacks one of the first of them.
-    """
+    """The number of microbatches in a row: if a rank has n operations, a missing one is among the first n + 1."""
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 
 _IN_ORDER = tuple(kind for kind, facts in KINDS.items() if facts.in_order)
-"""The results that must be computed once for each microbatch, in microbatch order."""
+"""The results that a schedule must have once for each microbatch, in microbatch order."""
 
 
 def _makers(result: OpKind) -> tuple[OpKind, ...]:
@@ -123,9 +124,9 @@ def _makers(result: OpKind) -> tuple[OpKind, ...]:
 _MADE_IN_ORDER = {
     kind: tuple(result for result in facts.makes if KINDS[result].in_order) for kind, facts in KINDS.items()
 }
-"""Kind of operation -> its results."""
+"""Kind of operation -> its results that must be in microbatch order."""
 _MAKERS = {result: _makers(result) for result in KINDS}
-"""For every result, the kinds of operation that make it, those that make more than that first."""
+"""Result -> kinds of operations that make it, first the kinds with several results."""
 
 
 def _check_complete(schedule: Schedule, rank: int, rows: _Rows) -> None:
@@ -143,11 +144,11 @@ def _check_complete(schedule: Schedule, rank: int, rows: _Rows) -> None:
         for kind, other in rows:
             if other == chunk and kind in VOCABULARY and kind not in results:
                 op = next(op for op in schedule.ops[rank] if (op.kind, op.chunk) == (kind, chunk))
-                raise schedule.invalid(f"rank {rank} runs {op}, which has no place there")
+                raise schedule.invalid(f"rank {rank} runs {op}, which belongs to another rank or chunk")
 
 
 def _expected(schedule: Schedule, rank: int, chunk: int) -> list[OpKind]:
-    """The results that `chunk` of `rank` has to make for every microbatch."""
+    """The results that `chunk` of `rank` must make for every microbatch."""
     placement = schedule.placement
     places = {Place.SAME_STAGE}
     if schedule.is_vocabulary_parallel and chunk == 0:
@@ -175,7 +176,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
-    """Check that inputs from an operation's own rank come before it."""
+    """Check that the results that an operation needs from its own rank are made before it."""
     placement = schedule.placement
     for (kind, chunk), row in rows.items():
         if kind in COMMUNICATION:
@@ -183,43 +184,40 @@ def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
         for need, stage, is_remote, _ in sources(placement, kind, placement.stage_of(rank, chunk)):
             if is_remote:
                 continue
-            made_by = [(maker, placement.chunk_of(stage)) for maker in _MAKERS[need.result]]
-            made = _merged([rows[maker] for maker in made_by if maker in rows], schedule.num_microbatches)
+            makers = [(maker, placement.chunk_of(stage)) for maker in _MAKERS[need.result]]
+            positions = _merged([rows[maker] for maker in makers if maker in rows], schedule.num_microbatches)
             for microbatch, position in enumerate(row):
                 needed = microbatch - need.num_before
-                if position < 0 or needed < 0 or 0 <= made[needed] < position - (kind in PAIRED):
+                if position < 0 or needed < 0 or 0 <= positions[needed] < position - (kind in PAIRED):
                     continue
                 op = Op(kind, microbatch, chunk)
-                if made[needed] >= 0:
+                if positions[needed] >= 0:
                     raise schedule.invalid(
-                        f"rank {rank} runs {op} before {schedule.ops[rank][made[needed]]}, which it needs"
+                        f"rank {rank} runs {op} before {schedule.ops[rank][positions[needed]]}, which it needs"
                     )
                 if not need.is_optional:
-                    maker, its_chunk = made_by[-1]
+                    maker, its_chunk = makers[-1]
                     raise schedule.invalid(f"rank {rank} lacks {Op(maker, needed, its_chunk)} for {op}")
 
 
 def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[int]:
-    """For every microbatch, the first position in these rows that is not -1; -1 where all are.
-
-    A row has the position of one kind of operation for each microbatch, or -1 if the rank does not run it.
-    """
+    """Merge rows of positions: microbatch -> first position that is not -1 in any row; -1 if there is none."""
     if len(rows) == 1:
         return rows[0]
     return [next((row[k] for row in rows if row[k] >= 0), -1) for k in range(num_microbatches)]
 
 
 def _check_messages(schedule: Schedule, rank: int, rows: _Rows) -> None:
-    """Every tensor that enters or leaves a rank has its receive or send, on the right side of the operation."""
+    """Check that a rank receives every remote input before its use, and sends every result after it is made."""
     placement, none = schedule.placement, [-1] * schedule.num_microbatches
     unused = {key: list(row) for key, row in rows.items() if key[0] in COMMUNICATION}
     for (kind, chunk), row in rows.items():
         if kind in COMMUNICATION:
             continue
         first = Op(kind, 0, chunk)
-        brings = (receive_before(placement, rank, first), exchange_before(schedule, rank, first))
-        carries = (send_after(placement, rank, first), *exchanges_after(schedule, rank, first))
-        for message, is_before in (*((each, True) for each in brings), *((each, False) for each in carries)):
+        incoming = (receive_before(placement, rank, first), exchange_before(schedule, rank, first))
+        outgoing = (send_after(placement, rank, first), *exchanges_after(schedule, rank, first))
+        for message, is_before in (*((each, True) for each in incoming), *((each, False) for each in outgoing)):
             if message is None:
                 continue
             key = message.kind, message.chunk
@@ -247,11 +245,11 @@ def _check_messages(schedule: Schedule, rank: int, rows: _Rows) -> None:
         if position >= 0
     ]
     if left_over:
-        raise schedule.invalid(f"rank {rank} runs {min(left_over)}, but no such message enters or leaves it")
+        raise schedule.invalid(f"rank {rank} runs {min(left_over)}, but no operation needs or makes this message")
 
 
 def _check_collectives(schedule: Schedule) -> None:
-    """All ranks run their collectives in one order."""
+    """Check that all ranks run the collectives in the same order."""
     if schedule.kinds.isdisjoint(COLLECTIVES):
         return
     first, *others = ([op for op in ops if op.kind in COLLECTIVES] for ops in schedule.ops)
@@ -267,7 +265,7 @@ def _check_collectives(schedule: Schedule) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """The k-th send of every channel and its k-th receive name the same message."""
+    """Check that the k-th send and the k-th receive of every channel are of the same message."""
     placement = schedule.placement
     received: dict[tuple[int, int], list[Op]] = defaultdict(list)
     for rank, ops in enumerate(schedule.ops):
@@ -278,7 +276,7 @@ def _check_channels(schedule: Schedule) -> None:
                 if (kind, chunk) not in append:
                     append[kind, chunk] = received[placement.peer_of(rank, op), rank].append
                 append[kind, chunk](op)
-    in_line = {channel: iter(ops) for channel, ops in received.items()}
+    next_receives = {channel: iter(ops) for channel, ops in received.items()}
     for source, ops in enumerate(schedule.ops):
         receives = {}
         for send in ops:
@@ -289,7 +287,7 @@ def _check_channels(schedule: Schedule) -> None:
                 destination, expected = other_end(placement, source, send)
                 receives[kind, chunk] = (destination, expected.kind, expected.chunk)
             destination, expected_kind, expected_chunk = receives[kind, chunk]
-            receive = next(in_line[source, destination])
+            receive = next(next_receives[source, destination])
             if receive != (expected_kind, microbatch, expected_chunk):
                 raise schedule.invalid(
                     f"rank {source} runs {send} where rank {destination} runs {receive}: "

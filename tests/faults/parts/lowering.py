@@ -8,10 +8,10 @@ FAULTS = (
     Fault(
         name="standstill-with-one-queue-not-raised",
         file="schedule/streams.py",
-        old="""        replay.run(HardwareQueues.MANY)  # if that stands still, too, the error is not about the queue
+        old="""        replay.run(HardwareQueues.MANY)  # raises the error without the words about one queue if many deadlock too
         raise
 """,
-        new="""        replay.run(HardwareQueues.MANY)  # if that stands still, too, the error is not about the queue
+        new="""        replay.run(HardwareQueues.MANY)  # raises the error without the words about one queue if many deadlock too
 """,
         effect=(
             "A given schedule with messages that stands still with CUDA_DEVICE_MAX_CONNECTIONS=1 is accepted, and "
@@ -36,7 +36,7 @@ FAULTS = (
         old="""    phases = order.phases[channel.destination]
     places: list[_Place] = []
     for message, turn in reversed(list(zip(channel.messages, _turns(channel, order), strict=True))):
-        before = max(phases.begins[phases.of(message.consumer)], message.consumer - receive_ahead)
+        before = max(phases.starts[phases.of(message.consumer)], message.consumer - receive_ahead)
 """,
         new="""    places: list[_Place] = []
     for message, turn in reversed(list(zip(channel.messages, _turns(channel, order), strict=True))):
@@ -50,9 +50,9 @@ FAULTS = (
     Fault(
         name="slower-places-of-collectives-chosen",
         file="schedule/lower_collectives.py",
-        old="""    return undisturbed if keeps_waiting <= holds_up else running
+        old="""    return undisturbed if delay_of_collective <= delay_of_rank else running
 """,
-        new="""    return undisturbed if keeps_waiting > holds_up else running
+        new="""    return undisturbed if delay_of_collective > delay_of_rank else running
 """,
         effect=(
             "With one hardware queue ranks take part in the collectives of vocabulary shards at the slower of two "

@@ -9,7 +9,7 @@ FAULTS = (
         name="local-search-stale-memory",
         file="planner/local_search.py",
         old="""        self.graph.move(*move)
-        self.held[move.rank] = self._held(move.rank)""",
+        self.memory[move.rank] = self._memory_of(move.rank)""",
         new="        self.graph.move(*move)",
         effect=(
             "Under a tight memory limit the local search judges later moves by the memory before the first one, "
@@ -19,8 +19,8 @@ FAULTS = (
     Fault(
         name="memory-limit-with-few-microbatches",
         file="planner/memory_limit.py",
-        old="        stages, num_held = placement.stages_of(rank), min(num_microbatches, placement.num_ranks - rank)",
-        new="        stages, num_held = placement.stages_of(rank), placement.num_ranks - rank",
+        old="        stages, in_flight = placement.stages_of(rank), min(num_microbatches, placement.num_ranks - rank)",
+        new="        stages, in_flight = placement.stages_of(rank), placement.num_ranks - rank",
         effect=(
             "With fewer microbatches than pipeline ranks, a memory limit given as a multiple of 1F1B's peak "
             "allows more memory than 1F1B really takes."

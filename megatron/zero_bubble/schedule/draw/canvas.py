@@ -13,7 +13,7 @@ PAPER = "#ffffff"
 LANE = "#f2f2f2"
 STRONG = "#000000"
 LABEL_INKS = ("#111111", "#fefefe")
-"""Colours of labels on light and on dark operations. They are the same on a dark page, as the operations are."""
+"""Colours of labels on light and on dark operations, the same on light and dark pages."""
 
 _IN_THE_DARK = {INK: "#e6edf3", FAINT: "#30363d", PAPER: "#0d1117", LANE: "#21262d", STRONG: "#ffffff"}
 _STYLE = (
@@ -23,23 +23,22 @@ _STYLE = (
     )
     + "}"
 )
-"""CSS that replaces light colours by dark ones, matching the elements' colour attributes; programs without CSS draw
-the light colours."""
+"""CSS that replaces the colours of a light page by those of a dark page. Programs without CSS draw a light page."""
 
 
 def number(value: float, digits: int = 2) -> str:
-    """A coordinate: at most `digits` decimals, none that are zero."""
+    """A coordinate as text, with at most `digits` decimals and no trailing zeros."""
     text = f"{float(value):.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def figure(value: float) -> str:
-    """The number as text with six significant digits."""
+    """A value as text, with six significant digits."""
     return f"{float(value):.6g}"
 
 
 def clean(words: str) -> str:
-    """The words as text of XML, which has no control characters."""
+    """Escape a text for XML; control characters become spaces."""
     return escape("".join(c if c.isprintable() else " " for c in words))
 
 
@@ -55,7 +54,7 @@ def text(x: float, y: float, words: str, size: float = 12, anchor: str = "start"
 
 
 def label(x: float, y: float, words: str, size: float, fill: str, squeezed_to: float | None = None) -> str:
-    """A text around `x`, with letters as narrow as it takes to be as wide as `squeezed_to`."""
+    """A text centred at `x`, whose letters are narrowed to a width of `squeezed_to` pixels if that is given."""
     place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="middle"'
     squeezed = "" if squeezed_to is None else f' textLength="{number(squeezed_to)}" lengthAdjust="spacingAndGlyphs"'
     return f'<text class="l" {place}{squeezed} fill="{fill}">{clean(words)}</text>'
@@ -71,12 +70,12 @@ def path(points: Iterable[tuple[float, float]], stroke: str, title: str, width: 
 
 
 def corners(points: Iterable[tuple[float, float]]) -> str:
-    """The `d` of a path along straight lines."""
+    """The attribute `d` of an SVG path with straight lines between points."""
     return "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
 
 
 def ticks(largest: float, count: int) -> list[float]:
-    """About `count` round numbers from 0 to `largest`."""
+    """About `count` round numbers from 0 to `largest`, for the ticks of an axis."""
     if largest <= 0:
         return [0]
     rough = largest / count
@@ -86,7 +85,7 @@ def ticks(largest: float, count: int) -> list[float]:
 
 
 def document(width: float, height: float, elements: Iterable[str], style: str = "") -> str:
-    """A whole SVG image, for light and dark surroundings; `style` is more CSS."""
+    """A whole SVG image for light and dark pages; `style` is additional CSS."""
     size = f'width="{number(width)}" height="{number(height)}" viewBox="0 0 {number(width)} {number(height)}"'
     body = "\n".join(elements)
     return (

@@ -15,11 +15,18 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
 def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: int = 1) -> str:
-    """The trace as text: a thread a rank, arrows for messages, a counter of memory a rank, and one of the idle ranks.
+    """Write a timeline as a Chrome trace.
 
-    Where activations are copied to the host, the host link of each rank is a thread as well. `microseconds` is how
-    long the unit of the costs' times is: 1000 for milliseconds. `steps` is how many iterations `repeat` made the
-    schedule of.
+    The trace has a thread and a memory counter for each rank, arrows for messages, and a counter of idle ranks. If
+    activations are copied to the host, the host link of each rank is another thread.
+
+    Args:
+        timeline: to write.
+        microseconds: length of the unit of time of the timeline; 1000 for milliseconds.
+        steps: number of iterations of the schedule (see `repeat`).
+
+    Returns:
+        The trace as JSON text.
     """
     schedule = timeline.schedule
     events: list[dict[str, Any]] = [
@@ -42,7 +49,7 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
 
 
 def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, steps: int) -> dict[str, Any]:
-    """One operation: a slice, or an instant if it takes no time (STEP, VALIDATE and L, simulated)."""
+    """The event of one operation: a slice, or an instant if the operation takes no time."""
     op, start, end = timed
     num_microbatches = schedule.num_microbatches // steps
     name = operation_name(op, num_microbatches, steps)
@@ -57,9 +64,9 @@ def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, s
 
 
 def _flows(timeline: Timeline, microseconds: float) -> Iterator[dict[str, Any]]:
-    """A flow for every result that a message brings to another rank: from the operation that makes it to its user.
+    """Yield the events of an arrow for every message, from the operation that makes the tensor to its consumer.
 
-    Both ends are inside of their operations, to which viewers bind them.
+    Both ends of an arrow are inside of their operations, so that viewers attach them to the operations.
     """
     schedule, placement = timeline.schedule, timeline.schedule.placement
     made: dict[Node, tuple[int, TimedOp]] = {}

@@ -1,4 +1,4 @@
-"""Computes the places, sizes and labels of everything in a picture of a timeline."""
+"""Places, sizes and labels of the elements in a drawing of a timeline."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ LEFT, RIGHT, TOP = 76, 60, 82
 CURVE_HEIGHT, CURVE_GAP = 72, 42
 _SMALLEST_TYPE, _LARGEST_TYPE = 6, 11
 _LABEL_MARGIN = 2
-"""Pixels of an operation that its label leaves free."""
+"""Pixels of the width of an operation that its label leaves free."""
 _SHORTEST_WITH_LABEL = 0.1
-"""Operations that take less, as a share of the longest, do not make a drawing wider for the sake of their labels."""
+"""Shortest operations, as a fraction of the longest, whose labels count for the width of a drawing."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A timeline with all that a picture of it needs; places are in pixels.
-
-    `steps` is how many iterations `repeat` made the schedule of; `duration` the time that the width shows.
-    """
+    """A timeline with the places and sizes of its drawing, in pixels."""
 
     timeline: Timeline
     title: str
     time_unit: str
+    """Name of the unit of time."""
     memory_unit: str
+    """Name of the unit of memory."""
     steps: int
+    """Number of iterations of the schedule (see `repeat`)."""
     width: float
+    """Width in pixels."""
     duration: float
+    """Time that the width represents."""
 
     @property
     def num_lanes(self) -> int:
@@ -53,19 +55,20 @@ class Drawing:
         return self.timeline.schedule.num_microbatches // self.steps
 
     def name(self, op: Op) -> str:
-        """The operation in words."""
+        """The name of an operation for tooltips."""
         return operation_name(op, self.num_microbatches, self.steps)
 
     def label(self, op: Op) -> str:
-        """The operation in the few letters that fit on it: colours tell chunks, marks iterations."""
+        """The label on an operation: its kind and its microbatch within the iteration."""
         return f"{op.kind.value.removeprefix('&')}{op.microbatch % self.num_microbatches}"
 
     @cached_property
-    def begin(self) -> float:
+    def start(self) -> float:
+        """Start of the first operation of all ranks."""
         return min((lane[0].start for lane in self.timeline.lanes if lane), default=0)
 
     def x(self, time: float) -> float:
-        return LEFT + float(time - self.begin) * (self.width - LEFT - RIGHT) / self.duration
+        return LEFT + float(time - self.start) * (self.width - LEFT - RIGHT) / self.duration
 
     @property
     def right(self) -> float:
@@ -91,7 +94,7 @@ class Drawing:
 
     @cached_property
     def has_memory(self) -> bool:
-        """Whether anything is known about memory: a measured step without a profile has none."""
+        """Whether the timeline has memory; a measured step without a profile has none."""
         return max(self.timeline.peak_memory, default=0) > 0
 
     @property
@@ -104,7 +107,7 @@ class Drawing:
 
     @cached_property
     def _label_sizes(self) -> dict[OpKind, float]:
-        """The size of type in which nine of ten labels of a kind fit on their operations, where it can be read."""
+        """Kind -> font size in which nine of ten labels fit on their operations, if it is large enough to read."""
         scale = (self.width - LEFT - RIGHT) / self.duration
         sizes: dict[OpKind, list[float]] = defaultdict(list)
         for kind, time, width in self._labels():
@@ -115,7 +118,7 @@ class Drawing:
 
     @cached_property
     def legend(self) -> list[tuple[float, list[str], str]]:
-        """The entries of the legend: x, one colour for each chunk, and words. The last entry is the critical path."""
+        """The entries of the legend: (x, colours of the chunks, text). The last entry is the critical path."""
         num_chunks = self.timeline.schedule.num_chunks
         used = {(timed.op.kind, timed.op.chunk) for lane in self.timeline.lanes for timed in lane}
         entries = [
@@ -139,14 +142,14 @@ class Drawing:
 
     @property
     def width_for_labels(self) -> float:
-        """The width at which nine of ten labels fit in the largest type, but for those of the shortest operations."""
+        """The width at which nine of ten labels fit in the largest font size; short operations do not count."""
         labels = [(time, width) for _, time, width in self._labels()]
         shortest = _SHORTEST_WITH_LABEL * max((time for time, _ in labels), default=0)
         scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for time, width in labels if time > shortest)
         return LEFT + RIGHT + self.duration * (scales[-(len(scales) // 10) - 1] if scales else 0)
 
     def _labels(self) -> Iterator[tuple[OpKind, float, float]]:
-        """Kind and time of an operation, width of its label."""
+        """Yield (kind, time of an operation, width of its label at font size 1)."""
         timed = (op_time for lane in self.timeline.lanes for op_time in lane if op_time.op.kind not in POST_VALIDATION)
         timed = (op_time for op_time in timed if op_time.end > op_time.start)
         return (
@@ -155,12 +158,12 @@ class Drawing:
         )
 
     def label_size(self, op: Op, width: float) -> float | None:
-        """The size of the label of an operation that is so wide; None if it has no room."""
+        """The font size of the label of an operation that is `width` pixels wide; None if the label does not fit."""
         size, room = self._label_sizes.get(op.kind), (width - _LABEL_MARGIN) * 1.001
         return size if size is not None and _type_width(self.label(op)) * size <= room else None
 
     def squeezed(self, op: Op, width: float) -> float | None:
-        """The width in pixels to squeeze the label to; None if it fits as it is."""
+        """The width in pixels to which the label of an operation is narrowed; None if it fits unchanged."""
         letters = (0.96 if letter == "W" else 0.62 for letter in self.label(op))
         natural = sum(letters) * self._label_sizes[op.kind]
         return width - _LABEL_MARGIN if natural > width - _LABEL_MARGIN else None
@@ -170,22 +173,28 @@ class Options(TypedDict, total=False):
     """The keyword arguments of every function that draws a timeline."""
 
     title: str | None
-    """The schedule's name by default."""
+    """Title of the drawing; by default the name of the schedule."""
     time_unit: str
-    """Name of the unit of the costs' times, `ms` by default."""
+    """Name of the unit of time of the costs; by default `ms`."""
     memory_unit: str
-    """Name of the unit of the costs' memory, `M_B` by default."""
+    """Name of the unit of memory of the costs; by default `M_B`."""
     steps: int
-    """How many iterations `repeat` made the schedule of, 1 by default; microbatches are numbered in each."""
+    """Number of iterations of the schedule (see `repeat`), by default 1. Labels number microbatches by iteration."""
     width: int | None
-    """In pixels; by default wide enough for labels on the operations, within reason."""
+    """Width in pixels; by default wide enough for labels on operations, up to a maximum."""
     duration: float | None
-    """The time that the width shows, at least the makespan, which it is by default. Drawings of the same width and
-    duration can be compared."""
+    """Time that the width represents, at least the makespan; by default the makespan. With the same width and duration,
+    drawings can be compared."""
 
 
 def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:
-    """The drawing; if no width is given it is that of readable labels, and at most `widest`."""
+    """Lay out the drawing of a timeline.
+
+    Args:
+        timeline: to draw.
+        widest: largest width in pixels if no width is given.
+        options: see `Options`.
+    """
     drawing = Drawing(
         timeline,
         title=options.get("title") or timeline.schedule.name,
@@ -202,5 +211,5 @@ def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: U
 
 
 def _type_width(label: str) -> float:
-    """The width in type of size 1 down to which a label stays readable: two thirds for a W, which is wide."""
+    """The least readable width of a label at font size 1."""
     return sum(0.66 if letter == "W" else 0.6 for letter in label)

@@ -1,4 +1,4 @@
-"""A timeline as one HTML page without any other file: the SVG with a tooltip and zoom, and a table of ranks."""
+"""A timeline as an HTML page without other files: an SVG with tooltips and zoom, and a table of ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #8888; }
 button { font-size: 14px; min-width: 2em; }
 """
 
-# The titles of the SVG become one tooltip that appears at once; zooming scales the image as a whole, and text that is
-# too small to read is hidden.
+# The titles of SVG elements become a tooltip that appears at once. Zooming scales the whole image and hides text that
+# is too small to read.
 _SCRIPT = """
 const svg = document.querySelector('#drawing svg'), tip = document.getElementById('tip');
 const tips = new Map();
@@ -60,7 +60,7 @@ _CONTROLS = """<p><button onclick="resize(1.25)">+</button> <button onclick="res
 
 
 def html_document(title: str, body: str, style: str) -> str:
-    """A page for light and dark surroundings that needs no other file."""
+    """Return an HTML page for light and dark surroundings that needs no other file."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><title>{clean(title)}</title>
@@ -75,25 +75,34 @@ body {{ font-family: Helvetica, Arial, sans-serif; margin: 1em; }}
 
 
 def to_html(timeline: Timeline, **options: Unpack[Options]) -> str:
-    """The page as text: the drawing as wide as readable labels want it, shown to fit, and a table of the ranks."""
-    what = drawing(timeline, widest=MAX_WIDTH, **options)
-    drawn = f'<div id="drawing">\n{svg_of(what)}</div>\n<div id="tip"></div>\n'
-    return html_document(what.title, f"{_CONTROLS}{drawn}{_rank_rows(what)}\n<script>{_SCRIPT}</script>\n", _STYLE)
+    """Draw a timeline as an HTML page, with a table of the ranks.
+
+    By default the drawing is wide enough for readable labels, and scaled to fit the window.
+
+    Args:
+        timeline: to draw.
+        options: see `Options`.
+    """
+    picture = drawing(timeline, widest=MAX_WIDTH, **options)
+    image = f'<div id="drawing">\n{svg_of(picture)}</div>\n<div id="tip"></div>\n'
+    return html_document(
+        picture.title, f"{_CONTROLS}{image}{_rank_rows(picture)}\n<script>{_SCRIPT}</script>\n", _STYLE
+    )
 
 
-def _rank_rows(what: Drawing) -> str:
-    """Span, work, bubble by cause and peak memory of every rank."""
-    timeline = what.timeline
+def _rank_rows(picture: Drawing) -> str:
+    """The HTML table with span, work, bubble by cause and peak memory of every rank."""
+    timeline = picture.timeline
     idle = causes(timeline)
     heads = ["rank", "span", "work", *idle]
-    if what.has_memory:
-        heads += [f"peak memory ({clean(what.memory_unit)})", "reached by"]
+    if picture.has_memory:
+        heads += [f"peak memory ({clean(picture.memory_unit)})", "reached by"]
     rows = ["".join(f"<th>{head}</th>" for head in heads)]
     for rank, peak in enumerate(timeline.peaks):
         times = (timeline.spans[rank], timeline.work[rank], *(cause[rank] for cause in idle.values()))
         cells = [str(rank), *map(figure, times)]
-        if what.has_memory:
-            cells += [figure(peak.amount), what.name(peak.op) if peak.op else ""]
+        if picture.has_memory:
+            cells += [figure(peak.amount), picture.name(peak.op) if peak.op else ""]
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
-    caption = f"<caption>Times in {clean(what.time_unit)}</caption>\n"
+    caption = f"<caption>Times in {clean(picture.time_unit)}</caption>\n"
     return f"<table>\n{caption}" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table>"

@@ -1,4 +1,4 @@
-"""The lanes of a picture: operations, how much each rank idles, messages, and the critical path."""
+"""The lanes of a drawing: operations, bubble rates of the ranks, messages, and the critical path."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megatron.zero_bubble.schedule.kinds import COPIES, KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
 
 _MARK_WIDTH = 3
-"""Pixels of a mark: STEP, VALIDATE, or another operation that takes no time in a simulation."""
+"""Width in pixels of a mark, which shows STEP, VALIDATE, or another operation that takes no time."""
 _ARROW_HEAD = 5
 
 
 def lanes(drawing: Drawing) -> Iterator[str]:
-    """All lanes. Operations are grouped by microbatch: hovering over one shows all of its microbatch's messages."""
+    """Yield the elements of all lanes, grouped by microbatch, so that hovering shows the messages of a microbatch."""
     for rank, bubble in enumerate(bubbles(drawing.timeline)):
         yield from _frame(drawing, rank, bubble)
     for elements_of_lane in (_operations, _copies):
@@ -48,7 +48,7 @@ def lanes(drawing: Drawing) -> Iterator[str]:
 
 
 def style(drawing: Drawing) -> str:
-    """CSS for `lanes`: shows and hides elements while the pointer is over an operation."""
+    """CSS for the elements of `lanes`, which shows and hides elements while the pointer is over an operation."""
     microbatches = range(drawing.timeline.schedule.num_microbatches)
     shown = ",".join(f".m{k}:hover~.a{k}" for k in microbatches)
     return (
@@ -59,11 +59,11 @@ def style(drawing: Drawing) -> str:
 
 
 def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
-    """The labels of a lane: its name, its duration, and its bubble rate."""
+    """Yield the background of a lane, its name, and its idle time in percent with a tooltip of the causes."""
     timeline = drawing.timeline
     top, height = drawing.lane_top(rank), drawing.lane_height
     size = max(8, min(11, height - 3))
-    end = drawing.x(drawing.begin + timeline.makespan)
+    end = drawing.x(drawing.start + timeline.makespan)
     yield rect(LEFT, top, end - LEFT, height, LANE)
     if rank % max(1, round(10 / height)) == 0:
         baseline = drawing.middle(rank) + size / 3
@@ -78,14 +78,14 @@ def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
 
 
 def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
-    """(microbatch, element) of every operation of a lane that takes time."""
+    """Yield (microbatch, element) for every operation of a lane that takes time."""
     timeline, schedule = drawing.timeline, drawing.timeline.schedule
     unit, lane, in_pairs = drawing.time_unit, timeline.lanes[rank], forwards_in_pairs(schedule, rank)
-    held = timeline.memory_held(rank)
-    for position, ((op, start, stop), (_, during, _)) in enumerate(zip(lane, held, strict=True)):
+    memory = timeline.memory_held(rank)
+    for position, ((op, start, stop), (_, during, _)) in enumerate(zip(lane, memory, strict=True)):
         top, height = drawing.lane_top(rank), drawing.lane_height
         if op in in_pairs or op.kind in PAIRED:
-            # The forward is drawn over the backward, in half of the lane each.
+            # The forward of a pair is in the upper half of the lane, the backward in the lower half.
             top += height / 2 * (op.kind in PAIRED)
             start, stop, height = *lane[position + (op in in_pairs)][1:], height / 2
         elif _is_mark(op, start, stop) or op.kind in COPIES:
@@ -108,7 +108,7 @@ def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
 
 
 def _copies(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
-    """(microbatch, element) of every copy on the host link of a rank, along the foot of its lane."""
+    """Yield (microbatch, element) for every copy on the host link of a rank, at the bottom of its lane."""
     timeline = drawing.timeline
     height = max(2, drawing.lane_height / 6)
     top = drawing.lane_top(rank) + drawing.lane_height - height
@@ -123,12 +123,12 @@ def _copies(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
 
 
 def _is_mark(op: Op, start: float, stop: float) -> bool:
-    """Whether an operation is drawn as a mark: it belongs to the whole iteration or takes no time."""
+    """Whether an operation is drawn as a mark, because it belongs to the whole iteration or takes no time."""
     return op.kind in POST_VALIDATION or start == stop
 
 
 def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
-    """The marks of a lane, above the operations."""
+    """Yield the marks of a lane, which are drawn over the operations."""
     in_pairs = forwards_in_pairs(drawing.timeline.schedule, rank)
     for op, start, stop in drawing.timeline.lanes[rank]:
         if op not in in_pairs and op.kind not in COPIES and _is_mark(op, start, stop):
@@ -140,7 +140,7 @@ def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
 
 
 def _critical_path(drawing: Drawing) -> Iterator[str]:
-    """A line below the operations of the critical path."""
+    """Yield a line along the lower edge of the operations of the critical path."""
     points: list[tuple[float, float]] = []
     for rank, (_, start, end) in critical_path(drawing.timeline):
         y = drawing.lane_top(rank) + drawing.lane_height - 2.5
@@ -150,24 +150,24 @@ def _critical_path(drawing: Drawing) -> Iterator[str]:
 
 
 def _messages(drawing: Drawing) -> Iterator[str]:
-    """One path for the messages of each microbatch, hidden until it is pointed at."""
+    """Yield a path with the messages of each microbatch, hidden until the pointer is over the microbatch."""
     arrows: dict[int, list[str]] = defaultdict(list)
     for source, sent, destination, used in messages(drawing.timeline):
-        begin = drawing.x(sent.end), drawing.middle(source)
+        start = drawing.x(sent.end), drawing.middle(source)
         end = drawing.x(used.start), drawing.middle(destination)
-        arrows[used.op.microbatch].append(_arrow(*begin, *end))
+        arrows[used.op.microbatch].append(_arrow(*start, *end))
     for microbatch, paths in sorted(arrows.items()):
         yield from _on_everything(f"a a{microbatch}", "".join(paths))
 
 
 def _on_everything(kind: str, d: str) -> Iterator[str]:
-    """A line that can be seen on any colour: dark, in a light one that is wider."""
+    """Yield a line that is visible on any colour: a dark line on a wider light line."""
     for stroke, width in ((PAPER, 3.5), (STRONG, 1.5)):
         yield f'<path class="{kind}" d="{d}" stroke="{stroke}" stroke-width="{width}" fill="none"/>'
 
 
 def _arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """A line with a head of two strokes."""
+    """The path of an arrow, whose head is two strokes."""
     length = hypot(x2 - x1, y2 - y1) or 1
     along_x, along_y = _ARROW_HEAD * (x2 - x1) / length, _ARROW_HEAD * (y2 - y1) / length
     heads = ((x2 - along_x + side * along_y * 0.6, y2 - along_y - side * along_x * 0.6) for side in (1, -1))

@@ -8,17 +8,17 @@ SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 """Colours of lines that belong to different schedules."""
 
 _RANKS = ("#9146a8", "#4570be", "#1f968b", "#55b34c")
-"""Colours of ranks, from dark to light as in viridis, but neither too light on white nor too dark on black."""
+"""Colours of ranks, from dark to light like viridis, readable on white and on black."""
 
 
 def mix(first: str, second: str, share: float) -> str:
-    """The colour `share` (0 to 1) of the way from `first` to `second`, as #rrggbb."""
+    """Mix two colours of the form #rrggbb; `share` is the fraction of `second`, from 0 to 1."""
     channels = zip(_rgb(first), _rgb(second), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
 
 def fill_of(kind: OpKind, chunk: int, num_chunks: int) -> str:
-    """The colour of an operation: later chunks are darker."""
+    """The fill colour of an operation; later chunks are darker."""
     return mix(KINDS[kind].colour, "#000000", 0.5 * chunk / (num_chunks - 1) if num_chunks > 1 else 0)
 
 
@@ -29,7 +29,7 @@ def is_dark(colour: str) -> bool:
 
 
 def colour_of_rank(rank: int, num_ranks: int) -> str:
-    """A colour that runs from dark to light with the rank."""
+    """The colour of a rank, from dark for the first rank to light for the last."""
     place = rank / max(1, num_ranks - 1) * (len(_RANKS) - 1)
     below = min(int(place), len(_RANKS) - 2)
     return mix(_RANKS[below], _RANKS[below + 1], place - below)

@@ -1,4 +1,4 @@
-"""Lines over a common axis, as SVG: bubble rate over memory limit."""
+"""Line plots as SVG, such as bubble rate over memory limit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ _WIDTH, _HEIGHT = 900, 440
 
 
 class Series(NamedTuple):
-    """One line of a plot; a single point is drawn as a mark."""
+    """One line of a plot: its name and its points (x, y). A single point is drawn as a mark."""
 
     name: str
     points: tuple[tuple[float, float], ...]
 
 
 def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str, y_from: float = 0) -> str:
-    """The plot as text. The axis of x begins at 0, that of y at `y_from`. Every series needs at least one point."""
+    """Draw lines as an SVG plot.
+
+    Args:
+        series: lines, each with at least one point.
+        title: of the plot.
+        x_label: label of the x axis, which starts at 0.
+        y_label: label of the y axis.
+        y_from: start of the y axis, unless a point is below it.
+    """
     largest_x = max((float(x) for curve in series for x, _ in curve.points), default=1.0) or 1.0
     least_y = min((float(y) for curve in series for _, y in curve.points), default=y_from)
     y_from = min(y_from, least_y)

@@ -1,4 +1,4 @@
-"""Schedules and costs as text: JSON (exact), a CSV grid (for eyes and spreadsheets), PyTorch's CSV dialect."""
+"""Schedules and costs as text: JSON, a CSV grid for readers and spreadsheets, and PyTorch's CSV dialect."""
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.formats.grid import schedule_from_csv, schedule_to_csv, schedule_to_grid
@@ -41,9 +41,14 @@ __all__ = [
 
 
 def schedule_from_text(text: str, name: str) -> Schedule:
-    """The schedule in `text`; its first characters tell the format.
+    """Read a schedule from text in any format, which is recognised by its first characters.
 
-    `name` is given to a schedule in PyTorch's dialect, which has none. Raises `ScheduleError`.
+    Args:
+        text: JSON, a CSV grid, or PyTorch's CSV.
+        name: of a schedule in PyTorch's CSV, which has no name.
+
+    Raises:
+        ScheduleError: the text has another form.
     """
     start = text.lstrip()
     if start.startswith(("{", "[")):
@@ -54,5 +59,9 @@ def schedule_from_text(text: str, name: str) -> Schedule:
 
 
 def costs_from_text(text: str) -> StageCosts:
-    """The costs in a file of costs, or in a profile that a run has measured. Raises `ScheduleError`."""
+    """Read costs from a file of costs, or from a profile.
+
+    Raises:
+        ScheduleError: the text has another form.
+    """
     return profile_from_json(text).costs if is_profile(text) else costs_from_json(text)

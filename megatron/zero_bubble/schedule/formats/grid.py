@@ -1,9 +1,9 @@
-"""Schedules as a grid: a row a rank, a column a time slot. It is meant for reading and for spreadsheets.
+"""Schedules as a grid for readers and spreadsheets: a row for each rank, a column for each time slot.
 
-The slots are those of a run in which F, B, W and R take one slot each, BW two, and communication none; a rank
-that waits leaves cells empty. STEP, VALIDATE, D and H take no time: where a rank has one, all have a column between two
-slots. A schedule that restores activations in groups has their numbers, one a stage, in a further column of the first
-two lines. Communication operations are left out: `lower` puts them back.
+F, B, W and R take one slot each, BW takes two, and communication takes none. Cells of idle slots are empty. STEP,
+VALIDATE, D and H take no time and have columns of their own between two slots. If stages recompute activations in
+groups, the first two lines have a further column with the number of groups of each stage. Sends, receives and
+collectives are left out; `lower` adds them again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _GROUPS = "groups"
 
 
 def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
-    """Return, for every rank and column, the operation that starts there, `-` where an operation goes on, or nothing.
-    Also return the columns of operations that take no time, which are no slots.
+    """Return the cells of every rank, and the columns of operations that take no time.
+
+    A cell is the operation that starts in the slot, `-` if an operation continues, and empty if the rank is idle.
     """
     # With several groups, operations would take fractions of a slot.
     timeline = simulate(replace(schedule, groups=()), StageCosts.uniform(schedule.num_stages, time_r=1))
@@ -38,7 +39,7 @@ def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
         for op, start, end in lane:
             if start == end:
                 column = int(start) + bisect_left(instants, int(start))
-                row[column] = f"{row[column]} {op}".strip()  # both, where the next iteration follows at once
+                row[column] = f"{row[column]} {op}".strip()  # a cell may have STEP and the next VALIDATE
                 continue
             first, last = (slot + bisect_right(instants, slot) for slot in (int(start), int(end) - 1))
             row[first : last + 1] = [str(op)] + ["-"] * (last - first)
@@ -47,7 +48,11 @@ def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
 
 
 def schedule_to_grid(schedule: Schedule) -> str:
-    """The grid as text for a terminal, a line a rank. Raises `Deadlock` if the schedule cannot run."""
+    """Write a schedule as a grid for a terminal, a line for each rank.
+
+    Raises:
+        Deadlock: the schedule cannot run.
+    """
     rows, narrow = _grid_cells(schedule)
     longest = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = max((length for k, length in enumerate(longest) if k not in narrow), default=0)
@@ -60,7 +65,11 @@ def schedule_to_grid(schedule: Schedule) -> str:
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
-    """The grid as CSV, below two lines that say what schedule it is. Raises `Deadlock` if it cannot run."""
+    """Write a schedule as CSV: two lines with name, placement and sizes, then the grid.
+
+    Raises:
+        Deadlock: the schedule cannot run.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     placement = schedule.placement
@@ -73,9 +82,12 @@ def schedule_to_csv(schedule: Schedule) -> str:
 
 
 def schedule_from_csv(text: str) -> Schedule:
-    """The schedule, without communication, that `schedule_to_csv` wrote. It is not validated.
+    """Read a schedule without communication from the CSV of `schedule_to_csv`; it is not validated.
 
-    Where the cells stand in a row does not matter, only their order. Raises `ScheduleError`.
+    Only the order of the cells of a row matters, not their columns.
+
+    Raises:
+        ScheduleError: the text has another form.
     """
     try:
         rows = list(csv.reader(io.StringIO(text), strict=True))

@@ -7,10 +7,10 @@
     {"format": "megatron-zero-bubble costs", "version": 1, "time_f": [1.5, 2], "time_b": [1.5, 2],
      "time_w": [1, 1], "time_comm": [0.1], "memory_f": [1, 1], "memory_b": [-0.5, -0.5], "memory_w": [-0.5, -0.5]}
 
-A schedule that restores activations in groups has `groups` as well, one number a stage. Costs of a model that
-recomputes have `time_r`, `memory_r` and, if these are known, `num_blocks` and `memory_outside`, those of one whose
-vocabulary is spread over the ranks `time_e`, `time_ew`, `time_s`, `time_t`, `memory_s` and `memory_t`. A reader refuses
-other formats, later versions, unknown keys and missing keys.
+A schedule whose stages recompute activations in groups also has `groups`, one number for each stage. Costs may have the
+optional fields of `StageCosts`: for recomputation (`time_r`, `memory_r`, `num_blocks`, `memory_outside`), offload,
+experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`, `memory_s`, `memory_t`). Readers refuse other
+formats, later versions, unknown keys and missing keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COSTS = "megatron-zero-bubble costs"
 
 
 def schedule_to_json(schedule: Schedule) -> str:
-    """The schedule, lowered or not, one rank a line."""
+    """Write a schedule, lowered or not, as JSON with one line for each rank."""
     placement = schedule.placement
     document = {
         "format": _SCHEDULE,
@@ -48,7 +48,11 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """The schedule that `schedule_to_json` wrote. It is not validated. Raises `ScheduleError` for anything else."""
+    """Read a schedule from the JSON of `schedule_to_json`; it is not validated.
+
+    Raises:
+        ScheduleError: the text has another form.
+    """
     keys = {"name", "placement", "num_microbatches", "ops"}
     document = _document(text, _SCHEDULE, keys, frozenset({"groups"}))
     placement = document["placement"]
@@ -75,7 +79,7 @@ def schedule_from_json(text: str) -> Schedule:
 
 
 def costs_to_json(costs: StageCosts) -> str:
-    """The costs, in model order. Fractions become floats."""
+    """Write costs as JSON, in model order; fractions become floats."""
     numbers = {field.name: list(getattr(costs, field.name)) for field in fields(costs)}
     numbers = {name: values for name, values in numbers.items() if any(values) or name not in OPTIONAL}
     lines = [f" {json.dumps(key)}: {json.dumps(values, default=float)}" for key, values in numbers.items()]
@@ -84,7 +88,11 @@ def costs_to_json(costs: StageCosts) -> str:
 
 
 def costs_from_json(text: str) -> StageCosts:
-    """The costs that `costs_to_json` wrote. Raises `ScheduleError` for anything else."""
+    """Read costs from the JSON of `costs_to_json`.
+
+    Raises:
+        ScheduleError: the text has another form.
+    """
     keys = {field.name for field in fields(StageCosts)}
     document = _document(text, _COSTS, keys.difference(OPTIONAL), frozenset(OPTIONAL))
     keys &= set(document)
@@ -96,7 +104,7 @@ def costs_from_json(text: str) -> StageCosts:
 
 
 def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The parsed text, if it is an object of the wanted format with these keys. Raises `ScheduleError`."""
+    """Parse JSON of the format `wanted` with exactly these keys, and raise `ScheduleError` for any other text."""
     document = parsed(text, wanted)
     given = set(document) - {"format", "version"} - optional
     if given != keys:
@@ -106,7 +114,11 @@ def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] =
 
 
 def parsed(text: str, wanted: str) -> dict[str, Any]:
-    """The parsed text, if it is an object of the wanted format, of a version that is known. Raises `ScheduleError`."""
+    """Parse JSON of the format `wanted` in a known version.
+
+    Raises:
+        ScheduleError: the text is not such JSON.
+    """
     try:
         document = json.loads(text)
     except ValueError as error:

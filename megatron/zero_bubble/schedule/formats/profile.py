@@ -17,28 +17,27 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 _FORMAT = "megatron-zero-bubble profile"
 
 Setting = int | float | str | bool | list[Any] | None
-"""A value that JSON knows."""
+"""A value that JSON can represent."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured costs of a run's stages.
-
-    `costs` are in milliseconds and bytes. `noise` is the largest relative spread of a measured time
-    (half the interquartile range over the median). `model` holds the settings that the costs depend on. `inside` is the
-    most, in bytes, that an operation of each stage needed while it ran, beyond what was held before and after it; it is
-    empty where that was not measured.
-    """
+    """The measured costs of the stages of a run."""
 
     placement: Placement
     costs: StageCosts
+    """Costs in milliseconds and bytes."""
     noise: float
+    """Largest relative spread of a measured time: half the interquartile range, divided by the median."""
     model: Mapping[str, Setting]
+    """Settings of the model on which the costs depend."""
     inside: tuple[float, ...] = ()
+    """Stage -> largest temporary memory of an operation, in bytes, beyond the memory before and after the operation;
+    empty if it was not measured."""
 
     @property
     def inside_ranks(self) -> tuple[float, ...]:
-        """For every rank the most that an operation of any of its stages needed inside; zeros if not measured."""
+        """Rank -> largest temporary memory of an operation, in bytes; zeros if it was not measured."""
         ranks = range(self.placement.num_ranks)
         if not self.inside:
             return (0.0,) * len(ranks)
@@ -47,9 +46,17 @@ class Profile:
     def check_fits(
         self, placement: Placement, model: Mapping[str, Setting], recompute: Recompute = Recompute.NONE
     ) -> None:
-        """Raise `ScheduleError`, with the first difference, unless the profile fits such a run.
+        """Check that the profile fits a run.
 
-        A setting that a program does not have counts as switched off.
+        A setting that only the profile or only the run has counts as switched off in the other.
+
+        Args:
+            placement: of the run.
+            model: settings of the run.
+            recompute: which microbatches of the run have an R.
+
+        Raises:
+            ScheduleError: the profile does not fit. The message names the first difference.
         """
         for name, ours in asdict(placement).items():
             theirs = getattr(self.placement, name)
@@ -65,7 +72,7 @@ class Profile:
 
 
 def profile_to_json(profile: Profile) -> str:
-    """The profile as one JSON object, whose `costs` have the form of `costs_to_json`."""
+    """Write a profile as a JSON object, whose `costs` have the form of `costs_to_json`."""
     document = {
         "format": _FORMAT,
         "version": VERSION,
@@ -80,12 +87,16 @@ def profile_to_json(profile: Profile) -> str:
 
 
 def is_profile(text: str) -> bool:
-    """Whether the text says of itself that it is a profile."""
+    """Whether the text has the format of a profile, judged by its first characters."""
     return _FORMAT in text[:200]
 
 
 def profile_from_json(text: str) -> Profile:
-    """The profile that `profile_to_json` wrote. Raises `ScheduleError` for anything else."""
+    """Read a profile from the JSON of `profile_to_json`.
+
+    Raises:
+        ScheduleError: the text has another form.
+    """
     document = parsed(text, _FORMAT)
     try:
         placement = Placement(**document["placement"])

@@ -1,9 +1,8 @@
-"""The CSV dialect of torch.distributed.pipelining: `schedule._dump_csv` and `_load_csv` there.
+"""The CSV dialect of torch.distributed.pipelining, of its `_dump_csv` and `_load_csv`.
 
-A row a rank, in rank order; a cell an action, written stage, letters, microbatch: `3F0`. The letters are
-not ours: I is the gradient of the input (our B), W that of the weights, B both (our BW). An empty cell is
-an idle slot, and `(0F1;3B0)OVERLAP_F_B` is two actions that run as one. What shards, unshards and reduces belongs
-to FSDP there, and sends and receives stand where that runtime wants them: a reader here leaves out both.
+There is a row for each rank, and a cell for each action. A cell has stage, letters and microbatch, as in `3F0`. PyTorch
+writes I for the gradient of the input (our B), W for the gradient of the weights, and B for both (our BW). An empty
+cell is an idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair. Readers leave out actions of FSDP, sends and receives.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
 _KINDS = {(facts.pytorch, facts.pairs_with is not None): kind for kind, facts in KINDS.items() if facts.pytorch}
-"""(letters, whether it runs in a pair) -> kind."""
+"""(letters, whether the operation is in a pair) -> kind of operation."""
 _LEFT_OUT = {"UNSHARD", "RESHARD", "REDUCE_GRAD"} | {KINDS[kind].pytorch for kind in COMMUNICATION}
 _ACTION = re.compile(r"(\d{1,9})([A-Z_]+?)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -33,9 +32,10 @@ class _Action(NamedTuple):
 
 
 def schedule_to_pytorch_csv(schedule: Schedule) -> str:
-    """The schedule for `_load_csv`, format "compute_only", or "compute_comms" if it is lowered.
+    """Write a schedule for PyTorch's `_load_csv`, in its format "compute_only", or "compute_comms" if it is lowered.
 
-    Raises `ScheduleError` for operations that PyTorch does not know, such as those of post-validation.
+    Raises:
+        ScheduleError: PyTorch has no word for an operation, such as STEP.
     """
     nameless = [kind for kind, facts in KINDS.items() if kind in schedule.kinds and facts.makes and not facts.pytorch]
     if nameless:
@@ -46,7 +46,7 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
         )
     if schedule.groups:
         raise ScheduleError(
-            f"schedule {schedule.name} restores activations in groups of layers, for which PyTorch's CSV has no word: "
+            f"schedule {schedule.name} recomputes groups of layers, for which PyTorch's CSV has no word: "
             "write JSON or CSV"
         )
     text = io.StringIO()
@@ -61,10 +61,16 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
 
 
 def schedule_from_pytorch_csv(text: str, name: str = "pytorch") -> Schedule:
-    """The schedule, without communication and idle slots, that `_dump_csv` wrote. It is not validated.
+    """Read a schedule without communication from PyTorch's `_dump_csv`; it is not validated.
 
-    Which rank holds which stage follows from the actions, and must be a placement of ours: linear,
-    interleaved or v. Raises `ScheduleError`.
+    The stages of each rank follow from its actions.
+
+    Args:
+        text: the CSV.
+        name: of the schedule.
+
+    Raises:
+        ScheduleError: the text has another form, or the placement is not linear, interleaved or a V.
     """
     try:
         rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text), strict=True)]
@@ -97,7 +103,11 @@ def _actions(cells: list[str]) -> Iterator[_Action]:
 
 
 def placement_of(stages: list[list[int]]) -> Placement:
-    """The placement in which rank r holds `stages[r]`."""
+    """The placement in which rank r has the stages `stages[r]`.
+
+    Raises:
+        ScheduleError: no placement has these stages.
+    """
     num_ranks, num_chunks = len(stages), len(stages[0])
     kinds: tuple[PlacementKind, ...] = ("linear",) if num_chunks == 1 else ("interleaved", "v")
     for kind in kinds if num_chunks else ():

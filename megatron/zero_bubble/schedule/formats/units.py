@@ -1,4 +1,4 @@
-"""Costs of a model's units as JSON: the file that `zero-bubble plan` reads, and a job writes."""
+"""Costs of the units of a model as JSON, which jobs write and `zero-bubble plan` reads."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 _NAMES = tuple(field.name for field in fields(UnitCosts))
 _MEASURED = ("time_exchange", "time_collective", "time_between", "spread")
-"""Fields of `ModelCosts` that a job measures, and that are zeros by default."""
+"""Fields of `ModelCosts` that a job measures; zeros by default."""
 _MAY_BE_NEGATIVE = ("memory_b", "memory_w")
 _LARGEST = 1e20
 
 
 def units_to_json(model: ModelCosts) -> str:
-    """One object with the costs of the embedding, of every layer and of the output; see `units_from_json`."""
+    """Write the costs of the units of a model as the JSON object that `units_from_json` describes."""
     units = {"embedding": asdict(model.embedding), "layers": list(map(asdict, model.layers))}
     others = {"output": asdict(model.output), "time_comm": model.time_comm, "ties_output": model.ties_output}
     others |= {name: getattr(model, name) for name in _MEASURED if getattr(model, name)}
@@ -27,21 +27,23 @@ def units_to_json(model: ModelCosts) -> str:
 
 
 def units_from_json(text: str) -> ModelCosts:
-    """Read `{"embedding": U, "layers": [U, ...], "output": U, "time_comm": t, "ties_output": bool}`.
+    """Read the costs of the units of a model from a JSON object.
 
-    U has `time_f`, `time_b` and `time_w`, and may have the other fields of `UnitCosts`, which are zeros by default. All
-    times have one unit, and all memory. Memory is a change: `memory_f` is allocated by F, and `memory_b` and `memory_w`
-    are negative where B and W release. `all_to_all_f` and `all_to_all_b` are parts of `time_f` and `time_b`.
+    The object is `{"embedding": U, "layers": [U, ...], "output": U, "time_comm": t, "ties_output": bool}`. U has
+    `time_f`, `time_b` and `time_w`, and may have the other fields of `UnitCosts`, which are zeros by default. All times
+    have one unit, and all memory has one unit. Memory is a change: F allocates `memory_f`, and `memory_b` and
+    `memory_w` are negative if B and W release memory. `all_to_all_f` and `all_to_all_b` are parts of `time_f` and
+    `time_b`.
 
     Raises:
-        ScheduleError: the text is something else; the message names the first wrong entry.
+        ScheduleError: the text has another form. The message names the first wrong entry.
     """
     try:
         document = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ScheduleError(f"costs of units are JSON: {error}") from None
+        raise ScheduleError(f"costs of units must be JSON: {error}") from None
     if not isinstance(document, dict):
-        raise ScheduleError("costs of units are an object with embedding, layers and output")
+        raise ScheduleError("costs of units must be an object with embedding, layers and output")
     unknown = sorted(document.keys() - {"embedding", "layers", "output", "time_comm", "ties_output", *_MEASURED})
     if unknown:
         raise ScheduleError(f"costs of units have no entry {unknown[0]!r}")
@@ -50,10 +52,10 @@ def units_from_json(text: str) -> ModelCosts:
             raise ScheduleError(f"costs of units lack {name!r}")
     layers = document["layers"]
     if not isinstance(layers, list) or not layers:
-        raise ScheduleError(f"'layers' is a list with the costs of every layer, got {json.dumps(layers)[:40]}")
+        raise ScheduleError(f"'layers' must be a list with the costs of every layer, got {json.dumps(layers)[:40]}")
     tied = document.get("ties_output", False)
     if not isinstance(tied, bool):
-        raise ScheduleError(f"'ties_output' is true or false, got {json.dumps(tied)[:40]}")
+        raise ScheduleError(f"'ties_output' must be true or false, got {json.dumps(tied)[:40]}")
     measured: dict[str, Any] = {name: _checked_number(name, document.get(name, 0)) for name in _MEASURED}
     return ModelCosts(
         _unit_costs("embedding", document["embedding"]),
@@ -67,7 +69,7 @@ def units_from_json(text: str) -> ModelCosts:
 
 def _unit_costs(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
     if not isinstance(entry, Mapping):
-        raise ScheduleError(f"the costs of the {where} are an object with time_f, time_b and time_w")
+        raise ScheduleError(f"the costs of the {where} must be an object with time_f, time_b and time_w")
     unknown = sorted(entry.keys() - set(_NAMES))
     if unknown:
         raise ScheduleError(f"the costs of the {where} have no entry {unknown[0]!r}: {', '.join(_NAMES)}")
@@ -80,7 +82,9 @@ def _unit_costs(where: str, entry: Any, *, is_layer: bool = False) -> UnitCosts:
     }
     for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b")):
         if costs.get(part, 0) > costs[whole]:
-            raise ScheduleError(f"{part} of the {where} is a part of {whole}, got {costs[part]:g} of {costs[whole]:g}")
+            raise ScheduleError(
+                f"{part} of the {where} must be a part of {whole}, got {costs[part]:g} of {costs[whole]:g}"
+            )
     if is_layer and not all(costs[name] > 0 for name in ("time_f", "time_b", "time_w")):
         raise ScheduleError(f"the times of the {where} must be above zero")
     return UnitCosts(**costs)

@@ -1,1 +1,1 @@
-"""The schedules that need no costs: one file with one pure function for each family."""
+"""Generators of the named schedules that need no costs: one file with pure functions for each family."""

@@ -1,4 +1,4 @@
-"""DualPipeV: a V of two chunks a rank, whose ranks run a forward and a backward as one (see `schedule.pairs`)."""
+"""DualPipeV: two chunks a rank in a V, with pairs of a forward and a backward (see `schedule.pairs`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The order that DeepSeek published: the half of DualPipe that is placed in a V.
+    """Generate DualPipeV as DeepSeek published it.
 
-    Where a pair takes FB, F and B without W as long as F, and both gradients BW, the bubble is (p-1)(FB + BW - 3W)
-    with p ranks, times of one chunk; the memory is (2p+1)/2 M_B. Source: DeepSeek-V3, arXiv 2412.19437, and its
-    repository DualPipe.
+    If B takes as long as F, the bubble is (p-1)(FB + BW - 3W), where FB is the time of a pair, BW that of B and W
+    together, and W that of W alone, all for one chunk. The peak memory is (2p+1)/2 M_B. Source: DeepSeek-V3, arXiv
+    2412.19437, and its repository DualPipe.
+
+    Args:
+        num_ranks: p.
+        num_microbatches: at least 2p.
 
     Raises:
         ScheduleError: there are fewer than 2p microbatches.
@@ -30,7 +34,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 class _Lane:
-    """The operations of one rank, part by part."""
+    """Builds the operations of one rank, part by part."""
 
     def __init__(self, num_ranks: int, num_microbatches: int, rank: int) -> None:
         before, after = rank + 1, num_ranks - 1 - rank
@@ -48,7 +52,7 @@ class _Lane:
             self._forward(1)
         for number in range(num_microbatches - 2 * num_ranks + before):
             self._forward(0)
-            # On the last rank the first backward needs the forward right before it.
+            # On the last rank the first backward needs the forward right before it, so that the two are no pair.
             self._backward(OpKind.BW if number == 0 and after == 0 else OpKind.PBW, 1)
             self._forward(1)
             self._backward(OpKind.PBW, 0)

@@ -7,11 +7,15 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Every rank runs the F of all microbatches, then the backwards, both in microbatch order.
+    """Generate GPipe: every rank runs F of all microbatches, then BW of all microbatches.
 
-    Bubble (p-1)(F+B+W), peak memory m M_B. The backwards go in microbatch order, and not the other way round
-    as in the paper (Huang et al. 2019, arXiv 1811.06965), so that gradients add up in the order of
-    all other schedules.
+    The bubble is (p-1)(F+B+W), and the peak memory m M_B, with p ranks and m microbatches. The backwards are in
+    microbatch order, and not in reverse order as in the paper (Huang et al. 2019, arXiv 1811.06965), so that gradients
+    add up in the same order as in all other schedules.
+
+    Args:
+        num_ranks: p.
+        num_microbatches: m.
     """
     forwards = tuple(Op(OpKind.F, microbatch) for microbatch in range(num_microbatches))
     backwards = tuple(Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches))

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B as megatron-core runs it, and the same with W split from B."""
+"""Interleaved 1F1B as in megatron-core, and its variants with pairs and with W split from B."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from megatron.zero_bubble.schedule.pairs import in_pairs
 def interleaved_1f1b(
     num_ranks: int, num_microbatches: int, *, num_chunks: int, group_size: int | None = None
 ) -> Schedule:
-    """Several chunks a rank: megatron-core's interleaved schedule, operation by operation.
+    """Generate interleaved 1F1B with the same order of operations as megatron-core.
 
-    Microbatches go in groups of `group_size` (the number of ranks by default): a group passes through chunk
-    after chunk before the next one starts. Rank r (from 0) runs 2(p-r-1) + (v-1) group_size forwards
-    of a chunk, then one forward and one backward in turn. With groups of p the bubble is (p-1)(F+B+W)/v
-    and the peak memory (1 + (p-1)/(pv)) p M_B, where F, B, W and M_B are those of all chunks of a rank
-    together. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
+    Microbatches pass through the chunks in groups: a group runs through all chunks of a rank before the next group
+    starts. Rank r (from 0) runs a warmup of 2(p-r-1) + (v-1) group_size forwards, then one forward and one backward in
+    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory (1 + (p-1)/(pv)) p M_B. Here
+    F, B, W and M_B are for all chunks of a rank together. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
 
-    Raises `ScheduleError` unless v >= 2, p <= group_size <= m, and the last group has p microbatches or more.
+    Args:
+        num_ranks: p.
+        num_microbatches: m.
+        num_chunks: v, the number of model chunks a rank.
+        group_size: microbatches of a group; by default p.
+
+    Raises:
+        ScheduleError: v < 2, group_size is not from p to m, or the last group has fewer than p microbatches.
     """
     return _interleaved("interleaved-1f1b", num_ranks, num_microbatches, num_chunks, group_size)
 
@@ -29,11 +35,19 @@ def interleaved_1f1b(
 def interleaved_pairs(
     num_ranks: int, num_microbatches: int, *, num_chunks: int, group_size: int | None = None
 ) -> Schedule:
-    """megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`, operation by operation.
+    """Generate megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`.
 
-    Every rank runs one forward more before its first backward. Then each forward and the backward after it are of
-    different microbatches or stages, and run as one (see `schedule.pairs`). Arguments and errors as of
-    `interleaved_1f1b`; all groups are whole.
+    The warmup has one forward more than in interleaved 1F1B, so that each forward and the backward right after it are
+    of different microbatches or stages. The two run as a pair (see `schedule.pairs`).
+
+    Args:
+        num_ranks: p.
+        num_microbatches: a multiple of the group size.
+        num_chunks: number of model chunks a rank, at least 2.
+        group_size: microbatches of a group; by default p.
+
+    Raises:
+        ScheduleError: the last group is not whole, or a condition of `interleaved_1f1b` is broken.
     """
     size = group_size or num_ranks
     if num_microbatches % size:
@@ -47,11 +61,19 @@ def interleaved_pairs(
 def interleaved_zb(
     num_ranks: int, num_microbatches: int, *, num_chunks: int, group_size: int | None = None
 ) -> Schedule:
-    """The order of interleaved 1F1B; rank r (from 0) keeps W 2r microbatches of a chunk behind B.
+    """Generate interleaved 1F1B with W split from B: on rank r (from 0), W comes 2r microbatches after B.
 
-    Interleaved 1F1B already has the long warmup of ZB-H2, so that the same delay of W gives the bubble
-    (p-1)(F+B-2W)/v, or a little more where a forward comes late for the next chunk, and no rank
-    holds more than rank 0 of interleaved 1F1B does. Arguments and errors as there.
+    Interleaved 1F1B has the long warmup of ZB-H2. With the same delay of W the bubble is (p-1)(F+B-2W)/v, or a little
+    more if a forward arrives late at the next chunk. No rank needs more memory than rank 0 of interleaved 1F1B.
+
+    Args:
+        num_ranks: p.
+        num_microbatches: m.
+        num_chunks: v, the number of model chunks a rank.
+        group_size: microbatches of a group; by default p.
+
+    Raises:
+        ScheduleError: as in `interleaved_1f1b`.
     """
     fused = _interleaved("interleaved-zb", num_ranks, num_microbatches, num_chunks, group_size)
     ops = tuple(split_backward(fused.ops[rank], delay=2 * rank) for rank in range(num_ranks))
@@ -87,7 +109,7 @@ def _interleaved(
 
 
 def _check(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> None:
-    """The conditions of megatron-core, which otherwise would leave ranks waiting."""
+    """Check the conditions of megatron-core, without which ranks would deadlock; raise `ScheduleError`."""
     if num_chunks < 2:
         raise ScheduleError(f"schedule {name} needs at least 2 chunks a rank, got {num_chunks}")
     if num_microbatches < num_ranks:

@@ -1,4 +1,4 @@
-"""1F1B, also called PipeDream-flush: what Megatron runs with one chunk a rank."""
+"""1F1B, also called PipeDream-flush, which Megatron runs with one chunk a rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """As many F as there are ranks after this one, then one F and one backward in turn, then the backwards left.
+    """Generate 1F1B: rank r (from 0) runs p-r-1 F, then one F and one BW in turn, then the remaining BW.
 
-    Bubble (p-1)(F+B+W), peak memory of worker i (from 1) (p-i+1) M_B. Source: Narayanan et al. 2021,
-    arXiv 2104.04473.
+    The bubble is (p-1)(F+B+W), and the peak memory of rank r is (p-r) M_B. Source: Narayanan et al. 2021, arXiv
+    2104.04473.
+
+    Args:
+        num_ranks: p.
+        num_microbatches: microbatches of an iteration.
     """
     forwards = [Op(OpKind.F, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]
@@ -21,7 +25,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def alternate(forwards: Sequence[Op], backwards: Sequence[Op], num_warmup: int) -> tuple[Op, ...]:
-    """`num_warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return `num_warmup` forwards, then a forward and a backward in turn, then the remaining backwards."""
     ops = list(forwards[:num_warmup])
     for k, backward in enumerate(backwards):
         ops += forwards[num_warmup + k : num_warmup + k + 1]

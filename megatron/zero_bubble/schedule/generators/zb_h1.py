@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with B split from W, in no more memory than 1F1B."""
+"""ZB-H1: 1F1B with W split from B, in the memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The order of 1F1B; rank r (from 0) keeps W r microbatches behind B.
+    """Generate ZB-H1: the order of 1F1B, in which W comes r microbatches after B on rank r (from 0).
 
-    A rank passes its B on before it runs W, and the delayed W fill the tail. Bubble (p-1)(F+B-W), peak
-    memory of worker i (from 1) (p-i+1) M_B + (i-1) M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.1.
+    A rank sends the result of B before it runs W, and the delayed W fill the cooldown. The bubble is (p-1)(F+B-W), and
+    the peak memory of rank r is (p-r) M_B + r M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.1.
+
+    Args:
+        num_ranks: p.
+        num_microbatches: microbatches of an iteration.
     """
     fused = one_f_one_b(num_ranks, num_microbatches)
     ops = tuple(split_backward(fused.ops[rank], delay=rank) for rank in range(num_ranks))
@@ -21,9 +25,13 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def split_backward(ops: Sequence[Op], delay: int) -> tuple[Op, ...]:
-    """Every BW as a B in its place and a W that stands `delay` backwards later; the last `delay` W fill the tail.
+    """Split every BW into a B in its place and a W that comes `delay` backwards later; the last W come at the end.
 
-    The rank holds at most `delay` microbatches of a chunk between B and W when it starts a forward.
+    When the rank starts a forward, at most `delay` microbatches of a chunk are between B and W.
+
+    Args:
+        ops: operations of a rank.
+        delay: number of backwards between a B and its W.
     """
     split: list[Op] = []
     waiting: list[Op] = []

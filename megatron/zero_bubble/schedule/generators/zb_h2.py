@@ -1,4 +1,4 @@
-"""ZB-H2: no bubble for equal F, B and W, in about twice the memory of 1F1B."""
+"""ZB-H2: no bubble if F, B and W take the same time, in about twice the memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Twice the warmup of 1F1B, so that the first B comes without a gap; rank r keeps W 2r microbatches behind B.
+    """Generate ZB-H2: 1F1B with twice the warmup, in which W comes 2r microbatches after B on rank r (from 0).
 
-    All ranks have the same span, but the last one starts and ends later: the optimizer step must not
-    synchronise them. Bubble (p-1)(F+B-2W), peak memory of worker i (from 1)
-    (2p-2i+1) M_B + (2i-2) M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.2.
+    The long warmup removes the wait for the first B. All ranks have the same span, but later ranks start and end later,
+    so that the optimizer step must not synchronise the ranks. The bubble is (p-1)(F+B-2W). The peak memory of rank r is
+    (2p-2r-1) M_B + 2r M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.2.
+
+    Args:
+        num_ranks: p.
+        num_microbatches: microbatches of an iteration.
     """
     forwards = [Op(OpKind.F, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]
