@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.zero_bubble.launcher.hooks import Call, Hook, InstalledHooks, mark_of
+from megatron.zero_bubble.launcher.hooks import Call, Hook, InstalledHooks
 from megatron.zero_bubble.session.start_up import SessionError
 
 
@@ -99,15 +99,6 @@ def test_a_target_that_is_not_as_expected_stops_before_anything_is_replaced(modu
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
     assert first.scale is original
-
-
-def test_the_replacement_knows_who_put_it_there(modules):
-    first, _ = modules
-    assert mark_of(first.scale) is None
-    hooks = InstalledHooks([hook()], "1.0", mark="somebody")
-    assert mark_of(first.scale) == "somebody"
-    hooks.restore()
-    assert mark_of(first.scale) is None
 
 
 def test_a_hook_may_be_for_some_versions_only():

@@ -15,10 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
+from megatron.zero_bubble.launcher.launch import disable, enable
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
 from megatron.zero_bubble.session.start_up import SessionError
@@ -166,8 +168,8 @@ def test_a_script_that_fits_is_not_refused() -> None:
     Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
     Run(script_arguments(fp8="hybrid", add_bias_linear=False), LaunchFlags(zero_bubble_schedule="zb-h1"))
     chunks = {"virtual_pipeline_model_parallel_size": 2}
-    assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble_schedule="zb-v")).v_placement is not None
-    assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble=True)).v_placement is None
+    assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble_schedule="zb-v")).stages.is_v
+    assert not Run(script_arguments(**chunks), LaunchFlags(zero_bubble=True)).stages.is_v
 
 
 def test_a_run_without_a_schedule_ends_before_its_process_groups_are_made() -> None:
@@ -183,6 +185,21 @@ def test_timers_that_wait_for_the_device_inside_a_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SessionError, match="--timing-log-level 2"):
         Run(script_arguments(timing_log_level=2), LaunchFlags(zero_bubble_schedule="zb-h1"))
+
+
+def test_zero_bubble_is_enabled_once_at_a_time() -> None:
+    original = schedules.get_forward_backward_func
+    enable("zb-h1", cpu=True)
+    try:
+        assert schedules.get_forward_backward_func is not original
+        with pytest.raises(SessionError, match=r"^zero bubble is enabled already: call disable\(\) first$"):
+            enable("zb-h2", cpu=True)
+    finally:
+        disable()
+    disable()
+    assert schedules.get_forward_backward_func is original
+    enable("zb-h1", cpu=True)
+    disable()
 
 
 @pytest.mark.exhaustive

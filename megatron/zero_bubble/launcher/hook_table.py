@@ -14,7 +14,6 @@ from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.launcher.loop_run import LoopRun
 from megatron.zero_bubble.launcher.run import Run
 from megatron.zero_bubble.launcher.script_choice import validate_arguments
-from megatron.zero_bubble.launcher.script_stages import ScriptLayouts, VPlacement
 from megatron.zero_bubble.launcher.script_steps import needed_for_post_validation, post_validation_hooks, replica_hooks
 from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
@@ -77,7 +76,7 @@ class ScriptHooks:
             "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             (),
             "gives a model in a V, or whose placement is chosen, the layers of each stage",
-            partial(self._with_layouts, ScriptLayouts.configure_new),
+            partial(self._in_script, lambda run, call: run.stages.configure_new(call)),
         )
         for function in (
             "transformer_block:get_num_layers_to_build",
@@ -87,7 +86,7 @@ class ScriptHooks:
                 f"megatron.core.transformer.{function}",
                 ("config",),
                 "does the same for a configuration that the script has made before its process groups",
-                partial(self._with_layouts, ScriptLayouts.configure),
+                partial(self._in_script, lambda run, call: run.stages.configure_old(call)),
             )
 
     def _model_hooks(self) -> Iterator[Hook]:
@@ -111,15 +110,18 @@ class ScriptHooks:
                 f"{module}:select_pipeline_segment",
                 ("main_pattern", "vp_stage"),
                 "returns the layers of a stage in a V, which a pattern has in model order",
-                self._select_layers,
+                partial(self._in_script, Run.select_layers),
                 versions=versions,
             )
-        for name, is_stage in (("first", VPlacement.is_first_stage), ("last", VPlacement.is_last_stage)):
+        for name, handle in (
+            ("first", lambda run, call: run.stages.is_first_stage(call)),
+            ("last", lambda run, call: run.stages.is_last_stage(call)),
+        ):
             yield Hook(
                 f"megatron.core.parallel_state:is_pipeline_{name}_stage",
                 ("ignore_virtual", "vp_stage"),
                 f"returns true on rank 0 for the {name} stage of a V; scripts read data on ranks where it is true",
-                partial(self._in_v, is_stage),
+                partial(self._in_script, handle),
             )
         yield Hook(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
@@ -219,16 +221,9 @@ class ScriptHooks:
         self._run = run = Run(script, self.flags)
         return run.begin(call)
 
-    def _with_layouts(self, handle: Callable[[ScriptLayouts, Call], Any], call: Call) -> Any:
-        layouts = self._run.layouts if self._run is not None else None
-        return call.proceed() if layouts is None else handle(layouts, call)
-
-    def _select_layers(self, call: Call) -> Any:
-        return self._run.select_layers(call) if isinstance(self._run, Run) else call.proceed()
-
-    def _in_v(self, handle: Callable[[VPlacement, Call], Any], call: Call) -> Any:
-        placement = self._run.v_placement if self._run is not None else None
-        return call.proceed() if placement is None else handle(placement, call)
+    def _in_script(self, handle: Callable[[Run, Call], Any], call: Call) -> Any:
+        """Handle a call in a run of Megatron-LM's trainer; another loop calls the original."""
+        return handle(self._run, call) if isinstance(self._run, Run) else call.proceed()
 
     def _log(self, call: Call) -> None:
         if self._run is not None:

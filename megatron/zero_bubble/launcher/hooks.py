@@ -95,9 +95,9 @@ class InstalledHooks:
         SessionError: a function is missing, or lacks a parameter.
     """
 
-    def __init__(self, hooks: Iterable[Hook], version: str, mark: object = None) -> None:
+    def __init__(self, hooks: Iterable[Hook], version: str) -> None:
         targets = [(hook, find_target(hook, version)) for hook in hooks]
-        self._replaced = [(target, _make_replacement(hook, target, mark)) for hook, target in targets]
+        self._replaced = [(target, _make_replacement(hook, target)) for hook, target in targets]
         _replace_everywhere((target, target.function, replacement) for target, replacement in self._replaced)
 
     def restore(self) -> None:
@@ -131,22 +131,13 @@ def find_target(needed: Needed, version: str) -> Target:
     return Target(owner, attribute, function, signature)
 
 
-def mark_of(function: Function) -> Any:
-    """The `mark` of the `InstalledHooks` that replaced `function`; None if it is an original."""
-    return getattr(function, _MARK, None)
-
-
-_MARK = "_megatron_zero_bubble"
-
-
-def _make_replacement(hook: Hook, target: Target, mark: object) -> Function:
+def _make_replacement(hook: Hook, target: Target) -> Function:
     @functools.wraps(target.function)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         bound = target.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return hook.around(Call(target.function, bound))
 
-    setattr(replacement, _MARK, mark)
     return replacement
 
 

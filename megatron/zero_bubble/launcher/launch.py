@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from megatron.zero_bubble.launcher.command_line import LaunchFlags, flags_from_keywords
-from megatron.zero_bubble.launcher.hooks import Hook, InstalledHooks, find_target, mark_of, minor_version
+from megatron.zero_bubble.launcher.hooks import Hook, InstalledHooks, find_target, minor_version
 from megatron.zero_bubble.mcore.cpu import CpuSubstitution, substitute_cuda
 from megatron.zero_bubble.session.start_up import SessionError
 
@@ -30,6 +30,9 @@ class Launch:
         SessionError: megatron-core is missing or not supported, a hooked function is not as expected, or there is no
             CUDA device.
     """
+
+    enabled: ClassVar[Launch | None] = None
+    """The launch with a schedule that is in place in this process."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self._cpu: CpuSubstitution | None = None
@@ -67,10 +70,14 @@ class Launch:
                 if needed.applies_to(version, has_trainer=has_trainer):
                     find_target(needed, version)
         hooks = [hook for hook in hooks if hook.applies_to(version, has_trainer=has_trainer)]
-        self._hooks = InstalledHooks(hooks, version, mark=self)
+        self._hooks = InstalledHooks(hooks, version)
+        if flags.asks_for_schedule:
+            Launch.enabled = self
 
     def close(self) -> None:
         """Remove the hooks and substitutions. A second call does nothing."""
+        if Launch.enabled is self:
+            Launch.enabled = None
         if self.script_hooks is not None:
             self.script_hooks.close()
         if self._hooks is not None:
@@ -107,20 +114,12 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
     Raises:
         ValueError: zero bubble is enabled already, or a flag or megatron-core's version is not supported.
     """
-    if _current() is not None:
+    if Launch.enabled is not None:
         raise SessionError("zero bubble is enabled already: call disable() first")
-    flags = flags_from_keywords(schedule, cpu, settings)
-    Launch(flags)
+    Launch(flags_from_keywords(schedule, cpu, settings))
 
 
 def disable() -> None:
     """Undo `enable()`. Does nothing if zero bubble is not enabled."""
-    launch = _current()
-    if launch is not None:
-        launch.close()
-
-
-def _current() -> Launch | None:
-    """The `Launch` that is in place, which is the mark of the function it replaced; None if there is none."""
-    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
-    return mark_of(schedules.get_forward_backward_func)
+    if Launch.enabled is not None:
+        Launch.enabled.close()

@@ -48,8 +48,6 @@ class LoopRun:
     the schedule; a model without DDP, which can only be evaluated, runs under megatron-core's own.
     """
 
-    v_placement = layouts = None
-    """Only Megatron-LM's trainer has them."""
     had_nothing_to_train = False
 
     def __init__(self, flags: LaunchFlags) -> None:

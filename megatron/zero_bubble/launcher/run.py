@@ -14,12 +14,12 @@ from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_script_settings
-from megatron.zero_bubble.launcher.script_stages import ScriptLayouts, ScriptPattern, VPlacement
+from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
 from megatron.zero_bubble.runtime.replanner import Report
-from megatron.zero_bubble.session.drawings import write_plan
+from megatron.zero_bubble.session.drawings import write_plan, write_scalars
 from megatron.zero_bubble.session.layers import to_layout
 from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields
 from megatron.zero_bubble.session.session import Session
@@ -56,32 +56,26 @@ class Run:
         """The same, wrapped in DDP."""
         self._optimizer: Any = None
         """The script's optimizer, if a hook keeps it."""
-        self.v_placement: VPlacement | None = None
-        self.layouts: ScriptLayouts | None = None
-        self._pattern: ScriptPattern | None = None
         self.units = ScriptUnits(script, job.flags)
         self.post_validation = ScriptPostValidation(script)
         self.replicas = ScriptReplicas(script, self.session)
-        if not job.is_layout_open:
-            self._place()
+        self.stages = self._placed()
 
-    def _place(self, *, is_chosen: bool = False) -> None:
-        """Prepare the hooks for the layout, before anything is built.
+    def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
+        """The hooks for the stages of the layout, before anything is built; they change nothing while it is open.
 
         Args:
             is_chosen: whether the layout was chosen, and differs from that of the script's arguments.
         """
-        job, placement = self.session.job, self.session.job.placement
-        self.v_placement = VPlacement(placement) if placement.kind == "v" else None
+        job, placement = self.session.job, self.session.job.first_placement
         has_copy = not job.flags.untie_embeddings_and_output_weights or job.flags.mtp_num_layers
         if has_copy and placement.rank_of(0) == placement.rank_of(placement.num_stages - 1):
             # It divides a rank's weights among replicas by their names, and then saves both copies of the embedding.
             self._script.ckpt_fully_parallel_save = False
-        pattern = job.flags.pattern
-        if pattern is not None:
-            self._pattern = ScriptPattern(placement, pattern) if pattern.is_divided else None
-        elif is_chosen or placement.kind == "v":
-            self.layouts = ScriptLayouts(placement, to_layout(job.partition, job.flags.mtp_num_layers))
+        layout = None
+        if job.flags.pattern is None and (is_chosen or placement.kind == "v"):
+            layout = to_layout(job.partition, job.flags.mtp_num_layers)
+        return ScriptStages(placement, layout, job.flags.pattern)
 
     def begin(self, call: Call) -> Any:
         """Hook around `initialize_model_parallel`: make the schedules, and the groups for their placement.
@@ -91,17 +85,16 @@ class Run:
         """
         with users_mistakes():
             self.session.make_schedules()
-        if self.v_placement is not None:
-            self.v_placement.set_embedding_ranks(call)
+        self.stages.set_embedding_ranks(call)
         return call.proceed()
 
     def set_up_model(self, call: Call) -> Any:
         """Hook around `setup_model_and_optimizer`: choose the layout if it is open, and let the script build it."""
         if self.session.job.is_layout_open and not self.units.is_building:
             is_chosen = settle_layout(self._script, self.session, self.units, call)
-            self._place(is_chosen=is_chosen)
+            self.stages = self._placed(is_chosen=is_chosen)
             if is_chosen:
-                build_layout(self._script, call, self.session.job, self.layouts)
+                build_layout(self._script, call, self.session.job, self.stages)
         return call.proceed()
 
     def _keep_layout(self) -> None:
@@ -109,7 +102,7 @@ class Run:
         if self.session.job.is_layout_open:
             reason = "the script builds its model without Megatron-LM's setup_model_and_optimizer"
             keep_megatrons_layout(self._script, self.session, reason)
-            self._place()
+            self.stages = self._placed()
 
     def build_chunk(self, call: Call) -> None:
         """Hook around the constructor of a model: check its configuration, and build the chunk of its stage.
@@ -123,23 +116,17 @@ class Run:
         self._keep_layout()
         with users_mistakes():
             self.session.configure(call["config"], type(call.get("self")))
-        if self.layouts is not None:
-            self.layouts.place(call["config"])
-        if self._pattern is not None:
-            self._pattern.place(call)
-        if self.v_placement is not None:
-            self.v_placement.place(call)
+        self.stages.place(call)
         with self.session.initializing(is_first_stage=call["pre_process"]):
             call.proceed()
         self._built.append(call["self"])
-        if self.v_placement is not None:
-            self.v_placement.add_built(call["self"])
+        self.stages.finish(self._built)
 
     def select_layers(self, call: Call) -> Any:
         """Hook around `select_pipeline_segment`: the layers of a chunk, and how many are before it."""
         if self.units.is_building:
             return self.units.select_layers(call)
-        return call.proceed() if self._pattern is None else self._pattern.select(call)
+        return self.stages.select(call)
 
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk.
@@ -173,11 +160,8 @@ class Run:
         if not self.session.has_started:
             self._start()
         is_local = self.replicas.is_local
-        if self.v_placement is not None:
-            arguments["forward_step_func"] = self.v_placement.placed(arguments["forward_step_func"])
-        losses = self.session.forward_backward(**arguments)
-        if self.v_placement is not None:
-            losses = self.v_placement.to_last_rank(losses)
+        arguments["forward_step_func"] = self.stages.placed(arguments["forward_step_func"])
+        losses = self.stages.to_last_rank(self.session.forward_backward(**arguments))
         if not arguments.get("forward_only", False):
             losses = self.replicas.own_losses(losses) if is_local else losses
             if self.session.job.hierarchy is None:
@@ -222,15 +206,13 @@ class Run:
         if match is None or run is None or self.num_steps == 0:
             return message
         measured, predicted = run.measured_idle(), run.predicted_idle(self.session.num_microbatches)
-        _write_scalars(int(match[1]), idle_scalars(measured, predicted))
+        write_scalars(idle_scalars(measured, predicted), int(match[1]), *_writers())
         order = order_fields(run.take_order_times())
         return message + idle_fields(measured, predicted) + order + self.replicas.log_fields()
 
     def _write_plan(self, report: Report) -> None:
         """Write a plan to the script's TensorBoard and Weights & Biases, which one rank of the script has."""
-        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-        write_plan(report, self.session.iteration, get_tensorboard_writer(), get_wandb_writer())
+        write_plan(report, self.session.iteration, *_writers())
 
     def close(self) -> None:
         """Close the session."""
@@ -243,13 +225,8 @@ class Run:
         return bool(getattr(self._script, "skip_train", False)) or (last is not None and done >= last)
 
 
-def _write_scalars(iteration: int, scalars: dict[str, float]) -> None:
-    """Write `scalars` to the script's TensorBoard and Weights & Biases, if it has opened them."""
+def _writers() -> tuple[Any, Any]:
+    """The script's TensorBoard and Weights & Biases; each is None unless this rank of the script has opened it."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-    for tag, value in scalars.items():
-        if tensorboard is not None:
-            tensorboard.add_scalar(tag, value, iteration)
-        if wandb is not None:
-            wandb.log({tag: value}, iteration)
+    return get_tensorboard_writer(), get_wandb_writer()

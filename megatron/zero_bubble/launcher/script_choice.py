@@ -21,7 +21,7 @@ from megatron.zero_bubble.launcher.script_settings import (
     refuse_script_settings,
     take_over_overlap,
 )
-from megatron.zero_bubble.launcher.script_stages import ScriptLayouts
+from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_units import ScriptUnits, change_settings
 from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
 from megatron.zero_bubble.mcore.refusals import works_with
@@ -128,12 +128,8 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
     check_chunks(script, session.job.flags, session.job.placement)
 
 
-def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: ScriptLayouts | None) -> None:
-    """Make the call `setup` build the layout of `job`, after the process groups were made; a collective call.
-
-    Args:
-        layouts: puts the layout into configurations; None for a model that takes it from its pattern.
-    """
+def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: ScriptStages) -> None:
+    """Make the call `setup` build the stages of the layout of `job`, after the process groups were made."""
     placement = job.placement
     for name in SAVED_NAMES:
         setattr(script, name, getattr(job.flags, name))
@@ -147,8 +143,7 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, layouts: Scri
     config = getattr(getattr(setup.get("cfg_container"), "model", None), "transformer", None)
     if config is not None:
         config.virtual_pipeline_model_parallel_size = num_chunks
-        if layouts is not None:
-            layouts.place(config)
+        stages.configure(config)
 
 
 def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,35 +18,49 @@ from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 
 
-class ScriptLayouts:
-    """Hooks that put the layout of a partition into the configurations of the pipeline's models.
+class ScriptStages:
+    """Hooks that put the stages of a script's model where a placement has them.
+
+    A V placement has the first and the last stage on rank 0. A script asks megatron-core for its stage to decide
+    whether to read data, and expects the losses on the last rank, which logs them.
 
     Args:
-        layout: the layers of each stage, in model order, in megatron-core's notation.
+        layout: the layers of each stage, in model order, in megatron-core's notation; None where the script's own
+            configuration has them.
+        pattern: the layers of a hybrid model; without `|` they are those of the script.
     """
 
-    def __init__(self, placement: Placement, layout: str) -> None:
+    def __init__(self, placement: Placement, layout: str | None = None, pattern: HybridPattern | None = None) -> None:
         self._placement, self._layout = placement, layout
+        self._pattern = pattern if pattern is not None and pattern.is_divided else None
+        self.is_v = placement.kind == "v"
+        self._running: int | None = None
+        """The stage of a V whose forward step runs now; None outside of forward steps."""
+
+    def set_embedding_ranks(self, call: Call) -> None:
+        """Give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
+        if self.is_v:
+            call["get_embedding_ranks"] = embedding_ranks(self._placement)
 
     def configure_new(self, call: Call) -> None:
         """Hook around `TransformerConfig.__post_init__`."""
         config = call["self"]
-        if self._is_to_place(config):
+        if self._layout is not None and self._is_to_place(config):
             # megatron-core's other ways to spread layers over ranks are in this layout already.
             config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
             config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
             config.pipeline_model_parallel_layout = self._layout
         call.proceed()
-        self.place(config)
+        self.configure(config)
 
-    def configure(self, call: Call) -> Any:
+    def configure_old(self, call: Call) -> Any:
         """Hook around functions that read a layout: a configuration may be older than the process groups."""
-        self.place(call["config"])
+        self.configure(call["config"])
         return call.proceed()
 
-    def place(self, config: Any) -> None:
+    def configure(self, config: Any) -> None:
         """Give `config` the layout, unless it has it already or is not one of the pipeline's models."""
-        if self._is_to_place(config):
+        if self._layout is not None and self._is_to_place(config):
             rank = parallel_state.get_pipeline_model_parallel_rank()
             config.pipeline_model_parallel_layout = PlacedLayout(self._layout, self._placement, rank)
 
@@ -54,58 +68,35 @@ class ScriptLayouts:
         is_placed = isinstance(config.pipeline_model_parallel_layout, PlacedLayout)
         return config.pipeline_model_parallel_size == self._placement.num_ranks and not is_placed
 
-
-class ScriptPattern:
-    """Hooks for a pattern with `|`, which put its stages where the placement has them."""
-
-    def __init__(self, placement: Placement, pattern: HybridPattern) -> None:
-        self._placement, self._pattern = placement, pattern
-
     def place(self, call: Call) -> None:
-        """Give the pattern to the chunk that a call of `HybridModel`'s constructor builds."""
-        call["hybrid_layer_pattern"], call["hybrid_override_pattern"] = str(self._pattern), None
-        config = call["config"]
-        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+        """Give the chunk that a call of a model's constructor builds the layers, embedding and loss of its stage."""
+        config, chunk = call["config"], call.get("vp_stage")
+        self.configure(config)
+        if self._pattern is not None:
+            call["hybrid_layer_pattern"], call["hybrid_override_pattern"] = str(self._pattern), None
+            config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+        if self.is_v:
+            assert chunk is not None, "the script builds two chunks a rank: checked at its start"
+            stage = self._stage_of(chunk)
+            call["pre_process"], call["post_process"] = stage == 0, stage == self._placement.num_stages - 1
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+            call["pg_collection"] = chunk_groups(self._placement, rank, chunk)
+
+    def finish(self, built: Sequence[Any]) -> None:
+        """Copy the weights that the first and the last stage of a V share, once all chunks of a model are built."""
+        num_chunks = self._placement.num_chunks
+        if self.is_v and len(built) % num_chunks == 0:
+            copy_tied_embedding(built[-num_chunks:])
 
     def select(self, call: Call) -> Any:
-        """Return the symbols of a chunk's stage, and the number of layers before it; see `select_pipeline_segment`."""
-        stage = self._placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), call["vp_stage"] or 0)
+        """Hook around `select_pipeline_segment`: return the symbols of a chunk's stage, and how many are before it."""
+        if self._pattern is None:
+            return call.proceed()
+        stage = self._stage_of(call["vp_stage"] or 0)
         return list(self._pattern.stages[stage]), sum(self._pattern.partition[:stage])
 
-
-class VPlacement:
-    """Hooks for a V placement, which puts the first and the last stage on rank 0.
-
-    A script asks megatron-core for its stage to decide whether to read data, and expects the losses on the last
-    rank, which logs them.
-    """
-
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-        self._chunks: list[Any] = []
-        self._running: int | None = None
-        """The stage whose forward step runs now; None outside of forward steps."""
-
-    def set_embedding_ranks(self, call: Call) -> None:
-        """Give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
-        call["get_embedding_ranks"] = embedding_ranks(self._placement)
-
-    def place(self, call: Call) -> None:
-        """Give the chunk that a call of `GPTModel`'s constructor builds the embedding and the loss of its stage."""
-        chunk = call["vp_stage"]
-        assert chunk is not None, "the script builds two chunks a rank: checked at its start"
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        stage = self._placement.stage_of(rank, chunk)
-        call["pre_process"] = stage == 0
-        call["post_process"] = stage == self._placement.num_stages - 1
-        call["pg_collection"] = chunk_groups(self._placement, rank, chunk)
-
-    def add_built(self, chunk: Any) -> None:
-        """Take a chunk that is built; with the last one, copy what the first and the last stage share."""
-        self._chunks.append(chunk)
-        if len(self._chunks) == self._placement.num_chunks:
-            copy_tied_embedding(self._chunks)
-            self._chunks = []
+    def _stage_of(self, chunk: int) -> int:
+        return self._placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), chunk)
 
     def is_first_stage(self, call: Call) -> bool:
         return self._is_stage(call, 0)
@@ -114,24 +105,21 @@ class VPlacement:
         return self._is_stage(call, self._placement.num_stages - 1)
 
     def _is_stage(self, call: Call, wanted: int) -> bool:
-        """Whether the stage that runs is `wanted`; if none runs, the stage of the call's chunk is compared."""
+        """Whether the stage of a V that runs is `wanted`; if none runs, the stage of the call's chunk is compared."""
         if self._running is not None:
             return self._running == wanted
-        if call["ignore_virtual"] or call["vp_stage"] is None:
+        if not self.is_v or call["ignore_virtual"] or call["vp_stage"] is None:
             return call.proceed()
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        return self._placement.stage_of(rank, call["vp_stage"]) == wanted
+        return self._stage_of(call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The script's forward step, wrapped so that the stage hooks answer for the stage of its chunk."""
+        """The script's forward step, wrapped for a V so that the stage hooks answer for the stage of its chunk."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
-            rank = parallel_state.get_pipeline_model_parallel_rank()
-            stage = self._placement.stage_of(rank, get_attr_wrapped_model(model, "vp_stage"))
-            with self._at(stage):
+            with self._at(self._stage_of(get_attr_wrapped_model(model, "vp_stage"))):
                 return forward_step(data_iterator, model, *more, **options)
 
-        return placed_forward_step
+        return placed_forward_step if self.is_v else forward_step
 
     @contextmanager
     def _at(self, stage: int) -> Iterator[None]:
@@ -142,13 +130,15 @@ class VPlacement:
             self._running = None
 
     def to_last_rank(self, losses: list[Any]) -> list[Any]:
-        """Copy the loss function's results to the last rank, which logs them; a collective call of the pipeline.
+        """Copy the loss function's results in a V to the last rank, which logs them; a collective call of the pipeline.
 
         The losses of multi-token prediction, which megatron-core sums in a global, are copied, too.
 
         Args:
             losses: on the rank of the last stage, one entry a microbatch, of tensors and plain values.
         """
+        if not self.is_v:
+            return losses
         group = parallel_state.get_pipeline_model_parallel_group()
         holder = self._placement.rank_of(self._placement.num_stages - 1)
         # Tensors move to the host first: pickling keeps a tensor's device, which differs between ranks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -91,27 +91,34 @@ _WIDTH, _LANE, _MARGIN = 1600, 28, 60
 """Width of a picture, height of a rank's lane and width of the ranks' names, in pixels."""
 
 
-def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
-    """Write what is known of the plan of a `report` that was made after `iteration`.
+def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
+    """Write values under their tags to TensorBoard and Weights & Biases.
 
     Args:
         tensorboard: a `SummaryWriter`, or None.
         wandb_run: a run of Weights & Biases or its module, or None.
     """
-    if tensorboard is None and wandb_run is None:
-        return
-    timeline = report.prediction.timeline
-    scalars = cause_scalars(timeline)
     if tensorboard is not None:
         for tag, value in scalars.items():
             tensorboard.add_scalar(tag, value, iteration)
+    if wandb_run is not None:
+        wandb_run.log(dict(scalars), step=iteration)
+
+
+def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
+    """Write a drawing and the idle shares of the plan of a `report` that was made after `iteration`."""
+    if tensorboard is None and wandb_run is None:
+        return
+    timeline = report.prediction.timeline
+    write_scalars(cause_scalars(timeline), iteration, tensorboard, wandb_run)
+    if tensorboard is not None:
         tensorboard.add_image(_PICTURE, plan_picture(timeline), iteration, dataformats="HWC")
     if wandb_run is not None:
         import wandb
 
         title = f"{timeline.schedule.name}, planned after iteration {iteration}"
         picture = wandb.Html(to_svg(timeline, title=title, width=_WIDTH), inject=False)
-        wandb_run.log({**scalars, _PICTURE: picture}, step=iteration)
+        wandb_run.log({_PICTURE: picture}, step=iteration)
 
 
 def cause_scalars(timeline: Timeline) -> dict[str, float]:

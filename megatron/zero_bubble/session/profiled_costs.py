@@ -54,20 +54,9 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     costs = profile.costs
     after_b = np.add(costs.memory_f, costs.memory_b)
     after_w = np.add(after_b, costs.memory_w)
-    units = list(
-        map(
-            _unit_costs,
-            fit.solve(costs.time_f),
-            fit.solve(costs.time_b),
-            fit.solve(costs.time_w),
-            fit.solve(costs.memory_f),
-            fit.solve(after_b),
-            fit.solve(after_w),
-            fit.solve(costs.all_to_all_f),
-            fit.solve(costs.all_to_all_b),
-        )
-    )
-    embedding, *layers, output = units
+    times, exchanges = (costs.time_f, costs.time_b, costs.time_w), (costs.all_to_all_f, costs.all_to_all_b)
+    fitted = map(fit.solve, (*times, costs.memory_f, after_b, after_w, *exchanges))
+    embedding, *layers, output = map(_unit_costs, *fitted)
     if any(costs.time_r):
         names = ("time_r", "memory_r", "num_blocks")
         each = zip(*(fit.solve_layers(getattr(costs, name)) for name in names), strict=True)

@@ -39,14 +39,15 @@ def planning_options(
 
     Args:
         knows_costs: whether the layout is chosen by costs of layers, which also make the first plan.
-        profile: with `knows_costs` the given profile, if it was measured with the chosen layout.
+        profile: the given profile, with `knows_costs` only if it was measured with the chosen layout.
 
     Raises:
         ValueError: a flag needs measured costs and there are none, or the given profile does not fit the job.
     """
     window, limit = profile_window(flags), flags.memory_limit
-    if not knows_costs:
-        profile = _profile_of_layout(flags, placement)
+    if profile is not None and not knows_costs:
+        with _as_mistake_in_profile(flags):
+            profile.check_fits(placement, flags.model, flags.recompute)
     if profile is None:
         _check_measured(flags, window, None if knows_costs else limit)
         if window is None:
@@ -102,15 +103,6 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
         f" > {', '.join(missing)}: this job ends after {steps} iterations, but profiling after {window[1]}; "
         "give --zero-bubble-profile-iters START END with an earlier END, or 0 0 for no profile"
     )
-
-
-def _profile_of_layout(flags: JobFlags, placement: Placement) -> Profile | None:
-    """The given profile, which must be of the job's model and layout; None if none is given."""
-    profile = given_profile(flags)
-    if profile is not None:
-        with _as_mistake_in_profile(flags):
-            profile.check_fits(placement, flags.model, flags.recompute)
-    return profile
 
 
 def given_profile(flags: JobFlags) -> Profile | None:

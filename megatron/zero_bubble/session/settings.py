@@ -109,10 +109,10 @@ def job_settings(
 def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayout | None) -> JobSettings:
     """The settings of a job that plans with the costs of the chosen layout, and with those that it measures."""
     flags, request = settings.flags, None if choice is None else choice.request
-    knows_costs = settings.is_layout_open or request is not None
-    profile = given_profile(flags) if knows_costs else None
-    if profile is not None and not settings.is_layout_open and not _is_of_layout(profile, settings):
+    profile = given_profile(flags)
+    if request is not None and profile is not None and not _is_of_layout(profile, settings):
         profile = None
+    knows_costs = settings.is_layout_open or request is not None
     planning = planning_options(flags, settings.placement, knows_costs=knows_costs, profile=profile)
     if choice is not None and request is not None:
         known = {name: getattr(request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
