@@ -142,7 +142,7 @@ class ScriptHooks:
             "megatron.training.utils:print_rank_last",
             ("message",),
             "adds the idle share to the training log line",
-            self._log,
+            partial(self._in_script, Run.extend_log_line),
         )
 
     def _optimizer_hooks(self) -> Iterator[Hook]:
@@ -224,11 +224,6 @@ class ScriptHooks:
     def _in_script(self, handle: Callable[[Run, Call], Any], call: Call) -> Any:
         """Handle a call in a run of Megatron-LM's trainer; another loop calls the original."""
         return handle(self._run, call) if isinstance(self._run, Run) else call.proceed()
-
-    def _log(self, call: Call) -> None:
-        if self._run is not None:
-            call["message"] = self._run.extend_log_line(call["message"])
-        call.proceed()
 
     def check_trained(self) -> None:
         """Check at the script's end that the schedule was used.

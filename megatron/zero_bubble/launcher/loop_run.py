@@ -131,10 +131,6 @@ class LoopRun:
 
         return forward_backward
 
-    def extend_log_line(self, message: str) -> str:
-        """Leave a line as it is: the loop's lines are its own."""
-        return message
-
     def close(self) -> None:
         """Close the sessions of all models."""
         for model in self._models:

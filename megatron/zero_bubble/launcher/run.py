@@ -21,7 +21,7 @@ from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
 from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.session.drawings import write_plan, write_scalars
 from megatron.zero_bubble.session.layers import to_layout
-from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields
+from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields, wait_fields
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.settings import check_implementation, job_settings
 from megatron.zero_bubble.session.start_up import users_mistakes
@@ -200,15 +200,15 @@ class Run:
             self.session.start(self._chunks, self._optimizer, iteration, self._write_plan)
         self.post_validation.start(self.session.post_validation, self._optimizer, self._chunks)
 
-    def extend_log_line(self, message: str) -> str:
-        """Append the idle share to the script's log line; other messages stay as they are. A collective call."""
-        match, run = _LOG_LINE.match(message), self.session.forward_backward_func
-        if match is None or run is None or self.num_steps == 0:
-            return message
-        measured, predicted = run.measured_idle(), run.predicted_idle(self.session.num_microbatches)
-        write_scalars(idle_scalars(measured, predicted), int(match[1]), *_writers())
-        order = order_fields(run.take_order_times())
-        return message + idle_fields(measured, predicted) + order + self.replicas.log_fields()
+    def extend_log_line(self, call: Call) -> Any:
+        """Hook around `print_rank_last`: append the idle share to the training log line; a collective call."""
+        match, run = _LOG_LINE.match(call["message"]), self.session.forward_backward_func
+        if match is not None and run is not None and self.num_steps > 0:
+            measured, predicted = run.measured_idle(), run.predicted_idle(self.session.num_microbatches)
+            write_scalars(idle_scalars(measured, predicted), int(match[1]), *_writers())
+            order, waits = order_fields(run.take_order_times()), wait_fields(self.session.replicas.take_waits())
+            call["message"] += idle_fields(measured, predicted) + order + waits
+        return call.proceed()
 
     def _write_plan(self, report: Report) -> None:
         """Write a plan to the script's TensorBoard and Weights & Biases, which one rank of the script has."""

@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.launcher.hooks import Call, Hook, Needed
 from megatron.zero_bubble.mcore.post_validation import PostValidation, StepOutcome
 from megatron.zero_bubble.session.features import HIERARCHICAL_SGD
-from megatron.zero_bubble.session.reports import print_rank_0, wait_fields
+from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 
 _UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
@@ -201,10 +201,6 @@ class ScriptReplicas:
                 if name in sums:
                     sums[name] = _mean_over_replicas(sums[name])
         return call.proceed()
-
-    def log_fields(self) -> str:
-        """The waits of the replicas for a log line; a collective call."""
-        return wait_fields(self._session.replicas.take_waits())
 
 
 def _own_mean(reports: Sequence[torch.Tensor]) -> torch.Tensor:

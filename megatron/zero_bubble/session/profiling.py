@@ -1,20 +1,19 @@
-"""Decides how a job measures its costs and plans with them, and logs a block of lines about each plan."""
+"""Decides how a job measures its costs and plans with them, and reads and writes files of costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
-from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
+from megatron.zero_bubble.runtime.replanner import PlanningOptions
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, JobFlags
-from megatron.zero_bubble.session.reports import describe_plan
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
@@ -128,16 +127,12 @@ def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
         raise ValueError(f"--zero-bubble-profile-input {flags.zero_bubble_profile_input}: {error}") from error
 
 
-def reporter(flags: JobFlags, say: Callable[[str], None]) -> Callable[[Report], None]:
-    """A function that logs the block about a plan with `say`, and saves the profile if the flags ask for that."""
-
-    def report(decision: Report) -> None:
-        say(describe_plan(decision))
-        if flags.zero_bubble_profile_output is not None and flags.rank == 0:
-            output = flags.zero_bubble_profile_output
-            try:
-                write_file(output, profile_to_json(decision.prediction.profile))
-            except OSError as error:
-                raise OSError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error
-
-    return report
+def save_profile(flags: JobFlags, profile: Profile) -> None:
+    """Write the measured costs to the file of `--zero-bubble-profile-output`, if it is given; rank 0 writes."""
+    output = flags.zero_bubble_profile_output
+    if output is None or flags.rank != 0:
+        return
+    try:
+        write_file(output, profile_to_json(profile))
+    except OSError as error:
+        raise OSError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error

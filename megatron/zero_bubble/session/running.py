@@ -44,8 +44,14 @@ from megatron.zero_bubble.session.features import (
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.model_states import Parameters, States
 from megatron.zero_bubble.session.profiled_costs import fit_units
-from megatron.zero_bubble.session.profiling import profile_window, reporter, too_short_to_profile
-from megatron.zero_bubble.session.reports import channels_line, describe_hierarchy, print_rank_0, without_gain
+from megatron.zero_bubble.session.profiling import profile_window, save_profile, too_short_to_profile
+from megatron.zero_bubble.session.reports import (
+    channels_line,
+    describe_hierarchy,
+    describe_plan,
+    print_rank_0,
+    without_gain,
+)
 from megatron.zero_bubble.session.settings import JobSettings
 
 
@@ -68,10 +74,10 @@ def run_plan(
         print_rank_0(warning)
     if flags.zero_bubble_communicator == "host":
         print_rank_0(" > messages between stages go through host memory (--zero-bubble-communicator host)")
-    describe_plan = reporter(flags, print_rank_0)
 
     def report(plan: Report) -> None:
-        describe_plan(plan)
+        print_rank_0(describe_plan(plan))
+        save_profile(flags, plan.prediction.profile)
         write_plan(plan)
 
     return ForwardBackward(
