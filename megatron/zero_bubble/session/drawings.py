@@ -20,6 +20,8 @@ from megatron.zero_bubble.schedule import TimedOp, Timeline
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_svg
 from megatron.zero_bubble.schedule.draw.palette import fill_of, is_dark
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.profiling import profile_window
 from megatron.zero_bubble.session.timeline_files import measured_timeline, write_timeline
 
 _CLOCK_ROUNDS = 9
@@ -68,6 +70,16 @@ class TimelineWriter:
                 costs = replace(costs, **in_mib)
             timeline = measured_timeline(schedule, lanes, costs, shapes_vary=self._source.shapes_vary)
             write_timeline(self._folder, f"iteration_{iteration:07d}", timeline, "MiB")
+
+
+def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:
+    """The writer for `--zero-bubble-timeline`, or None; the job begins after iteration `iteration`."""
+    if flags.zero_bubble_timeline is None:
+        return None
+    window = profile_window(flags)
+    after = iteration + (window[1] if window else 1)
+    first, last = flags.zero_bubble_timeline_iters or (after + 1, after + 2)
+    return TimelineWriter(flags.zero_bubble_timeline, first, last, iteration, forward_backward)
 
 
 def clock_offset(group: dist.ProcessGroup) -> float:

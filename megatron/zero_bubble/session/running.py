@@ -1,4 +1,4 @@
-"""Makes what runs a job: its forward-backward function, post-validation, the averaging of replicas, and drawings."""
+"""Makes what runs a job: its forward-backward function, post-validation, and the averaging of replicas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from megatron.zero_bubble.runtime.rollback import make_rollback
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
-from megatron.zero_bubble.session.drawings import TimelineWriter
 from megatron.zero_bubble.session.features import (
     HIERARCHICAL_SGD,
     INVERSE,
@@ -44,7 +43,7 @@ from megatron.zero_bubble.session.features import (
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.model_states import Parameters, States
 from megatron.zero_bubble.session.profiled_costs import fit_units
-from megatron.zero_bubble.session.profiling import profile_window, save_profile, too_short_to_profile
+from megatron.zero_bubble.session.profiling import save_profile, too_short_to_profile
 from megatron.zero_bubble.session.reports import (
     channels_line,
     describe_hierarchy,
@@ -169,17 +168,6 @@ def costs_of_units(
     if ratio is not None and not costs.has_all_to_all:
         print_rank_0(f" > {without_gain(ratio)}")
     return costs
-
-
-def open_timeline(job: JobSettings, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:
-    """The writer for `--zero-bubble-timeline`, or None; the job begins after iteration `iteration`."""
-    flags = job.flags
-    if flags.zero_bubble_timeline is None:
-        return None
-    window = profile_window(flags)
-    after = iteration + (window[1] if window else 1)
-    first, last = flags.zero_bubble_timeline_iters or (after + 1, after + 2)
-    return TimelineWriter(flags.zero_bubble_timeline, first, last, iteration, forward_backward)
 
 
 _WINDOW = 100

@@ -30,7 +30,7 @@ from megatron.zero_bubble.schedule import Infeasible, Placement
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.description import describe
-from megatron.zero_bubble.session.drawings import TimelineWriter
+from megatron.zero_bubble.session.drawings import TimelineWriter, open_timeline
 from megatron.zero_bubble.session.features import HIERARCHICAL_SGD, POST_VALIDATION, check_shards
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -42,7 +42,6 @@ from megatron.zero_bubble.session.running import (
     Replicas,
     build_post_validation,
     costs_of_units,
-    open_timeline,
     run_plan,
 )
 from megatron.zero_bubble.session.settings import JobSettings, job_settings
@@ -261,7 +260,7 @@ class Session:
             self.run = mcore.get_forward_backward_func()
         else:
             self.run = self.forward_backward_func = run = self.open_run(iteration, write_plan)
-            self._timeline = open_timeline(job, run, iteration)
+            self._timeline = open_timeline(flags, run, iteration)
             self._watchdog = open_watchdog(flags, run, self._program)
 
     def open_run(self, iteration: int, write_plan: Callable[[Report], None]) -> ForwardBackward:

@@ -1,10 +1,10 @@
-"""What runs and draws a job's plan."""
+"""The iterations that a job draws."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.session import running
+from megatron.zero_bubble.session import drawings
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from tests.checked_flags import checked_job
 
@@ -15,10 +15,10 @@ DRAWN = {"--zero-bubble": None, "--zero-bubble-timeline": "drawings"}
 def test_by_default_the_two_iterations_after_the_profile_of_this_job_are_drawn(
     start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "TimelineWriter", lambda folder, first, last, *others: (first, last))
+    monkeypatch.setattr(drawings, "TimelineWriter", lambda folder, first, last, *others: (first, last))
 
     def drawn(**flags: str | None) -> object:
-        return running.open_timeline(checked_job({**DRAWN, **flags}), None, start)  # type: ignore[arg-type]
+        return drawings.open_timeline(checked_job({**DRAWN, **flags}).flags, None, start)  # type: ignore[arg-type]
 
     profiled = DEFAULT_WINDOW[1]
     assert drawn() == (start + profiled + 1, start + profiled + 2)
