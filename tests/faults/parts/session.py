@@ -24,7 +24,7 @@ FAULTS = (
     ),
     Fault(
         name="timeline-window-ignores-a-resume",
-        file="session/running.py",
+        file="session/drawings.py",
         old="    after = iteration + (window[1] if window else 1)",
         new="    after = window[1] if window else 1",
         effect=(
