@@ -102,8 +102,7 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
         return True
     if (reason := _reason_to_keep(script)) is None:
         try:
-            with units.models(setup) as (models, kinds):
-                costs = session.unit_costs(models, kinds)
+            costs = units.measure(setup, session)
         except SessionError as error:
             reason = str(error)
     if reason is not None:

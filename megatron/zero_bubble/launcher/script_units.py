@@ -27,9 +27,11 @@ from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags, keeping_everything
 from megatron.zero_bubble.session.running import units_of
+from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
 
 _ONE_RANK = {
@@ -83,17 +85,14 @@ class ScriptUnits:
         self.shapes_vary = False
         """Whether the model's configuration says `variable_seq_lengths`; known once costs were asked for."""
 
-    @contextlib.contextmanager
-    def models(self, setup: Call) -> Iterator[tuple[UnitModels, list[int]]]:
-        """A context with what builds and feeds the units of the model that the call `setup` would build.
-
-        With it comes the kind of every layer.
+    def measure(self, setup: Call, session: Session) -> ModelCosts:
+        """Measure the units of the model that the call `setup` would build; a collective call of all ranks.
 
         Raises:
             SessionError: the costs of this model cannot be measured.
         """
         with self._as_one_rank(setup):
-            yield self._models(setup)
+            return session.unit_costs(*self._models(setup))
 
     @contextlib.contextmanager
     def _as_one_rank(self, setup: Call) -> Iterator[None]:
