@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
-from megatron.zero_bubble.session.profiling import reporter
+from megatron.zero_bubble.session.profiling import report_plan
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import parse_arguments
@@ -96,7 +97,7 @@ class CountedSession(Session):
         assert self.job.plan is not None
         assert self.store is not None
         self._counted = CountedForwardBackward(
-            self.job.plan, self.store, planning=self.job.planning, report=reporter(self.job.flags, print_rank_0)
+            self.job.plan, self.store, planning=self.job.planning, report=partial(report_plan, self.job.flags)
         )
         return self._counted
 

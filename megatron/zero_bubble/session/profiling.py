@@ -1,4 +1,4 @@
-"""Decides how a job measures its costs and plans with them, and reads and writes files of costs."""
+"""Decides how a job measures its costs and plans with them, and prints and saves each plan."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
-from megatron.zero_bubble.runtime.replanner import PlanningOptions
+from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW
 from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, JobFlags
+from megatron.zero_bubble.session.reports import describe_plan, print_rank_0
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
@@ -127,12 +128,12 @@ def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
         raise ValueError(f"--zero-bubble-profile-input {flags.zero_bubble_profile_input}: {error}") from error
 
 
-def save_profile(flags: JobFlags, profile: Profile) -> None:
-    """Write the measured costs to the file of `--zero-bubble-profile-output`, if it is given; rank 0 writes."""
+def report_plan(flags: JobFlags, report: Report) -> None:
+    """Print the block of lines about a plan, and save its profile if the flags ask for that; rank 0 does both."""
+    print_rank_0(describe_plan(report))
     output = flags.zero_bubble_profile_output
-    if output is None or flags.rank != 0:
-        return
-    try:
-        write_file(output, profile_to_json(profile))
-    except OSError as error:
-        raise OSError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error
+    if output is not None and flags.rank == 0:
+        try:
+            write_file(output, profile_to_json(report.prediction.profile))
+        except OSError as error:
+            raise OSError(f"--zero-bubble-profile-output {output}: cannot be written: {error.strerror}") from error

@@ -43,14 +43,8 @@ from megatron.zero_bubble.session.features import (
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.model_states import Parameters, States
 from megatron.zero_bubble.session.profiled_costs import fit_units
-from megatron.zero_bubble.session.profiling import save_profile, too_short_to_profile
-from megatron.zero_bubble.session.reports import (
-    channels_line,
-    describe_hierarchy,
-    describe_plan,
-    print_rank_0,
-    without_gain,
-)
+from megatron.zero_bubble.session.profiling import report_plan, too_short_to_profile
+from megatron.zero_bubble.session.reports import channels_line, describe_hierarchy, print_rank_0, without_gain
 from megatron.zero_bubble.session.settings import JobSettings
 
 
@@ -75,8 +69,7 @@ def run_plan(
         print_rank_0(" > messages between stages go through host memory (--zero-bubble-communicator host)")
 
     def report(plan: Report) -> None:
-        print_rank_0(describe_plan(plan))
-        save_profile(flags, plan.prediction.profile)
+        report_plan(flags, plan)
         write_plan(plan)
 
     return ForwardBackward(
