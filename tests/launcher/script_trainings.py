@@ -19,7 +19,7 @@ import torch.distributed as dist
 import megatron.zero_bubble as zb
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.launch import Launch
-from megatron.zero_bubble.launcher.launch import _current as current_launch
+from megatron.zero_bubble.launcher.launch import Launch
 from tests.changes import Change, Run
 from tests.launch import ROOT
 from tests.ranks import be_rank, run_on_ranks
@@ -175,7 +175,7 @@ def enabled(settings: Mapping[str, Any] | None) -> Iterator[None]:
 
 def chunks_built() -> list[Any]:
     """The model chunks that the script has built on this rank under a schedule of ours."""
-    launch = current_launch()
+    launch = Launch.enabled
     return [] if launch is None or launch.script_hooks is None else launch.script_hooks.run._chunks
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,19 +84,12 @@ class ScriptPostValidation:
             return call.proceed()
         return None
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the schedule takes the steps: not with a single pipeline rank."""
-        return self._post_validation is not None
-
-
-def _agreed(run: Callable[[], ScriptPostValidation], parameter: str, call: Call) -> Any:
-    """Hook in place of a reduction of a value that is equal on all ranks: return the value, so that no rank waits."""
-    value = call[parameter]
-    if not run().is_on:
-        return call.proceed()
-    # The reduction converts numbers to fp32, which changes the last digits of a logged learning rate.
-    return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
+    def agreed(self, value: Any, call: Call) -> Any:
+        """Hook in place of a reduction of a value that is equal on all ranks: return it, so that no rank waits."""
+        if self._post_validation is None:
+            return call.proceed()
+        # The reduction converts numbers to fp32, which changes the last digits of a logged learning rate.
+        return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
 
 
 def needed_for_post_validation() -> Iterator[Needed]:
@@ -132,16 +124,10 @@ def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[H
         "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
     ):
         yield Hook(f"megatron.core.{path}", ("self",), deferred, lambda call: run().unless_pending(call))
-    for name, parameter in (
-        ("logical_and_across_model_parallel_group", "input"),
-        ("reduce_max_stat_across_model_parallel_group", "stat"),
-    ):
-        yield Hook(
-            f"megatron.training.utils:{name}",
-            (parameter,),
-            "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step",
-            partial(_agreed, run, parameter),
-        )
+    own = "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step"
+    reductions = "megatron.training.utils:{}_across_model_parallel_group"
+    yield Hook(reductions.format("logical_and"), ("input",), own, lambda call: run().agreed(call["input"], call))
+    yield Hook(reductions.format("reduce_max_stat"), ("stat",), own, lambda call: run().agreed(call["stat"], call))
 
 
 class ScriptReplicas:
