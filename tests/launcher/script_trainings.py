@@ -19,7 +19,6 @@ import torch.distributed as dist
 import megatron.zero_bubble as zb
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.launch import Launch
-from megatron.zero_bubble.launcher.launch import Launch
 from tests.changes import Change, Run
 from tests.launch import ROOT
 from tests.ranks import be_rank, run_on_ranks
