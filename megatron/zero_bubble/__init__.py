@@ -1,10 +1,11 @@
 """Zero-bubble pipeline parallelism for Megatron, as a layer on the unmodified megatron-core.
 
-- `enable` and `disable` put it into a training script of Megatron-LM's, as `python -m megatron.zero_bubble` does.
+- `enable` and `disable` put zero bubble into a training script of Megatron-LM's, as `python -m megatron.zero_bubble`
+  does.
 - `Pipeline`, `PipelineOptions`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without
   Megatron.
-- `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` build it into a training loop of your own,
-  with `shard_vocabulary` for a vocabulary on all ranks, and `LookAhead` for data of different lengths.
+- `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` add zero bubble to a training loop of
+  your own, with `shard_vocabulary` for a vocabulary on all ranks, and `LookAhead` for data of different lengths.
 - `megatron.zero_bubble.planner` plans, and `megatron.zero_bubble.schedule` simulates, validates and draws schedules;
   neither needs torch.
 """

@@ -26,18 +26,18 @@ def test_the_warm_up_averages_nothing():
         ("2", "give PERIOD:SIZE,PERIOD:SIZE,..., as in 2:2,4:4,8:8"),
         ("2:2,", "give PERIOD:SIZE,PERIOD:SIZE,..., as in 2:2,4:4,8:8"),
         ("2:-2", "give PERIOD:SIZE,PERIOD:SIZE,..., as in 2:2,4:4,8:8"),
-        ("0:2,4:4", "period 0 is not at least 1"),
+        ("0:2,4:4", "period 0 is too short: use at least 1 iteration"),
         ("2:1,4:4", "groups of 1 average nothing: use groups of at least 2 replicas"),
         ("4:2,4:4", "period 4 comes after 4: periods must increase with the groups"),
         ("4:2,2:4", "period 2 comes after 4: periods must increase with the groups"),
         (
             "2:2,4:2",
-            "groups of 2 do not consist of whole groups of 2: each size must be a multiple of the one before, and "
+            "groups of 2 do not consist of whole groups of 2: each size must be a multiple of the previous size, and "
             "larger",
         ),
         (
             "2:4,4:6",
-            "groups of 6 do not consist of whole groups of 4: each size must be a multiple of the one before, and "
+            "groups of 6 do not consist of whole groups of 4: each size must be a multiple of the previous size, and "
             "larger",
         ),
     ],

@@ -130,7 +130,7 @@ def test_collectives_before_validation_are_the_same_on_all_ranks():
     last = next(k for k in range(validated[0] - 1, 0, -1) if lowered.ops[0][k] == early[0][-1])
     late = [op for op in lowered.ops[0] if op != early[0][-1]]
     late.insert(validated[0], lowered.ops[0][last])
-    with pytest.raises(InvalidSchedule, match=f"{early[0][-1]} before VALIDATE0, but rank 0 takes part in it after"):
+    with pytest.raises(InvalidSchedule, match=f"{early[0][-1]} before VALIDATE0, but rank 0 takes part after"):
         validate(replace(lowered, ops=(tuple(late), lowered.ops[1])))
 
 

@@ -137,7 +137,7 @@ def test_what_is_no_post_validation_is_refused_in_one_line():
         ),
         "rank 1 runs W7 after STEP0": moved(schedule, 1, STEP, length - 2),
         "rank 1 runs B0 before VALIDATE0": moved(schedule, 1, VALIDATE, length - 2),
-        "rank 1 runs F0 before VALIDATE0, but rank 0 runs F0, which it needs, after its own": moved(
+        "rank 1 runs F0 before VALIDATE0, but rank 0 runs F0, which it needs, after its own VALIDATE0": moved(
             schedule, 0, VALIDATE, 0
         ),
     }

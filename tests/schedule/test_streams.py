@@ -281,7 +281,8 @@ def test_a_receive_that_cannot_come_twice_is_not_posted_before_validation():
     with pytest.raises(InvalidSchedule) as error:
         validate(schedule)
     assert str(error.value) == (
-        "schedule test: rank 1 runs RECV_FORWARD1 before VALIDATE0, but rank 0 sends that message after its own"
+        "schedule test: rank 1 runs RECV_FORWARD1 before VALIDATE0, "
+        "but rank 0 sends that message after its own VALIDATE0"
     )
     validate(lower(schedule))
 

@@ -4,11 +4,11 @@
     zero-bubble benchmark -- <flags of pretrain_gpt.py of this project>
 
 runs a training that you have, on this machine, under megatron-core's 1F1B, its interleaved schedule with 2 and with 4
-chunks a rank and --zero-bubble, and says which to use, and by how much. It loads, writes and evaluates nothing; an
-interleaved schedule that the training refuses is left out, in one line that says why. Flags of zero bubble after `--`
-are those of the plan. A script, which must train with Megatron-LM's loop, runs under the launcher (`python -m
-megatron.zero_bubble`); the times are those that Megatron-LM prints. Values that it does not print are shown as `-`, and
-as null in JSON. `--json` has the advice beside the results.
+chunks a rank and --zero-bubble, and says which to use, and by how much. A benchmark loads, writes and evaluates
+nothing; an interleaved schedule that the training refuses is left out, in one line that says why. Flags of zero bubble
+after `--` are those of the plan. A script, which must train with Megatron-LM's loop, runs under the launcher (`python
+-m megatron.zero_bubble`); the times are those that Megatron-LM prints. Values that Megatron-LM does not print are shown
+as `-`, and as null in JSON. `--json` has the advice beside the results.
 
     zero-bubble benchmark --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p -- \\
         --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\

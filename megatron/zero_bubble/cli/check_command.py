@@ -14,8 +14,8 @@ ranks     Four processes share the device and train, over NCCL where it allows t
           with many hardware queues and with one. Their --log-numerics files must be byte for byte those of
           megatron-core's own schedule.
 
-At the end the check prints tables and writes all findings to a JSON file. It ends with status 1 if numerics differ, a
-training fails or takes too long, B + W takes more than 1.03 times the fused backward, memory differs from the
+At the end the check prints tables and writes all findings to a JSON file. The command ends with status 1 if numerics
+differ, a training fails or takes too long, B + W takes more than 1.03 times the fused backward, memory differs from the
 simulation by more than 5%, or a stage does not fit on the device; with one line and status 2 after a mistake in the
 flags or without a CUDA device.
 """

@@ -1,7 +1,7 @@
 """Play with schedules in a browser: change times, memory and messages, and see the effect.
 
-The page runs this package in the browser. It needs no network, and this command serves its files to this machine alone
-until Ctrl-C. `--output DIR` writes the files to a folder instead, for any web server.
+The page runs this package in the browser. The page needs no network, and this command serves its files to this machine
+alone until Ctrl-C. `--output DIR` writes the files to a folder instead, for any web server.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def one_process(args: Arguments) -> Iterator[None]:
         with initialized(alone, Placement("linear", 1)):
             yield
     finally:
-        # This runs after an error too, because no other rank waits for this one.
+        # The groups are destroyed after an error too, because no other rank waits for this rank.
         unset_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Local attention: through torch's fused kernels, and over a sequence that context-parallel ranks share.
 
-megatron-core has both only with Transformer Engine.
+megatron-core has these kinds of attention only with Transformer Engine.
 """
 
 from __future__ import annotations

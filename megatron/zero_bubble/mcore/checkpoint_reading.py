@@ -128,7 +128,7 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
             with _restricted(metadata):
                 return dist_checkpointing.load(request, str(folder))
         except CheckpointException as error:
-            # Up to megatron-core 0.16 it has the errors of all ranks, and is raised on all of them.
+            # Up to megatron-core 0.16, a CheckpointException has the errors of all ranks, and is raised on all ranks.
             reason, _ = error.failures[min(error.failures)]
             raise CheckpointError(first_sentence(reason)) from error
 

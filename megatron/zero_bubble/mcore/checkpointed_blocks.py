@@ -1,9 +1,10 @@
 """Splits megatron-core's full recomputation into R, which runs a block's forward again, and its backward.
 
 megatron-core checkpoints blocks of whole layers: their forward keeps only its input, and their backward first runs the
-forward again. It does so with `CheckpointFunction`, which `split_checkpoints` replaces while an F of the executor runs.
-In its place a block drops its activations and hands its recomputation to the `RecomputationStore`, so that backward
-finds the graph that R has made, or keeps them. Forward, random states and gradients are megatron-core's, bit for bit.
+forward again. megatron-core recomputes with `CheckpointFunction`, which `split_checkpoints` replaces while an F of the
+executor runs. In its place a block drops its activations and hands its recomputation to the `RecomputationStore`, so
+that backward finds the graph that R has made, or keeps them. Forward, random states and gradients are megatron-core's,
+bit for bit.
 
 Checkpoints inside of a block and checkpoints of Transformer Engine (fp8 and fp4) do not change.
 """
@@ -28,7 +29,7 @@ from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, Recomp
 def checkpoint_every_layer(config: Any) -> None:
     """Let a model with this megatron-core config recompute any of its layers, each as a separate block.
 
-    It is set after the config's construction, because the schedule, not the user's flags, chooses the recomputed
+    The config is changed after its construction, because the schedule, not the user's flags, chooses the recomputed
     layers.
     """
     config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1

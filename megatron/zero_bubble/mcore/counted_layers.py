@@ -132,8 +132,8 @@ def rotated(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 class CountedAttention(torch.nn.Module):
     """Core attention that keeps the tensors and counts the operations of one kernel.
 
-    A fused kernel skips the pairs that a causal mask forbids, unless it gets the mask as a tensor. Its backward
-    computes one of the forward's two products again.
+    A fused kernel skips the pairs that a causal mask forbids, unless it gets the mask as a tensor. The backward of the
+    kernel computes one of the forward's two products again.
 
     Args:
         own: the layer's local attention.
@@ -236,7 +236,7 @@ def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
     """The convolution, the scan and the gate of Mamba in one kernel of `mamba_ssm`, and the norm after it.
 
-    The kernel keeps its input and its output before the gate. Its operations are counted as Megatron-LM counts them.
+    The kernel keeps its input and its output before the gate. The number of operations is that of Megatron-LM.
     """
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
@@ -252,7 +252,7 @@ def _delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """The gated delta rule in one kernel of `fla`, which keeps its inputs and a matrix of each chunk of 64 tokens.
 
-    Its operations are counted as Megatron-LM counts them: four products of a token's vectors with the state.
+    The number of operations is that of Megatron-LM: four products of the vectors of a token with the state.
     """
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2

@@ -50,7 +50,7 @@ megatron-core compiles some of its functions when it is imported, which on a CPU
 
 
 class CpuSubstitution:
-    """Applies substitutions when it is created; `restore()` undoes them."""
+    """Substitutions that are applied on creation; `restore()` undoes the substitutions."""
 
     def __init__(self, environment: Mapping[str, str], applied: Iterable[Substitution]) -> None:
         self._added = [name for name in environment if name not in os.environ]
@@ -66,7 +66,7 @@ class CpuSubstitution:
         return bool(self._originals)
 
     def restore(self) -> None:
-        """Put the original attributes and environment back. Calling it again does nothing."""
+        """Put the original attributes and environment back; further calls have no effect."""
         while self._originals:
             owner, name, original = self._originals.pop()
             if original is _ABSENT:

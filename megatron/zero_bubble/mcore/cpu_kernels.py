@@ -1,8 +1,8 @@
 """Kernels of Mamba and of gated delta nets in plain PyTorch, for machines without CUDA.
 
-They replace the kernels that megatron-core imports from `mamba_ssm` and `fla`. Mamba's scan runs over the whole
-sequence at once and not chunk by chunk, which takes memory that is quadratic in the sequence's length. The gated delta
-rule is megatron-core's own, which it otherwise takes where all must be deterministic.
+These functions replace the kernels that megatron-core imports from `mamba_ssm` and `fla`. Mamba's scan runs over the
+whole sequence at once and not chunk by chunk, which takes memory that is quadratic in the sequence's length. The gated
+delta rule is megatron-core's own, which it otherwise takes where all must be deterministic.
 """
 
 from __future__ import annotations

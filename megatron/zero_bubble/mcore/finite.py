@@ -112,7 +112,7 @@ class FiniteCheck:
         self._agree(f"validation at iteration {self._iteration()}", any(map(_is_wrong, self.losses)))
 
     def check_weights(self) -> None:
-        """Check all weights, before they are saved; a collective call of all ranks."""
+        """Check all weights before a checkpoint; a collective call of all ranks."""
         is_wrong = any(_is_wrong(parameter) for _, _, parameter in self._parameters())
         self._agree(f"checkpoint of iteration {self._iteration()}", is_wrong)
 

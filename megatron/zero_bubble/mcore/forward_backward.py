@@ -265,7 +265,7 @@ class MegatronStage:
         spec: AnnouncedSpec | AnswerSpec = AnnouncedSpec(self.usual_message.dtype, self.device)
         if op.kind is OpKind.RECV_BACKWARD:
             spec = AnswerSpec(partial(self._sent.get, (op.chunk, op.microbatch)))
-        # Such a stage runs with a `VariableCommunicator`, which takes tensors of any shape.
+        # A stage whose shapes vary runs with a `VariableCommunicator`, which takes tensors of any shape.
         return cast(TensorSpec, spec)
 
     @property

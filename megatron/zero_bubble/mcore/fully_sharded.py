@@ -1,9 +1,9 @@
 """Shards a chunk's parameters, gradients and optimizer state over replicas (ZeRO-2 and ZeRO-3) under any schedule.
 
 The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
-its backward and reduces them there. Here W computes the gradients of weights, later and outside of autograd. So
-backward only accumulates, and a layer's gradients are reduced by hand after its last W of a step, as torch's own
-pipelines do it after the last backward. The sums equal DDP's, in the same order.
+its backward, and reduces the gradients there. With zero bubble W computes the gradients of weights, later and outside
+of autograd. FSDP2 therefore only accumulates in backward, and the gradients of a layer are reduced explicitly after its
+last W of a step, as torch's own pipelines do after the last backward. The sums equal DDP's, in the same order.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     pretrain_hybrid.py --spec megatron.zero_bubble.mcore.hybrid_spec stack_spec --transformer-impl local
 
-It has the layers of `LOCAL_LAYERS` that this megatron-core has, and multi-token prediction. On a CPU, the kernels of
-Mamba and gated delta nets and the norm after the last layer are those that `cpu.py` substitutes.
+The spec has the layers of `LOCAL_LAYERS` that this megatron-core has, and multi-token prediction. On a CPU, the kernels
+of Mamba and gated delta nets and the norm after the last layer are those that `cpu.py` substitutes.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ _NORMS_IN_ATTENTION = {"q_layernorm", "k_layernorm", "kv_layernorm"}
 class LocalNorm:
     """A norm of torch with the settings that megatron-core's own wrapper refuses.
 
-    These are weights around zero (`--apply-layernorm-1p`) and sequence parallelism, where each tensor-parallel rank
-    normalises its slice of the sequence: the parameters are marked `sequence_parallel`, because their gradients are
-    partial, and megatron-core sums the gradients of marked parameters over the ranks at the end of a step.
+    The settings are weights around zero (`--apply-layernorm-1p`) and sequence parallelism, where each tensor-parallel
+    rank normalises its slice of the sequence: the parameters are marked `sequence_parallel`, because their gradients
+    are partial, and megatron-core sums the gradients of marked parameters over the ranks at the end of a step.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
@@ -140,7 +140,7 @@ def multi_token_spec(
     """Return the spec of the multi-token prediction layers, built like `layer`; None if the stage has none.
 
     Raises:
-        ValueError: the layout puts them on another stage than the last.
+        ValueError: the layout puts layers of multi-token prediction on another stage than the last.
     """
     if not config.mtp_num_layers:
         return None

@@ -46,7 +46,7 @@ _LATER_ARGUMENTS = (1, None)[
 def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: WeightGradStore) -> list[str]:
     """Make every linear layer of the model put its W into `store` when a backward runs inside `store.deferring()`.
 
-    Call it before the model is wrapped in DDP, whose config must set `delay_wgrad_compute`.
+    Call this function before the model is wrapped in DDP, whose config must set `delay_wgrad_compute`.
 
     Returns:
         The names of the parameters whose gradient is now computed in W.
@@ -88,7 +88,7 @@ def _split_layer(layer: Any, store: WeightGradStore) -> bool:
         # The output layer of a stage that also holds the embedding uses the embedding's weight.
         return False
     if getattr(layer, "output_dtype", None) is not None:
-        # Its product has another type (`--output-logit-dtype` of megatron-core 0.20), so that B and W stay together.
+        # With another type of logits (`--output-logit-dtype` of megatron-core 0.20), B and W stay together.
         return False
     if layer.config.defer_embedding_wgrad_compute:
         raise ValueError(
@@ -200,7 +200,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
 def fuses_accumulation() -> bool:
     """Tell whether W of megatron-core's own layers, every output layer included, can add straight into `main_grad`.
 
-    That needs a GPU and apex.
+    This fusion needs a GPU and apex.
     """
     return torch.cuda.is_available() and layers._grad_accum_fusion_available
 

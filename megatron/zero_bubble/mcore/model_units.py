@@ -19,7 +19,7 @@ class Unit(NamedTuple):
     """The layer of this unit, in a model that is built with one layer of every kind; None for a unit without layers."""
     embeds: bool = False
     is_last: bool = False
-    """Whether it has all that follows the layers: multi-token prediction, final norm, output layer and loss."""
+    """Whether the stage has all that follows the layers: multi-token prediction, final norm, output layer and loss."""
 
 
 @dataclass(frozen=True)

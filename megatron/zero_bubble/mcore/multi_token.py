@@ -19,7 +19,7 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
     mean over all replicas. A collective call of the group on the last stage.
     """
     tracked = tracked_sums()
-    sums = tracked.get("values", tracked.get("loss_values"))  # the second from megatron-core 0.19 on
+    sums = tracked.get("values", tracked.get("loss_values"))  # `loss_values` from megatron-core 0.19 on
     if sums is None or not sums.any():
         return ()
     total = sums / (num_microbatches * group.size())
@@ -31,7 +31,7 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 def tracked_sums() -> dict[str, torch.Tensor]:
     """Return megatron-core's sums over an iteration's microbatches, by name; empty on other stages.
 
-    These are the losses, and from megatron-core 0.19 on right and all predictions, too.
+    The sums are of losses, and from megatron-core 0.19 on also of right and of all predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}

@@ -1,9 +1,9 @@
 """The parts of megatron-core's optimizers, and a fix that loads checkpoints of optimizers that use torch's Adam or SGD.
 
-Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot load
-it: it reads the number of steps from a state that a new optimizer does not have yet, and then looks for that number
-among the tensors of every shard, where it was not saved. It cannot load the state of SGD, because it has no function
-that allocates it.
+Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot load it:
+it reads the number of steps from a state that a new optimizer does not have yet, and then looks for that number among
+the tensors of every shard, where it was not saved. megatron-core cannot load the state of SGD, because it has no
+function that allocates it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def refuse_optimizer(optimizer: MegatronOptimizer) -> None:
     """Check that post-validation can take this optimizer's steps before the norm of all gradients is known.
 
     Raises:
-        ValueError: it cannot; the message names the optimizer or its setting.
+        ValueError: the optimizer is not supported; the message names the optimizer or its setting.
     """
     kinds = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
-    # Subclasses of the chain distribute its parts' parameters over replicas themselves.
+    # Subclasses of ChainedOptimizer are refused: they distribute parameters over replicas in their own way.
     for part in (*parts(optimizer), optimizer):
         if type(part) not in (*kinds, ChainedOptimizer):
             raise ValueError(f"megatron-core's optimizer {type(part).__name__} is not supported")

@@ -54,7 +54,7 @@ def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCol
 def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], list[int]] | None:
     """Return the function that `initialize_model_parallel` calls for the ranks that reduce tied embeddings.
 
-    None stands for megatron-core's default, the first and the last rank of a pipeline.
+    If the result is None, megatron-core takes its default, the first and the last rank of a pipeline.
     """
     first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
     if first != last:
@@ -69,8 +69,8 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], l
 def adopt_placement(placement: Placement) -> None:
     """Change megatron-core's state to a placement that was chosen on the same ranks; a collective call.
 
-    It is called after `initialize_model_parallel` for a placement that has the first and the last stage on different
-    ranks, and before anything is built. The groups that reduce tied embeddings are made anew where they differ.
+    Call it after `initialize_model_parallel` for a placement that has the first and the last stage on different ranks,
+    and before anything is built. The groups that reduce tied embeddings are created again if their ranks differ.
     """
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks)
@@ -106,7 +106,7 @@ def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[t
     Layers of multi-token prediction do not count. Models of other classes than `DECODER_MODELS` are not checked.
 
     Raises:
-        ValueError: they have another number; raised on all ranks of the pipeline.
+        ValueError: the chunks have another number of layers; raised on all ranks of the pipeline.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     if not all(isinstance(model, DECODER_MODELS) for model in models):

@@ -1,10 +1,11 @@
 """The optimizer's step without a global synchronisation: step first, validate later, amend the step if it was wrong.
 
-megatron-core's step reduces two values over all stages before it updates a parameter: the squared norm of the
-gradients and, with a loss scale, whether any gradient is not finite. Here each stage checks its own gradients only,
-starts the same reductions in the background, and steps. The reductions complete during the next iteration's warmup and
-mostly confirm the step. If they show that gradients should have been clipped or the step skipped, the step is undone
-and the right one is taken. The numbers are bitwise megatron-core's: the reductions have the same inputs and group.
+megatron-core's step reduces two values over all stages before it updates a parameter: the squared norm of the gradients
+and, with a loss scale, whether any gradient is not finite. With post-validation each stage checks its own gradients
+only, starts the same reductions in the background, and steps. The reductions complete during the next iteration's
+warmup and mostly confirm the step. If they show that gradients should have been clipped or the step skipped, the step
+is undone and the right one is taken. The numbers are bitwise megatron-core's: the reductions have the same inputs and
+group.
 """
 
 from __future__ import annotations

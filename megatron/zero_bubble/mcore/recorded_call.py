@@ -31,7 +31,7 @@ class RecordedCall(NamedTuple):
         return self.arguments[0] if self.arguments else self.keywords["input_ids"]
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Any]:
-        """Call the model; it takes the place of the forward step, whose data it has."""
+        """Call the model with the recorded data, in place of the forward step."""
         return model(*self.arguments, **self.keywords), self.loss_function
 
 

@@ -69,10 +69,10 @@ class Refusal:
 
     Attributes:
         names: the names of configuration fields and of Megatron-LM's arguments, separated by white space.
-        reason: why, in words that follow a colon.
-        instead: what works, in words that follow a semicolon; empty if the setting can only be left out.
-        when: for which values or together with what they are refused.
-        features: with which features they are refused; with every zero-bubble schedule if there are none.
+        reason: why the settings are refused, as words after the colon of a message.
+        instead: the remedy, as words after the semicolon of a message; empty if the setting can only be left out.
+        when: values, or other settings, with which the settings are refused.
+        features: features with which the settings are refused; empty if every zero-bubble schedule refuses them.
     """
 
     names: str

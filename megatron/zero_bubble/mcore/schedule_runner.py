@@ -259,7 +259,7 @@ class ForwardBackward:
     def settle(self) -> None:
         """Validate the last step now if a schedule with post-validation has not validated it yet.
 
-        Call it on every rank before anything but a training step reads parameters or the optimizer.
+        Call this function on every rank before anything but a training step reads parameters or the optimizer.
         """
         if self._post_validation is not None:
             self._post_validation.validate()

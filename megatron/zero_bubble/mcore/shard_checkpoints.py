@@ -1,8 +1,9 @@
 """Lets megatron-core save and load parameters and optimizer state that torch's FSDP2 shards.
 
 megatron-core saves each replica's rows of a parameter as a part of the whole, under the name that it has without
-sharding. So a checkpoint can be loaded by any number of replicas, sharded or not. Three things are mended here: how the
-optimizer's state is matched to the parameters, where the rows of gated layers belong, and that loading gives shards.
+sharding. Such a checkpoint can be loaded by any number of replicas, sharded or not. Three things are mended here: how
+the optimizer's state is matched to the parameters, where the rows of gated layers belong, and that loading gives
+shards.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.zero_bubble.mcore.replaced import replaced
 def shards_matched() -> AbstractContextManager[None]:
     """Let megatron-core find the parameter of each shard of the optimizer's state inside the `with` block.
 
-    It compares the ids of local tensors, but torch's `to_local` creates a new tensor for a parameter in each call.
+    megatron-core compares the ids of local tensors, but torch's `to_local` creates a new tensor in each call.
     """
     return replaced(matching, "to_local_if_dtensor", _local_tensor)
 
@@ -100,7 +101,7 @@ def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
         part: megatron-core's optimizer in fp32 or with fp32 copies of the parameters, but not its distributed one.
     """
     parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-    # With fp32 copies torch's state is a part of the whole. The number of steps is beside the parameters' states.
+    # With fp32 copies torch's state is a part of the whole. The entry with the number of steps has no integer key.
     for index, values in state.get("optimizer", state)["state"].items():
         if isinstance(index, int):
             values.update({name: shard_like(parameters[index], value) for name, value in values.items()})

@@ -96,7 +96,7 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
         ValueError: an unsupported setting is on, or DDP would lose the gradients that W computes.
     """
     for name, value, row in unsupported(config):
-        # This project sets it, for Transformer Engine, once the configuration is made.
+        # `defer_weight_gradients` sets `delay_wgrad_compute` after the configuration is made.
         if name != "delay_wgrad_compute":
             given = name if value is True else f"{name} {value!r}"
             raise ValueError(

@@ -2,7 +2,7 @@
 
 Transformer Engine itself defers the weight gradient of a module that was built with `delay_wgrad_compute`: backward
 keeps the inputs of W in a queue of the module, and `backward_dw()` runs the oldest W and calls the hooks that DDP
-registered. This module only decides when `backward_dw()` is called.
+registered. Zero bubble only decides when `backward_dw()` is called.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def check_transformer_engine() -> None:
 def defer_weight_gradients(config: Any) -> None:
     """Set `delay_wgrad_compute`, so that modules built with this megatron-core config leave W to `backward_dw()`.
 
-    It is set after the config's construction, whose own check allows it only together with megatron-core's schedule
-    for overlapping the communication of experts.
+    The config is changed after its construction, whose own check allows the setting only together with megatron-core's
+    schedule for overlapping the communication of experts.
     """
     config.delay_wgrad_compute = True
 

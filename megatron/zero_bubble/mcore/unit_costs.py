@@ -1,8 +1,8 @@
 """Measures the costs of each unit of a model on this process's device, before the model is built.
 
 A unit is the embedding, one layer, or all that follows the layers. Each is built as a pipeline stage of its own, which
-the executor runs between made-up neighbours. So F, B and W are the same as in a training, and are measured in the same
-way.
+the executor runs between made-up neighbours. F, B and W are therefore the same as in a training, and are measured in
+the same way.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure_model(
 ) -> tuple[ModelCosts, float | None]:
     """Measure the costs of a model's units, and of a message between ranks.
 
-    It is a collective call of the whole job, with the same result on every rank.
+    This is a collective call of the whole job, with the same result on every rank.
 
     Every rank measures every unit, all at the same time. Their median counts: ranks that measure the same differ by
     noise, of which the slowest would have most. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of

@@ -275,7 +275,7 @@ def _scatter(
 def _replace_layers(models: Sequence[Any], first: Any, last: Any) -> None:
     """Take embedding and output layer out of the models, which then have no tied weights either."""
     for model in models:
-        # Otherwise megatron-core would all-reduce the gradients of the first and the last stage.
+        # With tied weights megatron-core would all-reduce the gradients of the first and the last stage.
         model.share_embeddings_and_output_weights = False
     if first is not None:
         first.embedding.word_embeddings = SummedEmbedding(first.embedding.word_embeddings)

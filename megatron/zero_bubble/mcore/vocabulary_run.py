@@ -96,7 +96,7 @@ class ShardCollectives:
 
     pipeline: Collectives
     tensor: Collectives | None
-    """None without tensor parallelism."""
+    """Collectives of the tensor-parallel group; None without tensor parallelism."""
 
     def gather_statistics(self, statistics: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all shards in their order, [shards, *statistics.shape]."""

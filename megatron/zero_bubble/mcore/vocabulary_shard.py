@@ -176,7 +176,7 @@ def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor
     """
     local, is_own = rows.locate(tokens.reshape(-1))
     own = gradient.reshape(-1, gradient.shape[-1]).to(total.dtype) * is_own.unsqueeze(1)
-    # Unlike `index_add_` it adds in a fixed order on a GPU, too.
+    # Unlike `index_add_`, this sum adds in a fixed order on a GPU, too.
     total.index_put_((local,), own, accumulate=True)
 
 

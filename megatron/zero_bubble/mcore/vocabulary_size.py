@@ -19,7 +19,7 @@ def check_vocabulary_size(
         divisible_by: the value of `--make-vocab-size-divisible-by`.
 
     Raises:
-        ValueError: it cannot; the message names a divisor with which it can.
+        ValueError: the vocabulary cannot be divided; the message names a divisor with which it can be.
     """
     if not divides(padded_vocab_size, pipeline_ranks, tensor_ranks):
         raise ValueError(

@@ -28,16 +28,16 @@ from megatron.zero_bubble.schedule import Op, OpKind
 def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCollection) -> None:
     """Compute one microbatch on each of this rank's stages and discard the results; a collective call of all ranks.
 
-    It is called at the start of the first training step, when gradients are zero, and leaves them zero. The step reads
-    the same data again. Only communicators are made with fp8, whose scaling remembers every forward, and where shapes
-    vary, because a stage learns the length of a microbatch from the stage before it.
+    The warm-up runs at the start of the first training step, when gradients are zero, and leaves them zero. The step
+    reads the same data again. With fp8, whose scaling remembers every forward, and with varying shapes, which a stage
+    learns from the previous stage, only communicators are created.
     """
     _make_communicators(groups, stage.device)
     if get_model_config(stage.model_chunks[0]).fp8 or stage.shapes_vary:
         return
     restart = Restart(stage.model_chunks)
     stage.data_iterators, rewindable = make_rewindable(stage.data_iterators)
-    # This is the first of two microbatches, because DDP reduces gradients with the last one.
+    # The warm-up computes the first of two microbatches, because DDP reduces gradients with the last one.
     rehearsal = replace(
         stage,
         num_microbatches=2,

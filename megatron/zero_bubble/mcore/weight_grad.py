@@ -1,8 +1,8 @@
 """Computes W, the deferred weight gradient, of megatron-core's linear layers and hands it to DDP.
 
 W ends by calling the hook with which megatron-core's DDP accumulates `param.grad` into `main_grad` and, once a bucket
-is complete, starts its reduction. So the additions are the same as with autograd, in the same order. DDP gives that
-hook to modules with `register_wgrad_accumulation_and_reduce_hooks` if its config sets `delay_wgrad_compute`.
+is complete, starts its reduction. The additions are therefore the same as with autograd, in the same order. DDP gives
+that hook to modules with `register_wgrad_accumulation_and_reduce_hooks` if its config sets `delay_wgrad_compute`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class DeferredWeightGrad:
     """W of one layer for one microbatch.
 
     With sequence parallelism only this rank's slice of the input is kept, and the buffer that megatron-core gathers
-    into is overwritten before W. So W gathers the input again over `gather_group`, while the W before it multiplies.
+    into is overwritten before W. W therefore gathers the input again over `gather_group`, while the W before it
+    multiplies.
     """
 
     def __init__(

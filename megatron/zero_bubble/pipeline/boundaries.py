@@ -54,7 +54,7 @@ def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Bounda
     """Check a user's boundaries, the first layer of every stage but the first.
 
     Raises:
-        ValueError: they do not leave at least one layer to each stage.
+        ValueError: the boundaries do not leave at least one layer to each stage.
     """
     complete = (0, *boundaries, num_layers)
     if len(boundaries) != num_stages - 1 or any(first >= end for first, end in pairwise(complete)):
@@ -69,7 +69,7 @@ def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
     """Return 1 for each class that the regular expression is found in, case ignored, and 0 for the others.
 
     Raises:
-        ValueError: it is not a regular expression, or matches no class.
+        ValueError: the text is not a regular expression, or matches no class.
     """
     try:
         weights = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in class_names]

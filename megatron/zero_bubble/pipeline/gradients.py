@@ -140,7 +140,8 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 def total_norm(norms: Sequence[LayerNorm], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all ranks' gradients, with the bits that one process has.
 
-    It adds them up in the order of the model's parameters, as `torch.nn.utils.clip_grad_norm_` does.
+    The norms of the layers are combined in the order of the model's parameters, as `torch.nn.utils.clip_grad_norm_`
+    does.
     """
     if not norms:
         return torch.tensor(0.0)

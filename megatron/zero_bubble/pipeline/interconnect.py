@@ -44,7 +44,7 @@ class Interconnect(Protocol):
         ...
 
     def close(self) -> None:
-        """Close all of them; nothing may be under way."""
+        """Close all channels; no message may be in flight."""
         ...
 
 

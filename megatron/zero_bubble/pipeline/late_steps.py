@@ -73,7 +73,7 @@ class StepReport(NamedTuple):
 
     norms: list[LayerNorm]
     loss: torch.Tensor | None
-    """None where the last stage is not on the rank."""
+    """Loss of the step; None if the last stage is not on the rank."""
     failure: Failure | None
     has_stepped: bool
 

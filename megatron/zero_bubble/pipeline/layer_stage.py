@@ -24,7 +24,7 @@ class HeldLayer:
     """A layer that this rank holds."""
 
     index: int
-    """Its place among all layers of the model."""
+    """Position of the layer among all layers of the model."""
     class_name: str
     module: torch.nn.Module
     call: Callable[[Any], Any]

@@ -1,7 +1,7 @@
 """Messages between stages: tensors in tuples, lists and dicts, sent one after the other on one channel.
 
-The executor only hands messages on. It is given a `StageMessage` in the place of a tensor, and a `MessageCommunicator`
-in the place of a communicator.
+The executor only hands messages on. It gets a `StageMessage` in place of a tensor, and a `MessageCommunicator` in place
+of a communicator.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class StageMessage:
         """The message with the output of a layer.
 
         Raises:
-            ValueError: it holds something that cannot be sent, or no tensor.
+            ValueError: the output holds something that cannot be sent, or no tensor.
         """
         leaves = pytree.tree_leaves(value)
         for leaf in leaves:

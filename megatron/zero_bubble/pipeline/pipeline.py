@@ -40,8 +40,8 @@ logger = logging.getLogger("megatron.zero_bubble")
 class Pipeline(PartialModel):
     """A `torch.nn.Sequential` whose layers are spread over ranks.
 
-    As a module it holds the layers of this rank, by their names in `torch.nn.Sequential(*layers)`. Every method that
-    trains, evaluates, clips or gathers is a collective call of all ranks of the pipeline.
+    As a module, a `Pipeline` holds the layers of this rank, by their names in `torch.nn.Sequential(*layers)`. Every
+    method that trains, evaluates, clips or gathers is a collective call of all ranks of the pipeline.
 
     Args:
         layers: modules, functions, `LayerSpec` or `TiedLayerSpec`, the same on all ranks.
@@ -145,7 +145,7 @@ class Pipeline(PartialModel):
     def settle(self) -> TrainingOutcome | None:
         """Validate the last step of `train_step`; return its outcome, None if there is none.
 
-        Call it before anything else reads parameters or the optimizer's state. Methods of the pipeline do.
+        Call this method before anything else reads parameters or the optimizer's state. Methods of the pipeline do.
         """
         self._validate()
         return self._late.take_outcome() if self._late is not None else None
@@ -199,7 +199,7 @@ class Pipeline(PartialModel):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
 
-        It is `torch.nn.utils.clip_grad_norm_` of the whole model, in which every tied parameter counts once.
+        The result is that of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter counts once.
         """
         return clip_grad_norm(self.own_parameters(), self._counted(), self._agreement, max_norm, norm_type)
 

@@ -161,7 +161,8 @@ def _in_one_group(request: PlanRequest) -> Schedule:
     """The schedule of a checked request in which every stage recomputes its activations in one group of layers."""
     name, entry = request.schedule, entry_of(request.schedule)
     placement, num_microbatches = request.placement, request.num_microbatches
-    pairs = request.pairs and entry.plans_all_kinds and request.stage_costs.has_all_to_all  # else nothing is gained
+    # Pairs gain time only if stages exchange tokens between experts.
+    pairs = request.pairs and entry.plans_all_kinds and request.stage_costs.has_all_to_all
     gets_recomputed = request.recompute is Recompute.FULL and not entry.uses_costs
 
     def search(num_microbatches: int, costs: StageCosts, limits: Limits | None) -> Schedule:

@@ -213,7 +213,7 @@ class _Search:
         more = [each for each in request.placements if each.num_chunks in MORE_CHUNKS and each != usual]
         few = [placement for placement in request.placements if placement not in more]
         combinations = [Layout(*axes) for axes in product(few or more, ((),), (first,), vocabularies)]
-        layouts = [layout for combination in combinations for layout in self._to_begin_with(combination)]
+        layouts = [layout for combination in combinations for layout in self._first_layouts(combination)]
         planned: dict[Layout, list[Layout]] = {}
         for bound, _, layout in sorted((self._bound(layout), number, layout) for number, layout in enumerate(layouts)):
             # `choose` may prefer a simpler layout that is a little slower.
@@ -232,7 +232,7 @@ class _Search:
         for time, layouts in sorted(promising, key=itemgetter(0)):
             if time >= self.best_time or num_without_gain >= WITHOUT_GAIN:
                 return
-            tried = self._to_begin_with(replace(layouts[0], partition=(), recompute=recompute))
+            tried = self._first_layouts(replace(layouts[0], partition=(), recompute=recompute))
             recomputing = [plan.time for layout in tried if (plan := self.try_plan(layout, 0)) is not None]
             keeping = [self.plans[layout].time for layout in layouts if layout in self.plans]
             gains = min(recomputing, default=inf) < min(keeping, default=inf) * (1 - 1e-9)
@@ -243,8 +243,8 @@ class _Search:
         planned: dict[Layout, list[Layout]] = {}
         shortest = self.best_time
         for combination in combinations:
-            layouts = list(self._to_begin_with(combination))
-            # `choose` prefers fewer chunks if the gain is below this factor.
+            layouts = list(self._first_layouts(combination))
+            # `choose` prefers fewer chunks unless more chunks are faster by the factor `SIMPLER`.
             if not layouts or min(map(self._bound, layouts)) * SIMPLER >= self.best_time:
                 break
             plans = [plan for layout in layouts if (plan := self.try_plan(layout, 0)) is not None]
@@ -266,7 +266,7 @@ class _Search:
             return inf
         return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
 
-    def _to_begin_with(self, layout: Layout) -> Iterator[Layout]:
+    def _first_layouts(self, layout: Layout) -> Iterator[Layout]:
         """Yield the layout with the fixed partition of the request, or with the balanced and the even partitions."""
         request = self.request
         if request.partition is not None:

@@ -182,7 +182,7 @@ class _RankCopies:
         """(position of the operation before which the copy back is queued, key) for all released activations."""
         self._link: float = 0
         """Time at which the host link has finished all queued copies."""
-        self._held: float = 0
+        self._memory: float = 0
         self._placed: list[Op] = []
 
     def ops(self) -> tuple[Op, ...] | None:
@@ -196,7 +196,7 @@ class _RankCopies:
             self._placed.append(op)
             if op.kind is OpKind.W:
                 self._weights.remove(k)
-            self._held += change
+            self._memory += change
             if op.kind is OpKind.F and key in self._movable:
                 self._keep(key, end)
         return tuple(self._placed)
@@ -216,19 +216,19 @@ class _RankCopies:
             at: position of the operation that allocates the memory.
             last: only activations whose backward is after this position are released; by default after `at`.
         """
-        if self._held + amount <= self._limit:
+        if self._memory + amount <= self._limit:
             return True
         now, last = self._starts[at], at if last is None else last
         self._kept = [kept for kept in self._kept if kept.backward > at]
         able = sorted((kept for kept in self._kept if kept.backward > last), key=lambda kept: kept.backward)
         weights = self._next_weights(at)
-        missing = self._held + amount - self._limit
+        missing = self._memory + amount - self._limit
         possible = sum(self._size[kept.key[1]] for kept in able) - sum(self._changes[k] for k in weights)
         if missing > possible:
             return False
         copied = [kept for kept in able if kept.copied <= now]
         others = sorted((kept for kept in able if kept.copied > now), key=lambda kept: -kept.copied)
-        while self._held + amount > self._limit:
+        while self._memory + amount > self._limit:
             if copied:
                 self._release(copied.pop(), at)
             elif weights and (self._rule.weights_first or not others):
@@ -254,7 +254,7 @@ class _RankCopies:
         self._early.add(position)
         self._weights.remove(position)
         self._placed.append(self._lane[position].op)
-        self._held += self._changes[position]
+        self._memory += self._changes[position]
 
     def _release(self, kept: _Kept, at: int) -> None:
         self._kept.remove(kept)
@@ -262,7 +262,7 @@ class _RankCopies:
         if copied == inf:
             self._link = max(self._link, self._starts[at]) + self._out[key[1]]
         self._placed.append(Op(OpKind.D, *key))
-        self._held -= self._size[key[1]]
+        self._memory -= self._size[key[1]]
         start = self._starts[backward] - self._rule.lead * self._back[key[1]]
         self._due.append((max(at + 1, bisect_right(self._starts, start) - 1), key))
 
@@ -274,7 +274,7 @@ class _RankCopies:
             # Activations cannot be released twice. A copy back ahead of its backward leaves memory for a forward.
             if self._make_room(size + self._largest * (backward > at), at, backward):
                 self._placed.append(Op(OpKind.H, *key))
-                self._held += size
+                self._memory += size
                 self._link = max(self._link, self._starts[at]) + self._back[key[1]]
                 self._due = [each for each in self._due if each[1] != key]
             elif backward <= at:

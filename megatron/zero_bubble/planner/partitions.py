@@ -172,7 +172,7 @@ def _improved(
         improved = False
         for changed in moves_from(balance, partition, givers(partition), within_rank=within_rank):
             if best[0] == 0 and balance.estimate(changed) > best[1]:
-                continue  # the time that decides is at least the estimate
+                continue  # the time of the sort key is at least the estimate
             order = balance.order(changed)
             if _is_less(order, best):
                 partition, best, improved = changed, order, True

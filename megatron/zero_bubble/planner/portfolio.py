@@ -241,8 +241,8 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
     """Yield schedules with operations on vocabulary shards inserted.
 
-    Operations on shards add waits and microbatches in flight. For a long problem a schedule is therefore left out if,
-    with the time of the vocabulary in W and no shards, it exceeds the limits or takes longer than `shortest`.
+    For a long problem a schedule is left out if it exceeds the limits, or takes longer than `shortest`, already without
+    shards and with their time in W. Operations on shards would add waits and microbatches in flight to such a schedule.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:

@@ -206,8 +206,8 @@ class PlanRequest:
             raise ScheduleError(f"schedule {name}: pairs of a forward and a backward do not work with offload")
         if self.recompute is Recompute.FULL and self.offloads:
             raise ScheduleError(
-                f"schedule {name}: nothing that is recomputed is copied to the host: ask for planned recomputation in "
-                "place of full, or for no offload"
+                f"schedule {name}: full recomputation leaves no activations to copy to the host: choose planned "
+                "recomputation, or no offload"
             )
         if self.recompute is Recompute.NONE:
             costs = costs.keeping_everything()

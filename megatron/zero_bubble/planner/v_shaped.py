@@ -154,7 +154,10 @@ def _and_its_w(op: Op) -> tuple[Op, ...]:
 
 
 def _max_in_flight(problem: Problem) -> float:
-    """The number of microbatches on both chunks that fit in the memory of every rank; with R all drop activations."""
+    """The number of microbatches in flight on both chunks that fits in the memory of every rank.
+
+    In a problem with recomputation all microbatches in flight drop their activations.
+    """
     fitting: list[float] = []
     for stages, limit in zip(problem.stages_of, problem.limits, strict=True):
         memory, for_r = sum(map(problem.costs.memory_f.__getitem__, stages)), 0.0

@@ -24,7 +24,7 @@ class VariableChannels(VariableCommunicator):
         self._open = messages, headers
 
     def close(self) -> None:
-        """Shut all of them down; no message may be under way."""
+        """Shut all channels down; no message may be in flight."""
         for communicator in self._open:
             communicator.close()
 

@@ -240,11 +240,11 @@ _HOST = torch.device("cpu")
 class HostCommunicator:
     """Copies messages to host memory, pinned if they come from a GPU, and sends them over gloo.
 
-    `send` waits until the device has computed the message, and a receive's `wait` copies it back to the device. So
-    no work on the device ever waits for another rank, and a valid schedule always runs to its end, with one hardware
-    queue or several, and whatever synchronises the device. It is slow and meant for finding faults.
+    `send` waits until the device has computed the message, and a receive's `wait` copies the message to the device. No
+    work on the device ever waits for another rank. A valid schedule therefore always runs to its end, with one hardware
+    queue or several, and whatever synchronises the device. A `HostCommunicator` is slow and meant for finding faults.
 
-    It has the arguments of `TorchCommunicator`.
+    The arguments are those of `TorchCommunicator`.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class ExchangeLane(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for all that was submitted; the lane takes nothing more."""
+        """Wait for all submitted work; no more work can be submitted afterwards."""
         ...
 
 

@@ -70,7 +70,7 @@ class Executor:
         self._recomputation = recomputation_store or RecomputationStore()
         self._recomputation.weights = weight_grad_store
         self._recomputed = self._passed_by(OpKind.R)
-        # A schedule without D puts nothing in it.
+        # A schedule without D puts nothing in the OffloadStore.
         self._offload = offload_store or OffloadStore(ThreadLink())
         self._offloaded = self._passed_by(OpKind.D)
         assert offload_store is not None or not self._offloaded, "a schedule with D needs an OffloadStore"
@@ -188,7 +188,7 @@ class Executor:
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
         """Run a forward and a backward as one operation; a stage that cannot do so runs the two in turn.
 
-        It waits for both inputs first, and hands the results on when both have run, in the order of the channels.
+        The pair waits for both inputs first, and hands the results on when both have run, in the order of the channels.
         """
         input_tensor = self._input_of_forward(stage, forward)
         inputs = self._inputs_of_backward(stage, backward)

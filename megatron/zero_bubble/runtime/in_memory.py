@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one only from Python 3.11 on
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one from Python 3.11 on
 from dataclasses import dataclass
 
 import torch

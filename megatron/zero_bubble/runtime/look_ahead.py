@@ -13,11 +13,11 @@ T = TypeVar("T")
 class LookAhead(Iterator[T]):
     """An iterator over an iterable that can show its next items before they are taken.
 
-    A training step whose data is one plans the next step while it runs, because it sees the lengths of the next step's
-    microbatches. Use the same object in all steps.
+    A training step with a `LookAhead` as its data plans the next step while it runs, because it sees the lengths of the
+    next step's microbatches. All steps have to use the same `LookAhead`.
 
     Args:
-        items: are read when they are seen, or taken.
+        items: an iterable, whose items are read when they are shown or taken.
     """
 
     def __init__(self, items: Iterable[T]) -> None:

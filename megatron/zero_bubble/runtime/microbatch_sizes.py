@@ -15,9 +15,9 @@ _TOKENS = ("tokens", "input_ids", "text", "labels", "position_ids")
 def size_of(item: Any) -> MicrobatchSize | None:
     """The size of a microbatch; None if its data has no known field.
 
-    Lengths of packed sequences are read from `cu_seqlens`. Where an `attention_mask` of shape `[batch, sequence]` says
-    which tokens are not padding, only these count. Otherwise a microbatch is as large as the first tensor of token
-    numbers, of shape `[batch, sequence]`.
+    Lengths of packed sequences are read from `cu_seqlens`. With an `attention_mask` of shape `[batch, sequence]`, only
+    tokens that are not padding count. Without both, the size is that of the first tensor of token numbers, of shape
+    `[batch, sequence]`.
 
     Args:
         item: a mapping with Megatron's or Hugging Face's names, such as `tokens` or `input_ids`, or a sequence of

@@ -15,8 +15,8 @@ Sink = Callable[[int, Sequence[MeasuredOp]], None]
 class StepObserver:
     """Gives the executor a recorder for every training step and passes the measured operations to `sinks`.
 
-    A GPU lags the process that feeds it, and waiting for it between two steps would leave it idle. So a step is read
-    once the GPU has finished it, which is checked after each operation of the next step.
+    A GPU lags the process that feeds it, and would idle if the process waited for it between two steps. The times of a
+    step are therefore read once the GPU has finished the step, which is checked after each operation of the next step.
     """
 
     def __init__(self, clock: Clock) -> None:

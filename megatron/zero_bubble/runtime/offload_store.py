@@ -167,7 +167,7 @@ class _Bundle:
         self.storages: list[_Storage] = []
         """The storages that D releases; empty until F has ended."""
         self.copy: PendingCopy | None = None
-        """The last copy, until it has been waited for."""
+        """The last copy, until the rank has waited for it."""
         self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept if tensor is not None)
         self._collected: dict[int, weakref.ref[_Storage]] = {}
         self._staying: dict[int, tuple[StorageWeakRef, int]] = {}

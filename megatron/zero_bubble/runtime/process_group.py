@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 MAX_BLOCKS = 4
-"""Most thread blocks that a message occupies on a GPU. A receive holds them from when it is posted until it arrives."""
+"""Most thread blocks that a message occupies on a GPU. A receive occupies its blocks from its posting to its
+arrival."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ def connect(membership: Membership) -> Any:
 
     `dist.new_group` cannot be used, because every rank of the job would have to call it for every group. With
     `use_local_synchronization` only the members call it, but then the name of the group counts the groups of the
-    caller. This count differs between the members, so they would wait for each other for ever.
+    caller. Members with different numbers of groups would wait for each other for ever.
     """
     rank, size = membership.rank, len(membership.members)
     store = dist.PrefixStore(membership.name, dist.distributed_c10d._get_default_store())

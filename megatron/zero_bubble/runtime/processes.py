@@ -1,6 +1,6 @@
 """Makes the processes that a rank starts (loader workers, checkpoint writers) end with it, however it ends.
 
-Python ends its children only when it exits regularly, and then waits for them without limit. So a rank that is killed
+Python ends its children only when it exits regularly, and then waits for them without limit. A rank that is killed
 leaves them behind, and a child that ignores SIGTERM keeps its rank from ending.
 """
 

@@ -106,8 +106,8 @@ class Profiler:
         Recomputations and weight gradients that ran within B count as R and W.
 
         Args:
-            center: makes one time of the samples. The median, unlike the mean, is not moved by an outlier such as the
-                first step; a schedule for microbatches that differ in length is planned with the mean.
+            center: computes one time from the samples. The median, unlike the mean, is not moved by an outlier such as
+                the first step; a schedule for microbatches that differ in length is planned with the mean.
             recomputation: has counted the blocks of layers that are recomputed.
             offload: has measured the copies to and from the host.
         """
@@ -225,7 +225,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
-    """For each stage, the exchange time in pairs of its fastest replica; others also wait there for late ones."""
+    """Stage -> exchange time in pairs of its fastest replica, because other replicas also wait for late replicas."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
     )

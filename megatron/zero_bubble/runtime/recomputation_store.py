@@ -26,7 +26,7 @@ class ForwardMode(Enum):
     """How a block of layers treats its activations in a forward."""
 
     KEEP = "keep"
-    """Keep them, and show its tensors to `RecomputationStore.keep`."""
+    """Keep the activations, and show the tensors to `RecomputationStore.keep`."""
     DROP = "drop"
     """Drop all but its input, hand over its recomputation with `RecomputationStore.put`, and run its backward inside of
     what that returns."""

@@ -53,8 +53,8 @@ class HostClock:
 class CudaClock:
     """A clock for a GPU: marks are events on the current stream, so that launching operations waits for nothing.
 
-    CUDA gives the time between two events in float32 milliseconds, whose resolution after a day is 8 ms. So each mark
-    is measured from the mark before, and the times are added up in a Python float.
+    CUDA gives the time between two events in float32 milliseconds, whose resolution after a day is 8 ms. Each mark is
+    therefore measured from the previous mark, and the times are added up in a Python float.
     """
 
     def __init__(self) -> None:

@@ -84,7 +84,7 @@ class Report:
     step: int
     """The last step whose times are in the costs; 0 if the costs were given."""
     differences: tuple[Difference, ...] = ()
-    """Times that the plan before had wrong."""
+    """Differences between measured times and the times in the costs of the previous plan."""
     ratio_of_pairs: float | None = None
     """How many times as long F and B take as one operation as one after the other; None if that was not measured."""
 
@@ -144,8 +144,9 @@ class Replanner:
     def to_measure(self, schedule: Schedule) -> Schedule:
         """Return the schedule that measures all costs, as long as they are not known.
 
-        It has an R on every stage of a model that recomputes, copies on every stage if any may be planned, and forwards
-        and backwards of every chunk alone beside pairs. It is called with every schedule that runs.
+        The schedule has an R on every stage of a model that recomputes, copies on every stage if offload is allowed,
+        and single forwards and backwards of every chunk beside pairs. `to_measure` is called for every schedule that
+        runs.
         """
         self._groups[schedule.num_microbatches] = schedule.groups
         if self._profile is not None:
@@ -159,8 +160,8 @@ class Replanner:
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a new plan if the next step is the first with this many microbatches, else None; a collective call.
 
-        It is needed because the memory limit may depend on that number, and before the very first step to plan from a
-        given profile.
+        A new plan is needed because the memory limit may depend on the number of microbatches. Before the first step
+        the plan is made from a given profile.
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
@@ -255,7 +256,7 @@ class Replanner:
             return None
         self._profile, self._step = replace(old, costs=costs, noise=measured.noise), self._check_at
         if self._megatrons is not None:
-            # Its ranks would wait for as large a part of the time.
+            # On Megatron's split, ranks would wait for the same fraction of the time.
             slower = simulate(running, costs).cost / without_waits
             self._megatrons = replace(self._megatrons, milliseconds=self._megatrons.milliseconds * slower)
         self._planned_for = set()

@@ -64,7 +64,7 @@ class Stage(Protocol):
 class PairingStage(Stage, Protocol):
     """A stage that runs the forward and the backward of a pair as one, so that their exchanges overlap with computing.
 
-    Other stages run them one after the other.
+    Other stages run the forward and the backward one after the other.
     """
 
     def forward_backward(
@@ -113,9 +113,9 @@ class VocabularyStage(Stage, Protocol):
     def exchange(self, op: Op) -> None:
         """Take part in a collective of all ranks, such as HIDDEN.
 
-        It is called on a lane of its own, beside the computation (see `ExchangeLane`): on a GPU inside a stream
-        that has waited for the operations before it, on a CPU in a thread. Its tensors may be used and freed anywhere,
-        because the next exchange in the lane waits for all computation before it. A tensor that it reads must not be
-        freed until this rank has waited for a later exchange.
+        `exchange` is called on a separate lane, beside the computation (see `ExchangeLane`): on a GPU inside a stream
+        that has waited for all earlier operations, on a CPU in a thread. The results may be used and freed anywhere,
+        because the next exchange in the lane waits for all earlier computation. A tensor that `exchange` reads must not
+        be freed until this rank has waited for a later exchange.
         """
         ...

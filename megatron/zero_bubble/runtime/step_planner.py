@@ -71,7 +71,7 @@ class StepDecision(NamedTuple):
     """The decision of the first rank about a step."""
 
     sizes: list[MicrobatchSize] | None
-    """In the order of the data; None if they cannot be told."""
+    """Sizes of the microbatches in the order of the data; None if they are unknown."""
     places: tuple[int, ...]
     """Place in the schedule -> number of the microbatch in the data."""
     level: int = 0
@@ -258,7 +258,7 @@ class PlanningProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it still plans."""
+        """Whether the process still plans."""
         return self._asked is not None and not self._asked[1].done()
 
     def ask(self, problem: StepProblem) -> None:

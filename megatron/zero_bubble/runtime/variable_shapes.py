@@ -61,8 +61,9 @@ class Announcing(Protocol):
 class VariableCommunicator:
     """A `Communicator` that also receives messages of unknown shape.
 
-    Nobody waits for a header before the operation that uses the message. Then its receive is posted after all earlier
-    receives of its channel, so that every channel keeps the order of the schedule.
+    A rank waits for the header of a message only at the operation that uses the message. There the rank posts the
+    receive of the message after all earlier receives of the channel, so that every channel keeps the order of the
+    schedule.
 
     Args:
         messages: the channels of the messages.

@@ -1,9 +1,9 @@
 """Detects a hung pipeline and reports the operation each rank is waiting in.
 
-A rank that hangs is silent, and its neighbours wait. So each rank has a thread that regularly checks whether the rank
-has advanced. The first thread whose rank has not advanced for too long raises an alarm in the job's store. Then every
-rank writes its position to the store, the first one reports, and all exit. While the job runs, each check costs the
-store one small request, and the operations themselves cost none.
+A rank that hangs is silent, and its neighbours wait. Each rank therefore has a thread that regularly checks whether the
+rank has advanced. The first thread whose rank has not advanced for too long raises an alarm in the job's store. After
+an alarm every rank writes its position to the store, the rank that raised the alarm reports, and all ranks exit. While
+the job runs, each check costs the store one small request, and the operations themselves cost none.
 """
 
 from __future__ import annotations

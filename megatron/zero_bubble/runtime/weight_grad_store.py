@@ -20,7 +20,7 @@ class _Deferred(NamedTuple):
     start: Callable[[], None]
     run: WeightGrad
     held: dict[int, int]
-    """The storages that it keeps alive, with their bytes."""
+    """The storages that a weight gradient keeps alive, with their bytes."""
 
 
 _Bundle = list[_Deferred]
@@ -91,7 +91,7 @@ class WeightGradStore:
         return len(self._bundle)
 
     def run_since(self, num_put: int) -> None:
-        """Run the weight gradients that the current B has put after the first `num_put`."""
+        """Run the weight gradients that the current B has put, except the first `num_put`."""
         pending, self._bundle = self._bundle[num_put:], self._bundle[:num_put]
         _run_in_order([(0, deferred) for deferred in pending], lambda microbatch: None)
 

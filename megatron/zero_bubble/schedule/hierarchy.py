@@ -36,7 +36,7 @@ class Hierarchy:
     def __post_init__(self) -> None:
         first = self.levels[0]
         if first.period < 1:
-            raise ValueError(f"period {first.period} is not at least 1")
+            raise ValueError(f"period {first.period} is too short: use at least 1 iteration")
         if first.group_size < 2:
             raise ValueError(f"groups of {first.group_size} average nothing: use groups of at least 2 replicas")
         for inner, outer in pairwise(self.levels):
@@ -47,7 +47,7 @@ class Hierarchy:
             if outer.group_size <= inner.group_size or outer.group_size % inner.group_size:
                 raise ValueError(
                     f"groups of {outer.group_size} do not consist of whole groups of {inner.group_size}: each size "
-                    "must be a multiple of the one before, and larger"
+                    "must be a multiple of the previous size, and larger"
                 )
 
     @classmethod

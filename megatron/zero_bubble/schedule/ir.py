@@ -241,12 +241,12 @@ class Schedule:
         return replace(self, name=f"{self.name} (forward only)", ops=forwards)
 
     def excerpt(self, rank: int, position: int, radius: int = 6) -> str:
-        """The operations of `rank` around `position` as text for error messages; that at `position` is in brackets.
+        """The operations of `rank` around `position` as text for error messages.
 
         Args:
             rank: whose operations are shown.
-            position: of the operation in brackets.
-            radius: number of operations before and after it.
+            position: of the operation that is put in brackets.
+            radius: number of operations shown before and after `position`.
         """
         first = max(0, position - radius)
         window = self.ops[rank][first : position + radius + 1]

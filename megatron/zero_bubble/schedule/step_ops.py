@@ -107,7 +107,7 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
 
     Args:
         schedule: one iteration.
-        costs: of the stages, for the times at which the state arrives.
+        costs: of the stages, from which the arrival time of the state of all gradients is simulated.
     """
     schedule = without_post_validation(schedule)
     stepped = replace(schedule, ops=tuple((*ops, _STEP) for ops in schedule.ops))
@@ -218,7 +218,7 @@ def check_post_validation(schedule: Schedule) -> None:
         for receive in sorted(received.difference(_sent_before_validation(schedule, rank))):
             raise schedule.invalid(
                 f"rank {rank} runs {receive} before {_VALIDATE}, "
-                f"but rank {schedule.placement.peer_of(rank, receive)} sends that message after its own"
+                f"but rank {schedule.placement.peer_of(rank, receive)} sends that message after its own {_VALIDATE}"
             )
 
 
@@ -232,7 +232,8 @@ def _check_inputs_before_validation(schedule: Schedule) -> None:
             for result, stage, microbatch in sorted(set(dependencies(schedule, rank, op)) - results):
                 raise schedule.invalid(
                     f"rank {rank} runs {op} before {_VALIDATE}, but rank {schedule.placement.rank_of(stage)} runs "
-                    f"{Op(result, microbatch, schedule.placement.chunk_of(stage))}, which it needs, after its own"
+                    f"{Op(result, microbatch, schedule.placement.chunk_of(stage))}, which it needs, after its own "
+                    f"{_VALIDATE}"
                 )
     collectives = [{op for op in ops if op.kind in COLLECTIVES} for ops in early]
     for op in sorted(set().union(*collectives)):
@@ -240,5 +241,5 @@ def _check_inputs_before_validation(schedule: Schedule) -> None:
         if missing is not None:
             here = next(rank for rank, ops in enumerate(collectives) if op in ops)
             raise schedule.invalid(
-                f"rank {here} runs {op} before {_VALIDATE}, but rank {missing} takes part in it after its own"
+                f"rank {here} runs {op} before {_VALIDATE}, but rank {missing} takes part after its own {_VALIDATE}"
             )

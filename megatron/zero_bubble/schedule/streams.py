@@ -39,7 +39,7 @@ def check_streams(schedule: Schedule) -> None:
     try:
         replay.run(HardwareQueues.ONE)
     except Deadlock:
-        replay.run(HardwareQueues.MANY)  # raises the error without the words about one queue if many deadlock too
+        replay.run(HardwareQueues.MANY)  # if many queues deadlock too, their error is raised instead
         raise
 
 

@@ -75,7 +75,7 @@ class Checkpointer:
         """Write the checkpoint of the last iteration under `args.save`; a collective call.
 
         Raises:
-            SessionError: on every rank, if any rank cannot write. The previous checkpoint then stays the latest.
+            SessionError: on every rank, if any rank cannot write; the previous checkpoint stays the latest.
         """
         assert self._args.save is not None
         root, iteration = Path(self._args.save), self._progress.iteration
@@ -182,7 +182,7 @@ class Checkpointer:
 
     def _new_metadata(self) -> dict[str, Any]:
         return {
-            # This kind loads under any layout of ranks; the other kind needs the same data-parallel size.
+            # Only fully reshardable checkpoints load with another data-parallel size.
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
             "singleton_local_shards": False,

@@ -76,7 +76,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _WITHOUT_FLAG = re.compile(
     "|".join(
         (
-            # The trainer sets them, some by flags of other names.
+            # The trainer sets these fields, some by flags of other names.
             r"is_hybrid_model|virtual_pipeline_model_parallel_size|params_dtype|pipeline_dtype|autocast_dtype|enable_autocast|_.*",
             r"num_layers_in_.*|account_for_.*|gradient_accumulation_fusion|use_cpu_initialization|.*p2p.*",
             r"(masked_softmax|bias_dropout|bias_activation|apply_rope)_fusion|persist_layer_norm|gated_linear_unit",
@@ -85,7 +85,7 @@ _WITHOUT_FLAG = re.compile(
             # Zero bubble does their work, or its schedules have no place for it.
             r"delay_wgrad_compute|defer_embedding_wgrad_compute|wgrad_deferral_limit|overlap_moe_.*|ep_overlap_.*",
             r"num_microbatches_with_partial_activation_checkpoints|overlap_param_gather_with_optimizer_step",
-            # They belong to other models, kinds of replicas and programs than the trainer's.
+            # Flags here belong to other models, kinds of replicas and programs than the trainer's.
             r"hete.*|linear_attention_.*|dsa_.*|experimental_attention_variant|mrope_section",
             r".*fsdp.*|.*sharding_strategy|nccl_ub|.*symmetric.*|suggested_communication_unit_size|preserve_fp32_weights",
             r"keep_fp8_transpose_cache|h.*_context_parallel.*|max_seqlen_per_dp_cp_rank|muon_.*|.*kitchen.*|.*inference.*",
@@ -234,7 +234,7 @@ def _pattern(text: str) -> int | list[int]:
     """A frequency of layers, or a list of one number a layer such as `([0]*3+[1]*58)`.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither.
+        argparse.ArgumentTypeError: the text has another form.
     """
     try:
         value = _evaluated(ast.parse(text, mode="eval").body)

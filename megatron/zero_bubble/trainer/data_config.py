@@ -60,7 +60,7 @@ def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, u
     """Refuse to continue after `iteration` with data that would be used up before the last iteration.
 
     Args:
-        samples: of each split, what the flags of this run give.
+        samples: number of samples of each split, from the flags of this run.
         used: the training and validation samples that the run of the checkpoint has read.
 
     Raises:

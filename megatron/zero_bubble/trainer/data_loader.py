@@ -1,9 +1,9 @@
 """Loads microbatches in worker processes, which end when the iterator is closed or the training process is gone.
 
-Samplers choose the samples of each data-parallel rank, one microbatch after the other, in Megatron's order. They begin
-after the `consumed_samples` that all ranks together have used. A run that resumes therefore sees exactly the rest of
-what an uninterrupted run would have seen, and the global batch size may change on the way (ramp-up): it only decides
-how many microbatches make a step.
+Samplers choose the samples of each data-parallel rank, one microbatch after the other, in Megatron's order. The first
+sample comes after the `consumed_samples` that all ranks together have used. A run that resumes therefore sees exactly
+the samples that an uninterrupted run would still have seen. The global batch size may change during a run (ramp-up),
+because it only decides how many microbatches make a step.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def build_data_iterator(
 ) -> MicrobatchIterator | None:
     """An iterator over the microbatches after `consumed_samples` samples; None if there is no dataset.
 
-    Each model chunk that reads needs an iterator of its own. It yields CPU tensors [micro_batch_size, seq_length], or
-    shorter ones with `variable_seq_lengths`.
+    Each model chunk that reads needs an iterator of its own. The iterator yields CPU tensors [micro_batch_size,
+    seq_length], or shorter ones with `variable_seq_lengths`.
     """
     if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
         return None

@@ -47,7 +47,7 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
 
 
 def require_multiple(args: Arguments, name: str, divisor: str) -> None:
-    """Raise `ValueError` unless the value of one flag is a multiple of that of another."""
+    """Raise `ValueError` unless the value of one flag is a multiple of the value of another flag."""
     value, by = getattr(args, name), getattr(args, divisor)
     if value % by != 0:
         raise ValueError(f"{flag_name(name)} {value} is not a multiple of {flag_name(divisor)} {by}")

@@ -119,7 +119,7 @@ def build_hybrid_stage(
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
     """Give the model that is built inside the `with` block these layers in the place of those of its stage.
 
-    It gets layers of multi-token prediction if its pattern has them.
+    The model gets layers of multi-token prediction if its pattern has them.
     """
     if not HYBRID_TAKES_STAGES:
         yield
@@ -146,7 +146,7 @@ def _chunk_class(vp_stage: int | None) -> Any:
 def _stage_stack() -> Any:
     """Return a class of stacks that are built as those of a pipeline of one rank, for megatron-core before 0.17.
 
-    Its own class builds even stages of one chunk a rank only.
+    The class of megatron-core builds only even stages of one chunk a rank.
     """
     base: Any = importlib.import_module(STACK_MODULE).MambaStack
 

@@ -29,8 +29,8 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_i
 def unit_models(args: Arguments) -> UnitModels:
     """The functions that build a model's units and feed them with data, to measure them.
 
-    It is called inside of `initialized`, whose placement may be any of the job's pipeline ranks, with the size of the
-    vocabulary known.
+    Call it inside of `initialized`, with any placement on the pipeline ranks of the job, when the size of the
+    vocabulary is known.
     """
     microbatch = random_microbatch(
         args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=args.reset_attention_mask
@@ -54,11 +54,11 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 
 
 def settle_layout(args: Arguments, session: Session) -> Arguments:
-    """Choose what the flags leave open of the layout, and adopt its placement; a collective call.
+    """Choose the parts of the layout that the flags leave open, and adopt its placement; a collective call.
 
-    It is called inside of `initialized`, before anything is built. The random states are then those of a run that
-    began with the chosen layout. A job that goes on from a checkpoint keeps the
-    layout that was chosen for it, so that it continues with the same numbers.
+    Call it inside of `initialized`, before anything is built. The random states are afterwards those of a run that
+    started with the chosen layout. A job that continues from a checkpoint keeps the layout of the checkpoint, so that
+    its numbers stay the same.
 
     Returns:
         The flags of the layout.
@@ -79,7 +79,7 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
 
 
 def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:
-    """The layout that was chosen for the job whose checkpoint this one loads; None for a new job or other ranks."""
+    """The layout of the job whose checkpoint is loaded; None for a new job or other ranks."""
     if not args.load or args.finetune:
         return None
     folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))

@@ -32,7 +32,7 @@ class StepResult:
     batch_size: int
     """Sequences in the iteration."""
     grad_norm: float | None = None
-    """None if the optimizer did not compute the norm: in a skipped iteration, and in fp32 without clipping."""
+    """Norm of all gradients; None in a skipped iteration, and in fp32 without clipping, which computes no norm."""
     num_zeros: float | None = None
     learning_rate: float = 0.0
     loss_scale: float = 1.0

@@ -49,7 +49,7 @@ class TrainingData(NamedTuple):
 
     train: list[DataIterator]
     valid: list[DataIterator] | None
-    """None if nothing is evaluated."""
+    """Iterators of the validation data; None if nothing is evaluated."""
 
 
 class Trainer:
@@ -188,8 +188,9 @@ class Trainer:
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
         """Complete the last iteration once its step is settled, and zero its gradients.
 
-        This runs inside the schedule, while messages of neighbouring ranks may be under way that are received only
-        later. It must not wait for another rank or for the whole device, so the log line follows after the schedule.
+        The iteration is completed inside the schedule, while messages from neighbouring ranks may be in flight that are
+        received later. This code must therefore not wait for another rank or for the whole device, and the log line
+        follows after the schedule.
         """
         assert self._unsettled is not None
         result, self._unsettled = self._unsettled, None

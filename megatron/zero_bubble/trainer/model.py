@@ -64,7 +64,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
         use_cpu_initialization=not torch.cuda.is_available(),
-        # This fusion is a CUDA kernel; on a CPU it compiles for minutes and gains nothing.
+        # The fusion of bias and dropout is a CUDA kernel; on a CPU it compiles for minutes and gains nothing.
         bias_dropout_fusion=torch.cuda.is_available(),
         masked_softmax_fusion=False,
         bias_activation_fusion=fuses_activation(args),
@@ -144,10 +144,10 @@ def build_stage(
     """One stage of the model, neither split nor wrapped.
 
     Args:
-        embeds: whether it begins with the embedding.
-        is_last: whether it ends with the output layer.
-        symbols: the symbols of its layers if the model is a hybrid one.
-        first_layer: number of layers before them.
+        embeds: whether the stage begins with the embedding.
+        is_last: whether the stage ends with the output layer.
+        symbols: the symbols of the layers of the stage, for a hybrid model.
+        first_layer: number of layers in earlier stages.
 
     Raises:
         ValueError: megatron-core refuses the model.

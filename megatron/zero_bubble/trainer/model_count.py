@@ -122,7 +122,7 @@ class ModelCount:
 def count_model(args: Arguments) -> ModelCount:
     """Count the model of completed flags with a known vocabulary.
 
-    It needs no device and no other process, and must not be called while there is a default process group.
+    Counting needs no device and no other process, and must not be called while there is a default process group.
 
     Raises:
         ValueError: megatron-core refuses the model.

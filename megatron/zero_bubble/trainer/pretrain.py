@@ -97,7 +97,7 @@ def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenize
 def open_data(
     args: Arguments, state: TrainingState, tokenizer: MegatronTokenizerBase, resources: ExitStack
 ) -> TrainingData:
-    """Open training and validation data where those of the state end; `resources` closes them.
+    """Open training and validation data at the positions that the training state has reached; `resources` closes them.
 
     Raises:
         ValueError: the data cannot be read, or the run of the checkpoint has left too little of it.

@@ -130,7 +130,7 @@ class RunSummary:
             f"bubble rate {self._bubble / self._iterations:.2%} measured, {predicted.bubble:.2%} predicted; "
             f"predicted to be {gain}"
         )
-        # Operations that take longer than when they were measured would do so under 1F1B, too.
+        # If operations take longer than measured, they also take longer under 1F1B, so that only the bubble counts.
         with_bubble = gain.times * (1 - self._bubble / self._iterations) / (1 - predicted.bubble)
         if gain.is_over_other_layout and with_bubble < 1:
             self.line += (

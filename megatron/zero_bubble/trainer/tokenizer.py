@@ -1,9 +1,9 @@
 """Loads tokenizers from local files, with the interface of megatron-core's datasets.
 
-megatron-core's own Hugging Face tokenizers need the `transformers` package and look names up on a hub. Here only
-the `tokenizers` library is used and only local files are read, so that every rank of an offline cluster gets the
-same tokenizer. None of megatron-core's is imported, because they import `transformers`, which takes seconds on every
-rank.
+megatron-core's own Hugging Face tokenizers need the `transformers` package and look names up on a hub. The tokenizers
+of this module use only the `tokenizers` library and read only local files, so that every rank of an offline cluster
+gets the same tokenizer. megatron-core's tokenizers are not imported, because importing `transformers` takes seconds on
+every rank.
 """
 
 from __future__ import annotations

@@ -70,6 +70,6 @@ def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
 
 
 def _is_faster(best: TrainResult, other: TrainResult) -> bool:
-    """Whether all of the interval says that `best` is faster."""
+    """Whether the whole interval of the speedup of `best` over `other` is above 1."""
     interval = bootstrap_interval(best.ratios_to(other))
     return interval is not None and interval[0] > 1

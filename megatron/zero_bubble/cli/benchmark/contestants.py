@@ -31,7 +31,7 @@ class Contestant:
     words: tuple[str, ...]
     """The program's own flags, which come before the shared ones."""
     placement: Placement | None
-    """None if the training chooses it."""
+    """Placement of the stages; None if the training chooses it."""
     schedule: str | None
     """Name of our schedule with the same order; None if there is none."""
     measures_costs: bool = False

@@ -35,9 +35,9 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     """Return the flags of the benchmark of the user's own training, and the schedules beside 1F1B.
 
     The training keeps its model, its data, its learning rates and its parallel sizes, but loads, writes and evaluates
-    nothing and stops after the last measured iteration. Its flags of zero bubble apply to the planned training alone,
-    which runs `--zero-bubble` if they name no schedule. A script of Megatron-LM runs under the launcher, which leaves
-    it alone where no schedule is asked for.
+    nothing and stops after the last measured iteration. Zero-bubble flags of the training apply to the planned training
+    alone, which runs `--zero-bubble` if they name no schedule. A script of Megatron-LM runs under the launcher, which
+    leaves it alone where no schedule is asked for.
 
     Args:
         num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit, at least

@@ -182,7 +182,7 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% interval of the median of `values`, one a round, by the percentile bootstrap (Efron 1979).
 
-    The interval comes from resampling the rounds with replacement. It is None for fewer than three rounds.
+    The interval comes from resampling the rounds with replacement. The interval is None for fewer than three rounds.
     """
     if len(values) < 3:
         return None

@@ -95,7 +95,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
     """Run a training to its end and return its measurements.
 
     Raises:
-        RuntimeError: it failed or took longer than `timeout` seconds; the message is one line.
+        RuntimeError: the training failed or took longer than `timeout` seconds; the message is one line.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

@@ -2,7 +2,8 @@
 
     python -m megatron.zero_bubble.cli.check.rank PLAN.json
 
-It needs RANK, WORLD_SIZE and LOCAL_RANK in the environment. Rank 0 writes down when each training begins and ends.
+The program needs RANK, WORLD_SIZE and LOCAL_RANK in the environment. Rank 0 writes down when each training begins and
+ends.
 """
 
 from __future__ import annotations

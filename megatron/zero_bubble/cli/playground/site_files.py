@@ -61,8 +61,8 @@ def write_site(folder: Path, pyodide: Path) -> None:
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
     """Write the memory that Python in the browser begins with, so that it need not import anything.
 
-    It is made by node, which npm needs, within ten seconds, and kept beside Python for the browser: a wheel carries it.
-    Without it, and in a browser that cannot take it, Python starts from its beginning, which takes seconds longer.
+    The snapshot is made by node, which npm needs, within ten seconds. It is kept beside Python for the browser, so that
+    a wheel contains it. Without a snapshot, and in browsers that cannot load it, Python starts seconds later.
     """
     written, kept = folder / "python.snapshot", pyodide / f"snapshot-{_digest()}"
     if kept.is_file():

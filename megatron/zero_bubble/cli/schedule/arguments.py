@@ -48,7 +48,7 @@ class SourceFlags(ScheduleFlags, LimitFlags):
     input: Path | None = flag(
         "read the schedule from FILE: JSON, CSV or PyTorch's CSV", None, parse=Path, metavar="FILE"
     )
-    # Both are optional because a file says them; without a file `__post_init__` requires them.
+    # Both sizes are optional because a file has them; without a file `__post_init__` requires them.
     pipeline_size: int = flag("pipeline ranks, with --schedule", None, parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration, with --schedule", None, parse=at_least(1), metavar="M")
 
@@ -79,7 +79,7 @@ class QueueFlags(CommandFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A flag of the costs, which every command with this one has.
+        # Every command with --hardware-queues also has the flag --no-overlap-communication.
         if self.hardware_queues is not None and getattr(self, "no_overlap_communication", False):
             raise ValueError(
                 "argument --hardware-queues: not allowed with --no-overlap-communication: messages on streams overlap"

@@ -52,7 +52,7 @@ class ScheduleFigures:
     iteration_time: float
     """Time from one iteration to the next."""
     without_post_validation: float
-    """Time from one iteration to the next if each waits for the last rank of the one before."""
+    """Time from one iteration to the next if each iteration waits for all ranks of the previous iteration."""
     lower_bound: float
     generation_seconds: float
     cost_in_backward: float | None

@@ -179,7 +179,7 @@ class Options(TypedDict, total=False):
     memory_unit: str
     """Name of the unit of memory of the costs; by default `M_B`."""
     steps: int
-    """Number of iterations of the schedule (see `repeat`), by default 1. Labels number microbatches by iteration."""
+    """Number of iterations of the schedule (see `repeat`), by default 1."""
     width: int | None
     """Width in pixels; by default wide enough for labels on operations, up to a maximum."""
     duration: float | None
