@@ -26,7 +26,7 @@ TENURE = 12
 PATIENCE = 50
 """Largest number of moves in a row without a better plan, before a restart."""
 OPERATIONS_PER_MOVE = 8
-"""In a small problem the number of moves without a better plan is at most the number of operations over this."""
+"""In a small problem the search restarts after (number of operations / this number) moves without a better plan."""
 ATTEMPTS = 3
 """Number of moves with the lowest estimated costs that are tried until one causes no deadlock."""
 RESTARTS = 15

@@ -90,7 +90,7 @@ class MemoryLimit:
         return free_bytes
 
     def _peaks(self, placement: Placement) -> Callable[..., tuple[float, ...]]:
-        """The function that computes the peak memory of all ranks, of whose largest the limit is a multiple."""
+        """The function that computes peak memory by rank; the limit is a multiple of the largest peak."""
         if not self.is_interleaved or placement.num_chunks == 1:
             return one_f_one_b_peaks
         return partial(interleaved_peaks, pairs=self.pairs)

@@ -98,12 +98,14 @@ def order_microbatches(
 
 
 def like_order(places: Sequence[int], before: Sequence[Any], sizes: Sequence[Any]) -> tuple[int, ...]:
-    """The order that takes the k-th smallest microbatch where an earlier order took the k-th smallest of its own.
+    """Apply the order of an earlier step to a step with other sizes.
+
+    The k-th smallest microbatch of the step gets the place that the k-th smallest microbatch of the earlier step had.
 
     Args:
-        places: the earlier order.
-        before: sizes of its microbatches, in the order of their data.
-        sizes: of as many microbatches.
+        places: order of the earlier step.
+        before: sizes of the microbatches of the earlier step, in the order of the data.
+        sizes: sizes of the microbatches of the step, as many, in the order of the data.
     """
     rising, rising_before = (sorted(range(len(each)), key=each.__getitem__) for each in (sizes, before))
     return tuple(rising[rising_before.index(number)] for number in places)

@@ -79,8 +79,8 @@ def offloaded(
                 if time < shortest * (1 - 1e-9):
                     best, shortest = timeline.schedule, time
             peaks = peak_memory(schedule, problem.costs)
-            # A larger limit does not change a plan whose peak memory is below the previous, smaller limit, unless the
-            # plan is a poor one that keeps even the limits of the problem.
+            # If no rank of a plan exceeds the previous, smaller limit, a larger limit gives the same plan. A plan that
+            # keeps the limits of the problem is an exception, because it is a poor plan.
             is_last = all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True)) and any(
                 peak > limit for peak, limit in zip(peaks, problem.limits, strict=True)
             )
@@ -271,7 +271,7 @@ class _RankCopies:
         due = sorted((self._backward[key], key) for k, key in self._due if k <= at) if self._due else []
         for backward, key in due:
             size = self._size[key[1]]
-            # Activations cannot be released twice. A copy back ahead of its backward leaves memory for a forward.
+            # Activations cannot be released twice. An early copy back must therefore leave enough memory for a forward.
             if self._make_room(size + self._largest * (backward > at), at, backward):
                 self._placed.append(Op(OpKind.H, *key))
                 self._memory += size

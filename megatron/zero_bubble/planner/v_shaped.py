@@ -26,8 +26,8 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 25
-"""Smallest budget of the local search with the default effort, as a multiple of the operations of the schedule; smaller
-in proportion to a smaller effort."""
+"""Smallest budget of the local search with the default effort, as a multiple of the operations of the schedule. With
+less effort the smallest budget shrinks in proportion."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities for list scheduling, each the same on all ranks."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
@@ -56,7 +56,7 @@ def best_in_v(problem: Problem) -> Schedule:
     candidates = portfolio.schedules(problem)
     if max(problem.costs.memory_b) > 0 and not problem.recomputes:
         # The planner reserves the memory that B adds when F starts, so that few microbatches fit. If W follows B at
-        # once, B adds less.
+        # once, B and W together add less memory.
         back_to_back = _back_to_back(problem)
         candidates += [] if back_to_back is None else [back_to_back]
     if problem.recompute is Recompute.FULL:

@@ -42,9 +42,9 @@ def simulate(
         costs: of the stages.
         overlap_communication: whether ranks compute while messages are in flight. Otherwise a message occupies the
             sender right after the operation that makes the tensor, and the receiver right before its consumer.
-        hardware_queues: simulates a lowered schedule on NCCL's streams. A message then also waits until its receive is
-            posted and the previous message of its channel is complete. With one hardware queue a computation also waits
-            for all earlier launches. By default streams are not simulated.
+        hardware_queues: hardware queues of the GPUs, to simulate a lowered schedule on NCCL's streams. On streams a
+            message also waits until its receive is posted and the previous message of its channel is complete. With one
+            hardware queue a computation also waits for all earlier launches. By default streams are not simulated.
         lengths: microbatch -> factor of the times and the memory of `costs`; by default 1.
 
     Returns:

@@ -38,7 +38,7 @@ def interleaved_pairs(
     """Generate megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`.
 
     The warmup has one forward more than in interleaved 1F1B, so that each forward and the backward right after it are
-    of different microbatches or stages. The two run as a pair (see `schedule.pairs`).
+    of different microbatches or stages, and can run as a pair (see `schedule.pairs`).
 
     Args:
         num_ranks: p.
