@@ -276,5 +276,5 @@ def _trained_parameters(
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad and parameter not in seen:
                     seen.add(parameter)
-                    # Without the wrappers' `module.`, and with all layers as one.
+                    # The name leaves out `module.` of wrappers, and has `*` in place of the number of a layer.
                     yield re.sub(r"(?<![^.])\d+(?![^.])", "*", re.sub(r"^(module\.)+", "", name)), module, parameter

@@ -86,7 +86,7 @@ class _DroppedCall:
 
 
 class _Dropped(torch.autograd.Function):
-    """A call of a checkpointed layer, whose backward needs R, or the store within B, to have run it again."""
+    """A call of a checkpointed layer, which R, or the store within B, runs again before its backward."""
 
     @staticmethod
     def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

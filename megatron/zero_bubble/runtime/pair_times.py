@@ -70,9 +70,9 @@ class PairTimes:
         """Compare the pairs of a chunk with their parts.
 
         Args:
-            times: of the operations that ran alone.
-            exchanged: of the same operations, the time in which they exchange tokens between experts.
-            center: makes one time of the samples.
+            times: times of the operations that ran alone.
+            exchanged: parts of `times` in which the operations exchange tokens between experts.
+            center: computes one time from the samples.
         """
         shares, together, apart = [], 0.0, 0.0
         for (forward, backward, kind), samples in self._samples.items():

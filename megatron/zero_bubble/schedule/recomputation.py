@@ -49,8 +49,8 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
     """Insert R like `with_recomputation`, with at least one R on every stage, so that a run measures the costs of R.
 
-    A stage without an R gets one for its first microbatch. A run with this schedule needs the least memory of all
-    schedules with the same order, so that activations can be measured that would not fit in memory together.
+    A stage without an R gets an R for its first microbatch. No schedule with the same order needs less memory, so that
+    a run can measure activations that would not fit in memory together.
     """
     groups, schedule = schedule.groups, with_recomputation(schedule)
     ranks = [list(ops) for ops in schedule.ops]
