@@ -32,8 +32,8 @@ _SECONDS_TO_DIE = 1.0
 class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     """Iterates over the microbatches of a loader, inside a `with` block or until `close()`.
 
-    The owner must close the iterator. Otherwise the workers live on while a traceback, a cycle or a signal handler
-    refers to the iterator, and Python waits for them at its exit.
+    The owner must close the iterator. The workers of an open iterator live on while a traceback, a cycle or a signal
+    handler refers to the iterator, and Python waits for the workers at its exit.
 
     Where a worker has ended by itself, because the system killed it for example, the next read, or any error inside
     the `with` block, becomes a `SessionError` about that worker. torch's handler of SIGCHLD, which raises an error

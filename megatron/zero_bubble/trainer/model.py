@@ -75,7 +75,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         batch_p2p_comm=False,
         overlap_p2p_comm=False,
         timers=timers,
-        is_hybrid_model=args.hybrid_layer_pattern is not None,  # of which the initialization of weights depends
+        is_hybrid_model=args.hybrid_layer_pattern is not None,  # changes the initial weights
     )
     return config_class(**values)
 
