@@ -33,12 +33,10 @@ OTHERS = {
     ),
     "chosen layout": ("--zero-bubble", "--zero-bubble-seed-by-layer"),
     "warmed up, by NCCL's rules": (*H1, "--bf16", WarmedUp(), NcclRules(0), RecordedCollectives()),
+    # The dispatchers keep tensors of the last microbatch, whose graph holds the hooks of DDP.
+    "experts": (*H1, "--num-experts", "4", "--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
 }
-"""Trainings that change as much as they can in their processes.
-
-A model with experts stays in memory: megatron-core's dispatchers keep tensors of the last microbatch, whose graph holds
-the hooks of DDP.
-"""
+"""Trainings that change as much as they can in their processes."""
 REPLICATED = {
     "sharded by FSDP2": (*H1, "--use-torch-fsdp2", "--untie-embeddings-and-output-weights"),
     "overlapped, distributed optimizer": (*H1, *OVERLAP),
