@@ -1,10 +1,10 @@
-"""Layers on the meta device that keep and compute as the kernels of a GPU do, where megatron-core's own would not.
+"""Layers on the meta device with the memory and the operations of GPU kernels, where megatron-core's own layers differ.
 
-Everything else of a model is counted as it is. These layers are local ones, also where the job has those of Transformer
-Engine, which keep the same tensors (Transformer Engine 2.x, `pytorch/module/`): `layernorm_linear.py` saves the norm's
-input and output and a statistic for each token, `linear.py` its input, and `attention/dot_product_attention/` queries,
-keys, values, its output and the logarithm of the softmax's sums, or in unfused attention the scores, once before and
-once after dropout, with dropout's mask. The statistics of a norm are not counted.
+All other layers of a model are counted as they are. The layers are megatron-core's local ones, also in a job with
+Transformer Engine, whose layers keep the same tensors (Transformer Engine 2.x, `pytorch/module/`):
+`layernorm_linear.py` saves the norm's input and output and a statistic for each token, `linear.py` its input, and
+`attention/dot_product_attention/` queries, keys, values, its output and the logarithm of the softmax's sums. Unfused
+attention saves the scores, before and after dropout, and dropout's mask. The statistics of a norm are not counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Let the layers of a local model, except its projections, keep the tensors and do the work of layers on a GPU."""
+    """Give the layers of a local model, except its projections, the memory and the operations of a GPU's kernels."""
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
             vars(module)["forward"] = partial(_norm, module)
@@ -68,17 +68,17 @@ def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
 
 
 def expert_parameters(model: torch.nn.Module) -> dict[int, int]:
-    """For the id of every parameter of a routed expert that was built, the number of such experts of the rank."""
-    experts = [module for module in model.modules() if isinstance(module, OneExpert)]
-    return {id(parameter): expert.num_held for expert in experts for parameter in expert.parameters()}
+    """Return the id of every parameter of a routed expert -> the number of the rank's experts that it stands for."""
+    experts = [module for module in model.modules() if isinstance(module, MergedExperts)]
+    return {id(parameter): expert.num_merged for expert in experts for parameter in expert.parameters()}
 
 
-class OneExpert(SequentialMLP):
-    """A rank's experts: only one expert is built, for the tokens of all."""
+class MergedExperts(SequentialMLP):
+    """A rank's experts as a single expert, which gets the tokens of all."""
 
     def __init__(self, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(1, *args, **kwargs)
-        self.num_held = num_local_experts
+        self.num_merged = num_local_experts
         is_selective = self.config.recompute_granularity == "selective"
         self._drops_activation = is_selective and "moe_act" in (self.config.recompute_modules or ())
 
@@ -98,7 +98,7 @@ class OneExpert(SequentialMLP):
 
 
 class EvenDispatcher:
-    """Gives every rank's experts the same number of tokens, and keeps nothing, as a kernel that permutes does."""
+    """Dispatcher that gives every rank's experts the same number of tokens and keeps no tensors."""
 
     def __init__(self, experts_of_a_token: int) -> None:
         self._copies = experts_of_a_token * parallel_state.get_expert_tensor_parallel_world_size()
@@ -178,7 +178,7 @@ class CountedAttention(torch.nn.Module):
 
 
 def _causal_pairs(length: int, window: tuple[int, int] | None) -> float:
-    """Pairs of a query and a key that a causal mask allows, where a window of keys may end before the first key."""
+    """Number of pairs of a query and a key that a causal mask, and a window of keys if there is one, allow."""
     reach = length if window is None or window[0] < 0 else min(window[0], length)
     return length * reach - reach**2 / 2
 

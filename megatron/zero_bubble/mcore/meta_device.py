@@ -26,7 +26,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch.fx.experimental import _config as symbolic_shapes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.zero_bubble.mcore.counted_layers import OneExpert, rotated
+from megatron.zero_bubble.mcore.counted_layers import MergedExperts, rotated
 from megatron.zero_bubble.mcore.cpu import FACTORIES, CpuSubstitution, Substitution, substitute_cuda
 from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm, delta_net_kernels, delta_net_modules
 
@@ -92,7 +92,7 @@ def _substitutions() -> Iterator[Substitution]:
     reason = "the last schedule of this process left its own, on the device of its losses"
     yield Substitution(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0), reason)
     reason = "experts are alike, and a rank may have thousands"
-    experts = OneExpert, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = MergedExperts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     yield Substitution(backends.LocalSpecProvider, "grouped_mlp_modules", lambda *_: experts, reason)
     yield Substitution(mamba_mixer, "HAVE_MAMBA_SSM", True, "its kernels are counted, and do not run")
     yield Substitution(mamba_mixer, "ExtendedRMSNorm", GatedRMSNorm, "it is one kernel, which does not run either")

@@ -258,10 +258,10 @@ def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
             name.startswith("embedding.")
             or (name == "output_layer.weight" and model.share_embeddings_and_output_weights)
         )
-        held = experts.get(id(parameter))
-        split = tensor if held is None else args.expert_tensor_parallel_size or tensor
+        num_experts = experts.get(id(parameter))
+        split = tensor if num_experts is None else args.expert_tensor_parallel_size or tensor
         count = parameter.numel() * (split if parameter.tensor_model_parallel else 1)
-        count *= 1 if held is None else held * args.expert_model_parallel_size
+        count *= 1 if num_experts is None else num_experts * args.expert_model_parallel_size
         if name.startswith("mtp."):
             further += count
         elif not is_copy:

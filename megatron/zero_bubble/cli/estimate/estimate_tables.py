@@ -39,13 +39,13 @@ def as_json(results: Results) -> dict[str, Any]:
         "refused": results.refused,
         "ways_out": [
             {
-                "flags": way.flags,
-                "schedule": way.best.schedule.name,
-                "fits": way.best.fits,
-                "bytes": max(way.best.total_bytes),
-                "time": way.slowdown,
+                "flags": remedy.flags,
+                "schedule": remedy.best.schedule.name,
+                "fits": remedy.best.fits,
+                "bytes": max(remedy.best.total_bytes),
+                "time": remedy.slowdown,
             }
-            for way in results.ways_out
+            for remedy in results.remedies
         ],
         "notes": notes(results),
     }
@@ -142,7 +142,7 @@ def _ranks(estimates: list[Estimate], *, markdown: bool) -> str:
 def notes(results: Results) -> list[str]:
     """Explain the figures, in one line each."""
     job = results.job
-    lines = [*_on_layouts(results), *_ways_out(results)]
+    lines = [*_on_layouts(results), *_remedies(results)]
     lines += [_limit(each, each.limit) for each in results.estimates if each.limit is not None]
     if job.is_quick:
         lines.append("planned with little effort: --schedule NAME plans a large job as its training will")
@@ -189,19 +189,19 @@ def _on_layouts(results: Results) -> Iterator[str]:
             )
 
 
-def _ways_out(results: Results) -> Iterator[str]:
+def _remedies(results: Results) -> Iterator[str]:
     if not results.nothing_fits:
         return
     if results.job.profile is not None and results.layout is None:
         yield "nothing fits; a profile does not say what recomputation would take: leave out --profile to estimate it"
-    for way in results.ways_out:
-        name, needed = way.best.schedule.name, way.best.memory_text
-        if way.best.fits:
-            cost = f"takes {way.slowdown:.3f} times as long as the fastest above would with enough memory"
-            yield f"nothing fits, but with {way.flags} {name} does ({needed}) and {cost}"
+    for remedy in results.remedies:
+        name, needed = remedy.best.schedule.name, remedy.best.memory_text
+        if remedy.best.fits:
+            cost = f"takes {remedy.slowdown:.3f} times as long as the fastest above would with enough memory"
+            yield f"nothing fits, but with {remedy.flags} {name} does ({needed}) and {cost}"
         else:
-            yield f"with {way.flags} nothing fits either: {name} needs {needed}"
-    if not any(way.best.fits for way in results.ways_out):
+            yield f"with {remedy.flags} nothing fits either: {name} needs {needed}"
+    if not any(remedy.best.fits for remedy in results.remedies):
         smaller = "--tensor-model-parallel-size or --pipeline-model-parallel-size, or a smaller --micro-batch-size"
         yield f"less memory is needed with --use-distributed-optimizer, a larger {smaller}"
 

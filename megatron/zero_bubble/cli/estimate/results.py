@@ -30,18 +30,19 @@ LARGE_JOB = 2000
 """Pipeline ranks times microbatches from which on a job is planned quickly where the user names no schedule."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
 """Names of the two searches for a layout beside the names of schedules."""
-_RECOMPUTATION: tuple[tuple[Recompute, dict[str, Any]], ...] = (
-    (Recompute.FULL, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
-    (
-        Recompute.PLANNED,
-        {"zero_bubble": True, "zero_bubble_memory_limit": "auto", "zero_bubble_recompute": Recompute.PLANNED.value},
-    ),
-)
+_FLAGS_OF: dict[Recompute, dict[str, Any]] = {
+    Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    Recompute.PLANNED: {
+        "zero_bubble": True,
+        "zero_bubble_memory_limit": "auto",
+        "zero_bubble_recompute": Recompute.PLANNED.value,
+    },
+}
 """The kinds of recomputation that may make a job fit, and their flags."""
 _NO_RECOMPUTATION: dict[str, Any] = dict.fromkeys((*RECOMPUTATION, "zero_bubble_recompute"))
 
 
-class WayOut(NamedTuple):
+class Remedy(NamedTuple):
     """The outcome of another layout or of recomputation, for a job of which no schedule fits."""
 
     flags: str
@@ -64,7 +65,7 @@ class Results:
     """The layout that the training would choose; None if its flags fix one, or none is possible."""
     freed: LayoutEstimate | None = None
     """The layout that the training would choose without Megatron's layout flags; None without such flags."""
-    ways_out: Sequence[WayOut] = ()
+    remedies: Sequence[Remedy] = ()
     """The outcomes of other layouts and of recomputation where no schedule fits; otherwise empty."""
     added_flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags that Megatron needs to cut the layers into stages, and with which the schedules were estimated."""
@@ -108,7 +109,7 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
     if not results.estimates and results.layout is None:
         reasons = results.refused_by_reason.items()
         raise ValueError("; ".join(f"--schedule {names}: {reason}" for reason, names in reasons))
-    return replace(results, ways_out=list(_ways_out(results)))
+    return replace(results, remedies=list(_remedies(results)))
 
 
 def _size(job: EstimatedJob) -> int:
@@ -159,18 +160,18 @@ def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
     return answer
 
 
-def _ways_out(results: Results) -> Iterator[WayOut]:
+def _remedies(results: Results) -> Iterator[Remedy]:
     """Yield the outcome of the layout if it is open, and otherwise of each kind of recomputation."""
     if not results.nothing_fits:
         return
     job, estimates, layout = results.job, results.estimates, results.layout
     fastest = min(each.iteration_ms for each in estimates)
     if layout is not None:
-        yield WayOut(flags_text(layout.layout_flags), layout, layout.iteration_ms / fastest)
+        yield Remedy(flags_text(layout.layout_flags), layout, layout.iteration_ms / fastest)
         return
     if job.profile is not None:  # it measures no recomputation that its run did not have
         return
-    for kind, flags in _RECOMPUTATION:
+    for kind, flags in _FLAGS_OF.items():
         if kind is job.flags.recompute:
             continue
         names = ["auto"] if kind is Recompute.PLANNED else [each.schedule.name for each in estimates]
@@ -178,4 +179,4 @@ def _ways_out(results: Results) -> Iterator[WayOut]:
         possible = [*other.estimates, *([] if other.layout is None else [other.layout])]
         if possible:
             best = min(possible, key=lambda each: (0, each.iteration_ms) if each.fits else (1, max(each.total_bytes)))
-            yield WayOut(flags_text(flags), best, best.iteration_ms / fastest)
+            yield Remedy(flags_text(flags), best, best.iteration_ms / fastest)
