@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -69,3 +71,19 @@ def random_microbatch(
         square = torch.ones(micro_batch_size, 1, seq_length, seq_length, dtype=torch.bool, device="cpu")
         microbatch["attention_mask"] = square.triu(1)
     return microbatch
+
+
+def release(chunks: Sequence[torch.nn.Module]) -> None:
+    """Make models that are no longer used collectable, so that this process does not keep their process groups.
+
+    The hooks of megatron-core's DDP hold the model and its configuration, and graphs of autograd hold the hooks, where
+    Python's collector does not see them. The configuration holds the optimizer, whose shards are views of parameters.
+    Some modules, such as the dispatcher of experts, hold a tensor of the last forward, and with it a graph.
+
+    Args:
+        chunks: the model's chunks of this rank, as they are wrapped.
+    """
+    for chunk in chunks:
+        get_model_config(chunk).grad_scale_func = None
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.module = None

@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.communication_costs import (
     measure_message,
 )
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
-from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
+from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, release
 from megatron.zero_bubble.mcore.paired_stage import PairedStage, refuse_unpaired
 from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.planner import generate
@@ -302,12 +302,8 @@ class _UnitRun:
         return MeasuredUnit(costs, measured.noise, max(0.0, statistics.median(self._gaps)), measured.pairs)
 
     def close(self) -> None:
-        """Take the model out of DDP, so that it is freed.
-
-        Some modules keep a tensor of the last forward, and through its graph, into which Python's garbage collector
-        does not look, the hooks of DDP.
-        """
-        self._model.module = None
+        """Free the unit."""
+        release([self._model])
 
     def state_bytes(self) -> float:
         parameters = [parameter for parameter in unwrap_model(self._model).parameters() if parameter.requires_grad]

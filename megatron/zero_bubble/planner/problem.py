@@ -286,7 +286,7 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Rank -> total time of its operations, with an R for every microbatch of a stage that drops as a rule."""
+        """Rank -> total time of its operations; a stage that recomputes by default has an R for every microbatch."""
         kinds = (self.codes.f, self.codes.b, self.codes.w, *self.codes[5:-1])
         times = [
             sum(self.duration[first + s] for first in (*kinds, *(self.codes.r,) * self.is_dropped_as_a_rule(s)))

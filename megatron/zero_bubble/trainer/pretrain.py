@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
-from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.mcore.model_units import release
 from megatron.zero_bubble.session.features import check_shards
 from megatron.zero_bubble.session.reports import print_line, print_rank_0
 from megatron.zero_bubble.session.session import Session
@@ -85,7 +82,7 @@ def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenize
     config = transformer_config(args, session.job.placement.num_chunks, timers)
     model = build_model(args, config, session)
     optimizer = build_optimizer(args, model, config)
-    resources.callback(release, model, config)
+    resources.callback(release, model)
     state = TrainingState(Progress(), model, optimizer, build_lr_scheduler(args, optimizer))
     checkpointer = Checkpointer(args, state)
     if args.load:
@@ -94,19 +91,6 @@ def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenize
     session.start(model, optimizer, state.progress.iteration)
     data = open_data(args, state, tokenizer, resources)
     return Trainer(args, state, session, checkpointer, log, data)
-
-
-def release(model: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
-    """Make the model of a training that is over collectable: a later one in this process does not keep its groups.
-
-    The hooks of DDP hold the model and its configuration, and graphs of autograd hold the hooks, where Python's
-    collector does not see them. The configuration holds the optimizer, whose shards are views of parameters, and the
-    dispatcher of a layer with experts holds a tensor of its last forward, and with it a graph.
-    """
-    config.grad_scale_func = None
-    for chunk in model:
-        if isinstance(chunk, DistributedDataParallel):
-            chunk.module = None
 
 
 def open_data(

@@ -19,8 +19,7 @@ _METHODS = (
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
-"""Methods of a process group that move tensors, in any version of torch. The methods write to their
-first argument."""
+"""Methods of a process group that move tensors and write to their first argument, in any version of torch."""
 
 
 class StagedWork:
