@@ -87,7 +87,7 @@ def measured(situation: Situation, flags: SituationFlags) -> list[TrainResult]:
         num_microbatches=flags.num_microbatches,
         schedule=[" ".join((CHOSEN, *situation.ours))],
         rounds=flags.rounds,
-        warmup=8,
+        warmup=16,
         iterations=8,
         interval=4,
         baseline_flags=list(situation.megatrons),

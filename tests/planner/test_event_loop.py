@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble.planner import v_shaped
+from megatron.zero_bubble.planner.orders import schedule_of_orders
 from megatron.zero_bubble.planner.planned_chunks import plan_chunks
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule import Placement, StageCosts, lower, simulate, validate
@@ -45,7 +46,7 @@ def sharded_problem(kind: str, number: int, recompute: Recompute = Recompute.NON
 def test_plans_with_vocabulary_shards_are_what_the_simulation_finds(kind, number):
     problem = sharded_problem(kind, number)
     plan = PLANNERS[kind](problem).best
-    schedule = problem.schedule(plan.orders)
+    schedule = schedule_of_orders(problem, plan.orders)
     timeline = simulate(schedule, problem.costs)
     assert plan.cost == pytest.approx(timeline.makespan if problem.is_judged_by_makespan else timeline.cost, rel=1e-9)
     assert plan.cost >= problem.bound * (1 - 1e-9)
@@ -57,7 +58,7 @@ def test_plans_with_vocabulary_shards_are_what_the_simulation_finds(kind, number
 @pytest.mark.parametrize("kind", PLANNERS)
 def test_shards_and_recomputation_are_planned_together(kind, recompute):
     problem = sharded_problem(kind, 0, recompute)
-    schedule = problem.schedule(PLANNERS[kind](problem).best.orders)
+    schedule = schedule_of_orders(problem, PLANNERS[kind](problem).best.orders)
     assert schedule.is_vocabulary_parallel
     assert max(peak_memory(schedule, problem.costs)) <= problem.limits[0] * (1 + 1e-9)
     validate(lower(schedule, costs=problem.costs))
@@ -69,7 +70,7 @@ def test_shards_planned_with_the_rest_are_shorter_than_shards_inserted_afterward
     for number in range(8):
         problem = sharded_problem("linear", number)
         costs = problem.costs.with_vocabulary_in_weight_gradients()
-        without = problem.schedule(plan_chunks(replace(problem, costs=costs)).best.orders)
+        without = schedule_of_orders(problem, plan_chunks(replace(problem, costs=costs)).best.orders)
         inserted = with_best_delay(without, problem.costs, None)
         limits = tuple(map(max, peak_memory(inserted, problem.costs), problem.smallest_limits))
         plan = plan_chunks(replace(problem, limits=limits)).best

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.critical_paths import run_in_order
 from megatron.zero_bubble.planner.local_search import improve
+from megatron.zero_bubble.planner.orders import one_by_one, schedule_of_orders
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule import Placement, StageCosts, simulate
 from megatron.zero_bubble.schedule.recomputation import Recompute, num_recomputed
@@ -26,21 +27,21 @@ def test_any_placement_gets_a_plan_that_is_valid_fits_and_is_no_worse(data, plac
     problem = Problem(placement, m, costs, (1.0,) * placement.num_ranks, overlap, recompute)
     limits = tuple(room * limit for limit in problem.smallest_limits)
     problem = replace(problem, limits=limits)
-    begin = run_in_order(problem, problem.one_by_one())
+    begin = run_in_order(problem, one_by_one(problem))
     plan, _ = improve(problem, begin, 100_000)
-    schedule = problem.schedule(plan.orders)
+    schedule = schedule_of_orders(problem, plan.orders)
     checked(schedule, costs)
     timeline = simulate(schedule, costs, overlap_communication=overlap)
     assert (plan.cost, plan.tie) == problem.judged(timeline.cost, timeline.makespan)
     assert plan.cost <= begin.cost
-    assert num_recomputed(schedule) == num_recomputed(problem.schedule(begin.orders))
+    assert num_recomputed(schedule) == num_recomputed(schedule_of_orders(problem, begin.orders))
     for peak, limit in zip(timeline.peak_memory, limits, strict=True):
         assert peak <= limit * (1 + 1e-9)
 
 
 def test_one_microbatch_after_the_other_becomes_a_pipeline():
     problem = Problem(Placement("linear", 3), 6, StageCosts.uniform(3), (3.0,) * 3)
-    begin = run_in_order(problem, problem.one_by_one())
+    begin = run_in_order(problem, one_by_one(problem))
     plan, left = improve(problem, begin, 100_000)
     assert plan.cost < 0.7 * begin.cost
     assert left > 0, "it ends where nothing gets better"

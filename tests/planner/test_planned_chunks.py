@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate
+from megatron.zero_bubble.planner.orders import schedule_of_orders
 from megatron.zero_bubble.planner.planned_chunks import plan_chunks
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, ScheduleError, StageCosts, simulate
@@ -52,7 +53,7 @@ def test_the_planner_knows_what_its_plans_cost(data, p, m, v, overlap, takes_mak
     costs = data.draw(wild_costs(placement.num_stages))
     problem = Problem(placement, m, costs, (1000,) * p, overlap, takes_makespan=takes_makespan)
     plan = plan_chunks(problem, None).best
-    timeline = simulate(problem.schedule(plan.orders), costs, overlap_communication=overlap)
+    timeline = simulate(schedule_of_orders(problem, plan.orders), costs, overlap_communication=overlap)
     assert plan.cost == (timeline.makespan if takes_makespan else timeline.cost)
     assert plan.cost >= problem.bound
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Placement, StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile
@@ -49,3 +49,10 @@ def test_the_speed_up_with_a_spread_vocabulary_compares_with_1f1b_of_the_same_wo
     schedule = generate("zb-h1", 4, 8, vocabulary_parallel=True)
     cost = simulate(schedule, costs).cost
     assert Prediction(Profile(placement, costs, 0.0, {}), schedule).gain.times == pytest.approx(11 * 3.5 / cost)
+
+
+def test_megatrons_split_is_slower_by_the_work_of_the_layers_alone():
+    """Operations on vocabulary shards take as long as their waits for other ranks, which that split does not have."""
+    placement = Placement("linear", 2)
+    costs = StageCosts.uniform(2, 2, 2, 2).with_shards(placement, {"time_s": 50.0, "time_t": 0.2})
+    assert MegatronsTime(30.0, work=6.0).with_costs(costs) == 60.0

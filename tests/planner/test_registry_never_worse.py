@@ -10,6 +10,7 @@ from megatron.zero_bubble.planner import generate, request_for, v_shaped
 from megatron.zero_bubble.planner.auto import multiple_of_p
 from megatron.zero_bubble.planner.memory_limit import one_f_one_b_peaks
 from megatron.zero_bubble.planner.optimal import solve
+from megatron.zero_bubble.planner.orders import schedule_of_orders
 from megatron.zero_bubble.planner.planned_chunks import plan_chunks
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule import Infeasible, Placement, StageCosts, simulate
@@ -75,7 +76,7 @@ def test_planners_know_what_their_plans_cost(data, kind, p, m, overlap):
     costs = data.draw(wild_costs(placement.num_stages))
     problem = Problem(placement, m, costs, (1000,) * p, overlap)
     plan = (v_shaped._search(problem) if kind == "v" else plan_chunks(problem)).best
-    timeline = simulate(problem.schedule(plan.orders), costs, overlap_communication=overlap)
+    timeline = simulate(schedule_of_orders(problem, plan.orders), costs, overlap_communication=overlap)
     assert plan.cost == timeline.cost
     assert plan.cost >= problem.bound
 

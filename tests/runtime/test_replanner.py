@@ -241,33 +241,13 @@ def test_a_faster_plan_for_the_corrected_costs_replaces_the_one_that_runs(monkey
     assert run.plan.schedule(2) is better
 
 
-def test_megatrons_own_schedule_is_taken_to_wait_as_long(monkeypatch):
-    """The steps take twice the time that their operations explain."""
-    megatrons = MegatronsTime(milliseconds=12.0, work=3.0)
-    run = Run(megatrons=megatrons)
+def test_megatrons_own_schedule_takes_as_much_longer_as_the_operations():
+    run = Run(megatrons=MegatronsTime(milliseconds=12.0, work=3.0))
     run.steps(3)
-    before = run.replanner.predict(run.plan.schedule(2)).gain
-    slow = {}
-    real = replanner.simulate
-
-    def simulated(schedule, costs):
-        timeline = real(schedule, costs)
-        factor = slow.get(id(costs), 1)
-        return SimpleNamespace(cost=timeline.cost * factor, makespan=timeline.makespan * factor)
-
-    def with_waits(costs, schedule, span):
-        waiting = replace(costs)
-        slow[id(waiting)] = 2
-        return waiting
-
-    monkeypatch.setattr(replanner, "simulate", simulated)
-    monkeypatch.setattr(replanner, "with_measured_span", with_waits)
-    add_checked = RunCosts.add_checked
-    monkeypatch.setattr(RunCosts, "add_checked", lambda self, steps: 2 * add_checked(self, steps))
-    monkeypatch.setattr(replanner, "differences", lambda old, new: iter([Difference("ranks wait", 0, 1)]))
-    run.steps(8)
-    after = run.reports[-1].prediction.gain
-    assert after.times == pytest.approx(2 * before.times)
+    before = run.replanner.predict(run.plan.schedule(2))
+    run.steps(8, (2.0, 2.0, 2.0))
+    after = run.reports[-1].prediction
+    assert after.gain.times * after.milliseconds == pytest.approx(2 * before.gain.times * before.milliseconds)
 
 
 def test_a_plan_that_the_steps_confirm_is_not_mentioned_again():

@@ -22,6 +22,7 @@ from megatron.zero_bubble.schedule import (
     validate,
 )
 from megatron.zero_bubble.schedule.analysis import causes
+from megatron.zero_bubble.schedule.block_groups import in_groups, with_memory_of_all_groups
 from megatron.zero_bubble.schedule.draw import to_chrome_trace, to_svg
 from megatron.zero_bubble.schedule.formats import (
     costs_from_json,
@@ -116,14 +117,14 @@ def test_what_is_released_comes_back_in_no_other_way(first, problem):
 
 def test_a_stage_that_restores_in_groups_copies_only_what_its_f_keeps():
     restored = replace(costs(), time_r=(1, 1), memory_r=(0.5, 0.5), num_blocks=(2, 2))
-    in_groups = schedule(groups=(2, 1))
-    validate(in_groups)
-    timeline = simulate(in_groups, restored)
+    restoring = schedule(groups=(2, 1))
+    validate(restoring)
+    timeline = simulate(restoring, restored)
     assert [op.end - op.start for op in timeline.copies[0]] == pytest.approx([2 / 3, 2 / 3, 4 / 3, 4 / 3])
     assert timeline.peak_memory == (1.5, 1)
-    assert host_memory(in_groups, restored) == (1, 0)
-    of_groups = restored.in_groups((2, 1))
-    again = of_groups.with_memory_of_all_groups((2, 1))
+    assert host_memory(restoring, restored) == (1, 0)
+    of_groups = in_groups(restored, (2, 1))
+    again = with_memory_of_all_groups(of_groups, (2, 1))
     assert (again.memory_d, again.time_d, again.time_h) == (restored.memory_d, restored.time_d, restored.time_h)
 
 

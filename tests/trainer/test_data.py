@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data import Datasets, build_datasets, get_batch, reads_data
 from megatron.zero_bubble.trainer.data_config import check_data, requested_samples
-from megatron.zero_bubble.trainer.data_loader import build_data_iterator
+from megatron.zero_bubble.trainer.data_loader import MicrobatchIterator, build_data_iterator
 from megatron.zero_bubble.trainer.tokenizer import build_tokenizer
 from tests.checked_flags import data_flags
 
@@ -71,9 +71,14 @@ def build(settings: Arguments) -> Datasets:
 
 
 def microbatches(settings: Arguments, count: int, consumed: int = 0, rank: int = 0, ranks: int = 1) -> list[dict]:
+    with opened(settings, consumed, rank, ranks) as iterator:
+        return list(islice(iterator, count))
+
+
+def opened(settings: Arguments, consumed: int = 0, rank: int = 0, ranks: int = 1) -> MicrobatchIterator:
     iterator = build_data_iterator(build(settings).train, settings, consumed, rank, ranks)
     assert iterator is not None
-    return list(islice(iterator, count))
+    return iterator
 
 
 def equal(left: list[dict], right: list[dict]) -> bool:
@@ -236,6 +241,17 @@ def test_first_and_last_stage_read_the_same_microbatches(prefix: str) -> None:
         tokens = get_batch(first, settings, embeds=True, is_last=False).tokens
         labels = get_batch(last, settings, embeds=False, is_last=True).labels
         assert torch.equal(tokens[:, 1:], labels[:, :-1])
+
+
+@pytest.mark.parametrize("settings", [{}, {"variable_seq_lengths": True}, {"reset_attention_mask": True}])
+def test_workers_send_the_same_microbatches_without_shared_memory(prefix: str, settings: dict) -> None:
+    """The handle of a tensor in shared memory would be fetched over a socket in the middle of a forward."""
+    loaded = microbatches(config(data_path=[prefix], **settings), 5)
+    with opened(config(data_path=[prefix], num_workers=2, **settings)) as iterator:
+        sent = list(islice(iterator, 5))
+    assert equal(loaded, sent)
+    assert {tensor.dtype for batch in sent for tensor in batch.values()} >= {torch.int64, torch.float32}
+    assert not any(tensor.is_shared() for batch in sent for tensor in batch.values())
 
 
 def test_attention_can_stop_at_the_end_of_a_document(prefix: str) -> None:

@@ -45,6 +45,6 @@ def track(sums: dict[str, torch.Tensor]) -> None:
 
 
 def forget_losses() -> None:
-    """Set the sums to zero; called, too, when the forwards of an iteration run again."""
+    """Set the sums to zero. This is also called when the forwards of an iteration run again."""
     for sums in tracked_sums().values():
         sums.zero_()

@@ -156,7 +156,7 @@ class PostValidation:
         return was_wrong
 
     def parameters_changed(self) -> None:
-        """Let the next step be undone to the present parameters, which something else than a step has changed."""
+        """Note that parameters have changed outside of a step: the next step is undone to the present parameters."""
         assert self._pending is None, "the last step has to be validated first"
         self._rollback.prepare()
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.zero_bubble.mcore.refused_settings import REFUSALS, Feature, Refusal
 
 _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "logit_dtype": "--output-logit-dtype"}
-"""Refused settings whose flag has another name."""
+"""Refused setting -> its flag, where the flag is not named after the setting."""
 
 
 def flag_of_setting(name: str) -> str:

@@ -27,7 +27,7 @@ from megatron.zero_bubble.runtime.memory_meter import memory_meter
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
-from megatron.zero_bubble.runtime.recorder import OpRecorder, StepTime, device_clock, idle_share
+from megatron.zero_bubble.runtime.recorder import OpRecorder, PipelineTime, StepTime, device_clock, idle_share
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.runtime.running_plan import RunningPlan
@@ -136,8 +136,8 @@ class ForwardBackward:
             return None
         return Position(self._num_calls, self._num_steps, executor.schedule, executor.rank, index, has_inputs)
 
-    def measured_idle(self, mean_step: StepTime | None = None) -> Idle:
-        """Return the measured idle share of the pipeline; a collective call of its ranks.
+    def measured_time(self, mean_step: StepTime | None = None) -> PipelineTime:
+        """Return the measured time of a step and the idle share of the pipeline; a collective call of its ranks.
 
         Args:
             mean_step: the result of `observer.take_mean()` on this rank; None calls it.
@@ -145,7 +145,7 @@ class ForwardBackward:
         group = parallel_state.get_pipeline_model_parallel_group()
         steps: list[StepTime] = [mean_step or self.observer.take_mean()] * group.size()
         dist.all_gather_object(steps, steps[0], group=group)
-        return idle_share(steps)
+        return PipelineTime(1e3 * max(step.span for step in steps), idle_share(steps))
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
         """Return the simulated timeline of the current schedule at measured costs; None before costs are measured."""

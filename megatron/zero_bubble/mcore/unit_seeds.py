@@ -13,9 +13,9 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import IntEnum
+from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
@@ -212,5 +212,6 @@ def _microbatch_told() -> AbstractContextManager[None]:
 
 
 def _mixed(*numbers: int) -> int:
-    """A seed of 63 bits that differs, as far as can be, for different numbers, which are not negative."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    """A seed of 63 bits that differs, as far as can be, for different numbers."""
+    digest = blake2b(repr([*map(int, numbers)]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

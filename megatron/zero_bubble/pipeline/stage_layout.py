@@ -31,7 +31,7 @@ class StageLayout:
     """The balanced quantity of every stage: layers, parameters, matching layers or seconds."""
     unit: str
     schedule: Schedule
-    """With the messages between ranks, and valid."""
+    """A valid schedule with the messages between ranks."""
 
     @property
     def num_layers(self) -> int:

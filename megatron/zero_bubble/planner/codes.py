@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.kinds import OpKind
@@ -43,6 +44,39 @@ class Codes(NamedTuple):
         """The kinds of the operations, in the order of their codes."""
         words = {"drop": "F", "loss": "L"}
         return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
+
+    def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
+        """Code -> cost, from the costs of kinds on every stage, by their names here; 0 for the other kinds."""
+        size = self.b - self.f
+        return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
+
+    def links(
+        self, rank_of: Sequence[int], message: Sequence[float], collective: float | None
+    ) -> tuple[tuple[int, int, float], ...]:
+        """The dependencies within a microbatch: (code, code that needs its result, latency of the result).
+
+        W and R are left out because they need only a result of their own stage. The embedding of the first rank needs
+        no result.
+
+        Args:
+            rank_of: stage -> rank.
+            message: stage s -> latency of a message between stages s and s + 1.
+            collective: time of a collective over all ranks; None without vocabulary shards.
+        """
+        links = [(stage, stage + 1, latency) for stage, latency in enumerate(message)]
+        links += [(self.b + stage + 1, self.b + stage, latency) for stage, latency in enumerate(message)]
+        if collective is None:
+            return (*links, (self.b - 1, self.w - 1, 0.0))
+        first, last = rank_of[0], rank_of[-1]
+        links.append((self.loss, self.w - 1, 0.0))
+        for rank in sorted(set(rank_of)):
+            to_first, to_last = collective * (rank != first), collective * (rank != last)
+            if rank != first:
+                links.append((self.e + first, self.e + rank, collective))
+            links += [(self.e + rank, self.f, to_first), (self.b, self.ew + rank, to_first)]
+            links += [(self.b - 1, self.s + rank, to_last), (self.s + rank, self.loss, to_last)]
+            links.append((self.loss, self.t + rank, to_last))
+        return tuple(links)
 
     def is_weight_gradient(self, code: int) -> bool:
         """Whether the operation is a weight gradient, which nobody waits for."""

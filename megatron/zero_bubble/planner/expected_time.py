@@ -6,8 +6,10 @@ import random
 from statistics import NormalDist, fmean
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
+from megatron.zero_bubble.planner.orders import orders_of_schedule
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.timeline import Timeline
 
@@ -41,12 +43,12 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     problem = Problem(
         schedule.placement,
         schedule.num_microbatches,
-        timeline.costs.in_groups(schedule.groups),
+        in_groups(timeline.costs, schedule.groups),
         (0.0,) * schedule.num_ranks,
         timeline.overlap_communication,
         takes_makespan=True,
     )
-    graph = OrderGraph(problem, problem.orders(without_copies(schedule)))
+    graph = OrderGraph(problem, orders_of_schedule(problem, without_copies(schedule)))
     usual = list(graph.duration)
     sigma = min(spread, _LARGEST_SPREAD) / _QUARTILE
     graph.find_times()

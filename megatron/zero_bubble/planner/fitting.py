@@ -10,7 +10,8 @@ from typing import NamedTuple
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
 from megatron.zero_bubble.planner.event_loop import PlannedOrders
-from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import tolerance
 
 
 class _Drop(NamedTuple):

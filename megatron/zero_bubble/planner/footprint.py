@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.zero_bubble.schedule.costs import StageCosts
@@ -36,3 +37,18 @@ class Footprint:
     def restored(self) -> float:
         """Memory that R allocates."""
         return self.whole - self.dropped
+
+
+def peak_of_one_microbatch(footprints: Sequence[Footprint], *, recomputes: bool) -> float:
+    """The peak memory of one microbatch alone on a rank.
+
+    Args:
+        footprints: of the stages of the rank, in model order.
+        recomputes: whether the microbatch has an R on every stage of the rank but the last.
+    """
+    if not recomputes:
+        return sum(each.whole for each in footprints)
+    return max(
+        sum(each.dropped for each in footprints[:i]) + here.whole + sum(each.after_w for each in footprints[i + 1 :])
+        for i, here in enumerate(footprints)
+    )

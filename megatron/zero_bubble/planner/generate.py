@@ -16,6 +16,7 @@ from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of, placement_for
 from megatron.zero_bubble.planner.request import Limits, PlanRequest
 from megatron.zero_bubble.planner.restoring import groupings
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
@@ -111,7 +112,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
 
     def plans(limits: Limits) -> Iterator[Schedule]:
         for groups in tried:
-            costs = problem.costs.in_groups(groups).at_once()
+            costs = in_groups(problem.costs, groups).at_once()
             with suppress(Infeasible):
                 yield replace(_in_one_group(replace(relaxed.within(limits), costs=costs)), groups=groups)
         if request.recompute is Recompute.PLANNED:  # so that the plan is never slower than one without recomputation
@@ -139,7 +140,7 @@ def _without_copies(request: PlanRequest) -> Schedule:
     if tried == [()]:
         return _in_one_group(at_once)
     for groups in tried:
-        costs = whole.costs.in_groups(groups).at_once()
+        costs = in_groups(whole.costs, groups).at_once()
         problem = replace(whole, costs=costs)
         if best is not None and (request.effort == 0 or problem.bound >= shortest):
             continue

@@ -9,7 +9,8 @@ from math import inf
 
 from megatron.zero_bubble.planner.codes import Order
 from megatron.zero_bubble.planner.event_loop import EventLoop
-from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.planner.rules import GapRule
 
 

@@ -18,7 +18,8 @@ from megatron.zero_bubble.planner.choice import (
 )
 from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, pairs_in, plan_layout, with_slowdown
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
-from megatron.zero_bubble.planner.request import QUICK_EFFORT, Layout, PlanRequest
+from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.planner.search_extent import PROMISING, Extent, extent_of, most_moves
 from megatron.zero_bubble.schedule.costs import LARGEST
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
@@ -29,40 +30,16 @@ CHUNKS = (2, 3, 4)
 """Numbers of model chunks a rank that are always tried for interleaved placements."""
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 """Larger numbers of chunks, tried in this order while each makes the plan `GAIN` times as fast as the number before."""
-PROMISING = 1.05
-"""A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
-ROUNDS = ((3, 5), (1, 2))
-"""Rounds of planning: (number of layouts planned, divisor of the full effort for each of these layouts)."""
-QUICK_ROUNDS = ((3, 5), (1, 1))
-"""Rounds for an effort of at most `QUICK_EFFORT`."""
-SMALL = 3000
-"""Most F, B and W, with two chunks a rank, of a small problem. In a small problem more layouts are planned."""
-ROUNDS_OF_SMALL = ((12, 10), (3, 2))
-"""Rounds for small problems."""
-LARGE = 5000
-"""Fewest F, B and W, with two chunks a rank, of a large problem. A large problem has one round, because its plans take
-nearly as long with little effort as with much."""
-ROUNDS_OF_LARGE = ((3, 3),)
-"""Rounds for large problems."""
 WITHOUT_GAIN = 3
 """The search stops trying recomputation after this many placements in a row that recomputation does not make faster."""
 GAIN = 1.003
 """A layout is planned with more effort if its lower bound allows a plan faster than the best one by this factor."""
 COMPARED = 1.5
 """Plans that take at most this factor times the shortest time are compared by their expected times."""
-MOVED = 4
-"""Number of the best plans whose layers are moved to other stages."""
-MOVED_OF_SMALL, WORTH_MOVING = 8, 1.2
-"""For small problems: number of plans whose layers are moved, and the largest factor of their time over the shortest.
-The factor is large because one layer fewer on the fullest rank helps much when memory is short."""
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if unlimited memory makes a plan faster by this factor, or if no plan fits."""
 PROMISING_PARTITION = 1.02
 """After a move of a layer, the partition is planned if its estimated time has grown by at most this factor."""
-MOST_MOVES = 6
-"""Most further partitions that are planned for a layout."""
-MOVED_OPERATIONS = 20_000
-"""Most F, B and W of all plans of further partitions of a layout; one further partition is planned in any case."""
 
 
 def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]:
@@ -99,7 +76,8 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         Infeasible: no layout fits in memory. The error has the smallest limit over all layouts.
         ScheduleError: there are fewer layers than stages, or no schedule exists for another reason.
     """
-    search = _Search(request, report)
+    extent = extent_of(request)
+    search = _Search(request, extent, report)
     if request.usual is not None and request.allows(request.usual):
         search.try_plan(request.usual, 0)
     search.plan_combinations()
@@ -109,10 +87,10 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         infeasible = [error for error in search.refused if isinstance(error, Infeasible)]
         raise min(infeasible, key=lambda error: error.smallest_limit) if infeasible else search.refused[0]
     if request.partition is None:
-        for plan in search.best(*search.worth_moving):
+        for plan in search.best(extent.num_moved, extent.worth_moving):
             search.move_layers(plan)
-    for num_best, divisor in search.rounds:
-        for plan in search.best(num_best, search.promising):
+    for num_best, divisor in extent.rounds:
+        for plan in search.best(num_best, extent.promising):
             search.improve(plan, request.effort // divisor)
     search.improve_usual()
     plans = search.expected()
@@ -124,42 +102,14 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
 class _Search:
     """The state of a search: the best plan of every layout so far."""
 
-    def __init__(self, request: PlanRequest, report: Callable[[str], None]) -> None:
+    def __init__(self, request: PlanRequest, extent: Extent, report: Callable[[str], None]) -> None:
         self.request = request
+        self._extent = extent
         self._report = report
         self.plans: dict[Layout, Plan] = {}
         self.refused: list[ScheduleError] = []
         self._efforts: dict[Layout, int] = {}
         """Layout -> the largest effort with which it has been planned."""
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the problem is small (see `SMALL`), so that more layouts are planned."""
-        return self._num_operations <= SMALL
-
-    @property
-    def _num_operations(self) -> int:
-        """The number of F, B and W of a schedule with two chunks a rank."""
-        return 6 * self.request.num_ranks * self.request.num_microbatches
-
-    @property
-    def rounds(self) -> tuple[tuple[int, int], ...]:
-        """Rounds of planning: (number of layouts planned, divisor of the full effort for each of these layouts)."""
-        if self.is_small:
-            return ROUNDS_OF_SMALL
-        if self.request.effort <= QUICK_EFFORT:
-            return QUICK_ROUNDS
-        return ROUNDS if self._num_operations < LARGE else ROUNDS_OF_LARGE
-
-    @property
-    def promising(self) -> float:
-        """Largest factor over the shortest time for which a layout is planned with more effort."""
-        return PROMISING**2 if self.is_small else PROMISING
-
-    @property
-    def worth_moving(self) -> tuple[int, float]:
-        """Number of plans whose layers are moved, and the largest factor of their time over the shortest time."""
-        return (MOVED_OF_SMALL, WORTH_MOVING) if self.is_small else (MOVED, PROMISING)
 
     @property
     def best_time(self) -> float:
@@ -177,7 +127,7 @@ class _Search:
         best: dict[tuple[Placement, bool, Recompute | None], Plan] = {}
         for plan in sorted(others, key=lambda plan: (plan.time, plan.layout.complexity)):
             layout = plan.layout
-            kind = (layout.placement, layout.vocabulary_parallel, layout.recompute if self.is_small else None)
+            kind = (layout.placement, layout.vocabulary_parallel, layout.recompute if self._extent.is_small else None)
             if plan.time <= longest:
                 best.setdefault(kind, plan)
         return list(best.values())[:count]
@@ -332,8 +282,7 @@ class _Search:
         """Plan, with little effort, partitions with one layer moved, while the plan gets faster."""
         layout = plan.layout
         balance = _balance(self.request, layout)
-        operations = 3 * layout.placement.num_stages * self.request.num_microbatches
-        moves = max(1, min(MOST_MOVES, MOVED_OPERATIONS // operations))
+        moves = most_moves(self.request, layout.placement)
         seen = {layout.partition}
         best: Plan | None = plan
         while best is not None:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph, Stretch
 from megatron.zero_bubble.planner.event_loop import PlannedOrders
-from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6

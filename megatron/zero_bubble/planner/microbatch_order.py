@@ -15,8 +15,10 @@ from random import Random
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
-from megatron.zero_bubble.planner.problem import Problem, tolerance
-from megatron.zero_bubble.planner.request import Limits
+from megatron.zero_bubble.planner.orders import orders_of_schedule
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import Limits, tolerance
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.ir import Schedule
@@ -147,7 +149,7 @@ class _Step:
         assert schedule.num_microbatches == len(costs), "every microbatch has costs"
         assert schedule.kinds.isdisjoint(PAIRED), "the time of a pair depends on both microbatches"
         schedule = schedule.without_communication()
-        costs = [each.in_groups(schedule.groups) for each in costs]
+        costs = [in_groups(each, schedule.groups) for each in costs]
         self._inside = inside or [(0.0,) * schedule.num_stages] * len(costs)
         problem = Problem(
             schedule.placement,
@@ -157,7 +159,7 @@ class _Step:
             overlap_communication,
             takes_makespan=not interlocks,
         )
-        self._graph = graph = OrderGraph(problem, problem.orders(schedule))
+        self._graph = graph = OrderGraph(problem, orders_of_schedule(problem, schedule))
         self._problems = [replace(problem, costs=each) for each in costs]
         codes = range(len(graph.duration) // len(costs))
         self._durations = [[each.duration[code] for each in self._problems] for code in codes]

@@ -10,8 +10,9 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from megatron.zero_bubble.planner.expected_time import slowdown
-from megatron.zero_bubble.planner.problem import Problem, tolerance
-from megatron.zero_bubble.planner.request import Limits
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import Limits, tolerance
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, OpKind
@@ -158,7 +159,7 @@ class _RankCopies:
     def __init__(
         self, schedule: Schedule, problem: Problem, rank: int, lane: Sequence[TimedOp], rule: CopyRule
     ) -> None:
-        stages, costs = problem.placement.stages_of(rank), problem.costs.in_groups(schedule.groups)
+        stages, costs = problem.placement.stages_of(rank), in_groups(problem.costs, schedule.groups)
         self._lane, self._limit = lane, problem.limits[rank] + tolerance(problem.limits[rank])
         self._rule = rule
         self._size = [costs.memory_d[stage] for stage in stages]

@@ -9,6 +9,7 @@ from itertools import islice, product
 from math import inf
 
 from megatron.zero_bubble.planner.event_loop import EventLoop
+from megatron.zero_bubble.planner.orders import schedule_of_orders
 from megatron.zero_bubble.planner.portfolio import best_of, fits
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.rules import GapRule
@@ -133,7 +134,7 @@ def _plan(loop: _PairedRanks) -> Schedule | None:
     plan = loop.run()
     if plan is None:
         return None
-    schedule = loop.problem.schedule(plan.orders)
+    schedule = schedule_of_orders(loop.problem, plan.orders)
     return replace(schedule, ops=tuple(map(_as_pairs, schedule.ops, loop.paired)))
 
 

@@ -28,7 +28,7 @@ class Balance:
         num_microbatches: microbatches of an iteration.
         recompute: which microbatches have an R.
         room: memory of a rank for its states and activations, in the unit of the costs.
-        in_blocks: whether every stage recomputes its activations block by block (see `StageCosts.in_groups`).
+        in_blocks: whether every stage recomputes its activations block by block (see `block_groups`).
     """
 
     def __init__(

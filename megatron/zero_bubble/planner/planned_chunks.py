@@ -69,7 +69,11 @@ def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
         portfolio = plan_chunks(problem, group_size)
         candidates, shortest = portfolio.schedules(problem), portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
-        if candidates and (problem.leaves_out_named or is_best):
+        # With `Recompute.PLANNED` the plan without R, if it fits in memory, was compared with the named schedules.
+        is_compared = problem.recompute is Recompute.PLANNED and problem.keeping_everything().is_feasible
+        # Without effort, inserting vocabulary shards into the named schedules would take too long.
+        is_quick = problem.has_shards and problem.budget == 0
+        if candidates and (is_best or is_compared or is_quick):
             return candidates
     others = list(_named(problem, group_size))
     if problem.recompute is Recompute.FULL:

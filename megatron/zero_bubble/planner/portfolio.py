@@ -14,7 +14,9 @@ from megatron.zero_bubble.planner.expected_time import slowdown
 from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.fitting import dropped_to_fit
 from megatron.zero_bubble.planner.local_search import improve
-from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.orders import one_by_one, orders_of_schedule, schedule_of_orders
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
 from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.kinds import OpKind
@@ -76,7 +78,7 @@ class Portfolio:
 
     def schedules(self, problem: Problem) -> list[Schedule]:
         """The best plan as a schedule; all plans if durations vary, because their expected times then decide."""
-        return [problem.schedule(plan.orders) for plan in self.plans[: None if problem.varies else 1]]
+        return [schedule_of_orders(problem, plan.orders) for plan in self.plans[: None if problem.varies else 1]]
 
     def offer(self, plan: PlannedOrders | None) -> None:
         """Keep `plan` if it is among the best so far and no kept plan has the same cost."""
@@ -117,7 +119,7 @@ class Portfolio:
     def ensure_plan(self, problem: Problem) -> None:
         """If there is no plan, offer the order with one microbatch at a time, which fits in all feasible limits."""
         if not self.plans:
-            self.in_order(problem, problem.one_by_one())
+            self.in_order(problem, one_by_one(problem))
 
     def insert_shards(self, problem: Problem, search: Callable[[Problem], PlannedOrders]) -> None:
         """Offer plans of `search` for a whole vocabulary, with operations on vocabulary shards inserted.
@@ -132,10 +134,10 @@ class Portfolio:
         for limits in (without_shards.limits, problem.limits):
             whole = replace(without_shards, limits=limits)
             if whole.is_feasible and not self.finished:
-                schedule = whole.schedule(search(whole).orders)
+                schedule = schedule_of_orders(whole, search(whole).orders)
                 for delay in delays(schedule, problem.costs):
                     [inserted] = with_vocabulary(schedule, problem.costs, [delay])
-                    self.in_order(problem, problem.orders(inserted))
+                    self.in_order(problem, orders_of_schedule(problem, inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Sequence[PlannedOrders]]) -> None:
         """Offer plans of `search` without R in more memory, with activations dropped until the plans fit in memory."""
@@ -164,7 +166,7 @@ class Portfolio:
 
 def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
     """(stage, microbatch) of all kept activations for which the idle time before their B is long enough for an R."""
-    schedule = problem.schedule(plan.orders)
+    schedule = schedule_of_orders(problem, plan.orders)
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     idle = set()
     for rank, lane in enumerate(timeline.lanes):

@@ -23,19 +23,21 @@ class MegatronsTime:
     Attributes:
         milliseconds: predicted time of the step.
         work: milliseconds of F, B and W of one microbatch on all ranks together, with the costs of the prediction.
+            Operations on vocabulary shards are left out, because that split has none, and they contain waits for
+            other ranks.
     """
 
     milliseconds: float
     work: float
 
     def with_costs(self, costs: StageCosts) -> float:
-        """The predicted milliseconds, scaled by the total work with new costs divided by `work`."""
-        return self.milliseconds * total_work(costs) / self.work
+        """The predicted milliseconds, scaled by the work with new costs divided by `work`."""
+        return self.milliseconds * work_of_stages(costs) / self.work
 
 
-def total_work(costs: StageCosts) -> float:
-    """Time of F, B, W and the operations on vocabulary shards of one microbatch, summed over all stages."""
-    return sum(map(costs.work, range(costs.num_stages)))
+def work_of_stages(costs: StageCosts) -> float:
+    """Time of F, B and W of one microbatch, summed over all stages."""
+    return sum(map(sum, (costs.time_f, costs.time_b, costs.time_w)))
 
 
 class Gain(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -10,14 +9,13 @@ from math import ceil
 from operator import add
 
 from megatron.zero_bubble.planner.bounds import lower_bounds
-from megatron.zero_bubble.planner.codes import Codes, Order
-from megatron.zero_bubble.planner.footprint import Footprint
-from megatron.zero_bubble.planner.request import EFFORT, Limits, PlanRequest
+from megatron.zero_bubble.planner.codes import Codes
+from megatron.zero_bubble.planner.footprint import Footprint, peak_of_one_microbatch
+from megatron.zero_bubble.planner.request import EFFORT, Limits, PlanRequest, tolerance
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.graph import collective_time
-from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
-from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
+from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
 
@@ -144,16 +142,6 @@ class Problem:
         """Whether the embedding and the output layer are spread over all ranks as vocabulary shards."""
         return self.costs.has_vocabulary
 
-    @property
-    def leaves_out_named(self) -> bool:
-        """Whether the named schedules are not compared with the plan.
-
-        With vocabulary shards and an effort of zero, inserting shards into the named schedules would take too long.
-        With `Recompute.PLANNED` the plan without R, if it fits in memory, is compared with the named schedules.
-        """
-        has_tried_them = self.recompute is Recompute.PLANNED and self.keeping_everything().is_feasible
-        return has_tried_them or (self.has_shards and self.budget == 0)
-
     @cached_property
     def codes(self) -> Codes:
         return Codes.of(self.num_stages)
@@ -201,32 +189,21 @@ class Problem:
         return tuple(map(self.placement.stages_of, range(self.num_ranks)))
 
     @cached_property
+    def _messages(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Stage s -> latency of a message between stages s and s + 1, and time for which it occupies both ranks."""
+        times = self.costs.messages(self.placement)
+        nothing = (0,) * len(times)
+        return (times, nothing) if self.overlap_communication else (nothing, times)
+
+    @property
     def message(self) -> tuple[float, ...]:
         """Stage s -> latency of a message between stages s and s + 1; 0 if messages occupy ranks."""
-        return self._messages if self.overlap_communication else (0,) * len(self._messages)
+        return self._messages[0]
 
     @cached_property
     def links(self) -> tuple[tuple[int, int, float], ...]:
-        """Dependencies within a microbatch: (code, code that needs its result, latency of the result).
-
-        W and R are left out because they need only a result of their own stage. The embedding of the first rank needs
-        no result.
-        """
-        codes = self.codes
-        links = [(stage, stage + 1, latency) for stage, latency in enumerate(self.message)]
-        links += [(codes.b + stage + 1, codes.b + stage, latency) for stage, latency in enumerate(self.message)]
-        if not self.has_shards:
-            return (*links, (codes.b - 1, codes.w - 1, 0.0))
-        first, last = self.rank_of[0], self.rank_of[-1]
-        links.append((codes.loss, codes.w - 1, 0.0))
-        for rank in range(self.num_ranks):
-            to_first, to_last = self.collective * (rank != first), self.collective * (rank != last)
-            if rank != first:
-                links.append((codes.e + first, codes.e + rank, self.collective))
-            links += [(codes.e + rank, codes.f, to_first), (codes.b, codes.ew + rank, to_first)]
-            links += [(codes.b - 1, codes.s + rank, to_last), (codes.s + rank, codes.loss, to_last)]
-            links.append((codes.loss, codes.t + rank, to_last))
-        return tuple(links)
+        """Dependencies within a microbatch, as `Codes.links` returns them."""
+        return self.codes.links(self.rank_of, self.message, self.collective if self.has_shards else None)
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
@@ -239,14 +216,14 @@ class Problem:
     @cached_property
     def receiving(self) -> tuple[float, ...]:
         """Code -> time for which the rank is occupied with receiving the input, right before the operation."""
-        edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
-        return (0, *edges, *edges, 0, *(0,) * (2 * self.num_stages), 0, *edges, *(0,) * (5 * self.num_stages))
+        edges = self._messages[1]
+        return self.codes.costs(f=(0, *edges), drop=(0, *edges), b=(*edges, 0))
 
     @cached_property
     def sending(self) -> tuple[float, ...]:
         """Code -> time for which the rank is occupied with sending the result, right after the operation."""
-        edges = (0,) * len(self._messages) if self.overlap_communication else self._messages
-        return (*edges, 0, 0, *edges, *(0,) * (2 * self.num_stages), *edges, 0, *(0,) * (5 * self.num_stages))
+        edges = self._messages[1]
+        return self.codes.costs(f=(*edges, 0), drop=(*edges, 0), b=(0, *edges))
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
@@ -259,10 +236,6 @@ class Problem:
     def duration(self) -> tuple[float, ...]:
         """Code -> time for which the operation occupies its rank."""
         return tuple(map(add, self.latency, self.sending))
-
-    @cached_property
-    def _messages(self) -> tuple[float, ...]:
-        return self.costs.messages(self.placement)
 
     @cached_property
     def footprints(self) -> tuple[Footprint, ...]:
@@ -322,71 +295,13 @@ class Problem:
         recomputation one of the stages has all activations, and the earlier stages lack the activations that R
         recomputes.
         """
-        return tuple(
-            self._peak_of_one(stages)
-            + self.costs.memory_s[stages[0]]
-            + (self.num_microbatches - 1) * sum(self.footprints[s].after_w for s in stages)
-            for stages in self.stages_of
-        )
-
-    def _peak_of_one(self, stages: Sequence[int]) -> float:
-        """The peak memory of one microbatch alone on the stages of a rank."""
-        footprints = [self.footprints[s] for s in stages]
-        if not self.recomputes:
-            return sum(each.whole for each in footprints)
-        return max(
-            sum(each.dropped for each in footprints[:i])
-            + here.whole
-            + sum(each.after_w for each in footprints[i + 1 :])
-            for i, here in enumerate(footprints)
-        )
-
-    def one_by_one(self) -> list[Order]:
-        """The orders with the smallest peak memory: a rank finishes each microbatch before it starts the next."""
-        codes, last_rank = self.codes, self.rank_of[-1]
-        orders: list[Order] = []
-        for rank, stages in enumerate(self.stages_of):
-            dropped = stages[:-1] if self.recomputes else ()
-            order = [codes.e + rank] * self.has_shards
-            order += [s + codes.drop if s in dropped else s for s in stages]
-            if self.has_shards:
-                order += [codes.s + rank, *(codes.loss,) * (rank == last_rank)]
-            for s in reversed(stages):
-                order += [*(codes.r + s,) * (s in dropped), codes.b + s, codes.w + s]
-            orders.append((order + [codes.t + rank, codes.ew + rank] * self.has_shards) * self.num_microbatches)
-        return orders
-
-    def schedule(self, orders: Sequence[Order]) -> Schedule:
-        """The orders as a schedule, whose name is `planned`."""
-        kinds, size = self.codes.kinds, self.num_stages
-        decoded = [(kinds[code // size], self.placement.chunk_of(code % size)) for code in range(self.codes.end)]
-        decoded[self.codes.loss] = (OpKind.L, 0)
-        ranks = (
-            tuple(
-                Op(decoded[code][0], microbatch, decoded[code][1])
-                for code, microbatch in self.codes.microbatches(order)
-            )
-            for order in orders
-        )
-        return Schedule("planned", self.placement, self.num_microbatches, tuple(ranks))
-
-    def orders(self, schedule: Schedule) -> list[Order]:
-        """The orders of a schedule without communication; a fused B and W becomes a B and a W."""
-        codes, orders = self.codes, []
-        first = dict(zip(codes.kinds[:4] + codes.kinds[5:], codes[:4] + codes[5:-1], strict=True))
-        for rank, ops in enumerate(schedule.ops):
-            stages = self.stages_of[rank]
-            dropped = {(op.microbatch, op.chunk) for op in ops if op.kind is OpKind.R}
-            order = []
-            for kind, microbatch, chunk in ops:
-                if kind is OpKind.F and (microbatch, chunk) in dropped:
-                    order.append(codes.drop + stages[chunk])
-                elif kind is OpKind.L:
-                    order.append(codes.loss)
-                else:
-                    order += [first[result] + stages[chunk] for result in KINDS[kind].makes]
-            orders.append(order)
-        return orders
+        smallest = []
+        for stages in self.stages_of:
+            footprints = [self.footprints[s] for s in stages]
+            of_others = (self.num_microbatches - 1) * sum(each.after_w for each in footprints)
+            peak = peak_of_one_microbatch(footprints, recomputes=self.recomputes)
+            smallest.append(peak + self.costs.memory_s[stages[0]] + of_others)
+        return tuple(smallest)
 
     def without_shards(self) -> Problem:
         """The same problem without vocabulary shards, and with limits for one microbatch fewer in flight.
@@ -398,8 +313,3 @@ class Problem:
             for limit, stages in zip(self.limits, self.stages_of, strict=True)
         )
         return replace(self, costs=self.costs.with_vocabulary_in_weight_gradients(), limits=limits)
-
-
-def tolerance(amount: float) -> float:
-    """The largest difference between two values near `amount` that counts as a rounding error."""
-    return 1e-9 * abs(amount)

@@ -223,3 +223,8 @@ def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
         return limits
     added = map(add, request.placement.sums(costs.memory_f), request.placement.sums(costs.memory_s))
     return tuple(map(add, limits, added))
+
+
+def tolerance(amount: float) -> float:
+    """The largest difference between two values near `amount` that counts as a rounding error."""
+    return 1e-9 * abs(amount)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.zero_bubble.planner.problem import Problem, tolerance
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import tolerance
+from megatron.zero_bubble.schedule.block_groups import in_groups
 
 SHORT = 2
 """A rank gains nothing from groups if this number of microbatches, with all activations, fits in its memory, because R
@@ -33,7 +35,7 @@ def groupings(problem: Problem) -> list[Groups]:
         return [()]
     levels = list(_levels(max(blocks)))
     needed = {
-        level: replace(problem, costs=costs.in_groups([min(level, most) for most in blocks])).smallest_limits
+        level: replace(problem, costs=in_groups(costs, [min(level, most) for most in blocks])).smallest_limits
         for level in levels
     }
     least = [

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.zero_bubble.planner.generate import request_for, schedule_of
+from megatron.zero_bubble.planner.orders import one_by_one, schedule_of_orders
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import entry_of
 from megatron.zero_bubble.planner.request import PlanRequest
@@ -140,7 +141,7 @@ class RunSchedules:
                 schedule = schedule_of(request)
             except Infeasible:
                 problem = Problem.of(request.checked(), limits)
-                schedule = replace(problem.schedule(problem.one_by_one()), name=_ONE_BY_ONE)
+                schedule = replace(schedule_of_orders(problem, one_by_one(problem)), name=_ONE_BY_ONE)
             self._cache[key] = prepare(schedule, self.costs)
         return self._cache[key]
 

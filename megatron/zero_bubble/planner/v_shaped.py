@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.planner.blocks import Block, eager_orders, published_blocks, random_block, repeated
 from megatron.zero_bubble.planner.fill import InOrder
+from megatron.zero_bubble.planner.orders import schedule_of_orders
 from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits
 from megatron.zero_bubble.planner.preference import ByPriority
 from megatron.zero_bubble.planner.problem import Problem
@@ -144,7 +145,7 @@ def _back_to_back(problem: Problem) -> Schedule | None:
     with_fused = replace(problem, costs=fused, limits=limits)
     if not with_fused.is_feasible:
         return None
-    schedule = with_fused.schedule(_search(with_fused).best.orders)
+    schedule = schedule_of_orders(with_fused, _search(with_fused).best.orders)
     without_w = ([op for op in lane if op.kind is not OpKind.W] for lane in schedule.ops)
     return replace(schedule, ops=tuple(tuple(chain.from_iterable(map(_and_its_w, lane))) for lane in without_w))
 

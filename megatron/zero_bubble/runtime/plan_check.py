@@ -32,7 +32,7 @@ class Difference(NamedTuple):
 def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts:
     """Return the planned costs with the measured times of operations; memory and messages stay as they are.
 
-    Of a kind that did not run the time stays, too; R is taken to have changed as F has.
+    The time of a kind that did not run also stays, except for R, which is taken to have changed as F has.
     """
     times = {
         name: tuple(new or old for new, old in zip(getattr(measured, name), getattr(planned, name), strict=True))

@@ -26,7 +26,7 @@ class Clock(Protocol):
         ...
 
     def lag(self) -> float:
-        """Return how many seconds the times of `seconds` lag the host's clock; may wait for the computation."""
+        """Return by how many seconds the results of `seconds` lag the host's clock; may wait for the computation."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
@@ -252,6 +252,14 @@ def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
     last = max(measured.end for measured in computed.values())
     work = sum(measured.end - measured.start for measured in computed.values())
     return StepTime(span=last - ops[0].start, work=work)
+
+
+class PipelineTime(NamedTuple):
+    """The time of a step on all ranks of a pipeline."""
+
+    milliseconds: float
+    """The longest span of a rank."""
+    idle: Idle
 
 
 def idle_share(steps: Sequence[StepTime]) -> Idle:

@@ -248,17 +248,12 @@ class Replanner:
         span = self._measured.add_checked(self._checked)
         measured = self._measure(num_microbatches, statistics.fmean)
         costs = with_measured_times(old.costs, measured.costs)
-        without_waits = simulate(running, costs).cost
-        if span > without_waits * (1 + TOLERANCE):
+        if span > simulate(running, costs).cost * (1 + TOLERANCE):
             costs = with_measured_span(costs, running, span)
         changes = tuple(differences(old.costs, costs))
         if not changes:
             return None
         self._profile, self._step = replace(old, costs=costs, noise=measured.noise), self._check_at
-        if self._megatrons is not None:
-            # On Megatron's split, ranks would wait for the same fraction of the time.
-            slower = simulate(running, costs).cost / without_waits
-            self._megatrons = replace(self._megatrons, milliseconds=self._megatrons.milliseconds * slower)
         self._planned_for = set()
         plan, limit = self._planned(num_microbatches)
         before, after = (

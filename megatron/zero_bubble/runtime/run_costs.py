@@ -15,6 +15,7 @@ from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, step_time
 from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule.block_groups import with_memory_of_all_groups
 from megatron.zero_bubble.schedule.formats import Profile, Setting
 
 
@@ -71,14 +72,14 @@ class RunCosts:
 
         Args:
             model: the settings of the model that the costs depend on.
-            groups: of layers in the schedule that has run.
+            groups: number of groups of layers of each stage, in the schedule that has run.
             center: by default the run's own.
         """
         self._observer.flush()
         chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
         costs, noise, inside, self.ratio_of_pairs = gather_costs(self._placement, chunks, self._edges)
         self._profiler = Profiler(self._placement, self._rank)
-        return Profile(self._placement, costs.with_memory_of_all_groups(groups), noise, model, inside)
+        return Profile(self._placement, with_memory_of_all_groups(costs, groups), noise, model, inside)
 
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
         """Add these steps alone to the next profile, and return their mean milliseconds on the slowest rank.

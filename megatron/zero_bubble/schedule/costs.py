@@ -62,7 +62,7 @@ class StageCosts:
     memory_r: tuple[float, ...] = ()
     """Stage -> memory that F drops and R allocates; 0 if nothing can be recomputed."""
     num_blocks: tuple[float, ...] = ()
-    """Stage -> number of blocks of layers into which recomputation can be divided (see `in_groups`); 0 if unknown."""
+    """Stage -> number of blocks of layers into which recomputation can be divided (see `block_groups`); 0 if unknown."""
     memory_outside: tuple[float, ...] = ()
     """Stage -> memory between B and W of layers outside of the blocks of `num_blocks`, such as the output layer."""
     time_d: tuple[float, ...] = ()
@@ -211,38 +211,6 @@ class StageCosts:
             memory_b=tuple(map(add, self.memory_b, self.memory_r)),
         )
 
-    def in_groups(self, groups: Sequence[int]) -> StageCosts:
-        """The costs of a schedule whose stages recompute their activations in several groups of blocks.
-
-        In a stage with several groups, F keeps the activations of the last group, or R recomputes them. B recomputes
-        each other group right before it computes the gradients of the group. B also computes the weight gradients of
-        all groups but the first, so that at most one group is in memory at a time. D copies only activations that F
-        keeps.
-
-        Args:
-            groups: stage -> number of groups; empty for one group on every stage.
-        """
-        if max(groups, default=1) == 1:
-            return self
-        names = ("time_b", "time_w", "time_r", "memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
-        columns = {name: list(getattr(self, name)) for name in names}
-        for stage, number in enumerate(groups):
-            last, first = self._parts(stage, number)
-            in_b = (1 - last) * self.time_r[stage] + (1 - first) * self.time_w[stage]
-            kept = self.memory_f[stage] - self.memory_r[stage]
-            after_b = self.memory_f[stage] + self.memory_b[stage]
-            pending = after_b - (1 - first) * max(0, after_b - self.memory_outside[stage])
-            columns["time_b"][stage] += in_b
-            columns["time_w"][stage] *= first
-            columns["time_r"][stage] *= last
-            columns["memory_r"][stage] *= last
-            dropped = self.memory_r[stage] - columns["memory_r"][stage]
-            self._copy(columns, stage, max(0, self.memory_d[stage] - dropped))
-            columns["memory_f"][stage] = kept + columns["memory_r"][stage]
-            columns["memory_b"][stage] = pending - columns["memory_f"][stage]
-            columns["memory_w"][stage] = after_b + self.memory_w[stage] - pending
-        return replace(self, **{name: tuple(values) for name, values in columns.items()})
-
     @property
     def has_vocabulary(self) -> bool:
         """Whether every rank has a vocabulary shard, so that the operations on shards take time."""
@@ -275,42 +243,6 @@ class StageCosts:
         """The costs without operations on vocabulary shards, whose time is added to W."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
-
-    def with_memory_of_all_groups(self, groups: Sequence[int]) -> StageCosts:
-        """The costs of the same stages with one group, given that the memory of these costs is for `groups`.
-
-        For memory and copies this is the inverse of `in_groups`. The times of computations do not change.
-        """
-        if max(groups, default=1) == 1:
-            return self
-        names = ("memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
-        columns = {name: list(getattr(self, name)) for name in names}
-        for stage, number in enumerate(groups):
-            last, first = self._parts(stage, number)
-            restored = self.memory_r[stage]
-            if number > 1 and not restored:  # without R, F keeps the last group for the B that follows at once
-                restored = max(0, self.memory_f[stage] - self.memory_outside[stage])
-            kept = self.memory_f[stage] - restored
-            pending = self.memory_f[stage] + self.memory_b[stage]
-            after_b = pending + max(0, pending - self.memory_outside[stage]) * (1 / first - 1)
-            columns["memory_r"][stage] = restored / last
-            dropped = restored / last - restored
-            self._copy(columns, stage, self.memory_d[stage] and self.memory_d[stage] + dropped)
-            columns["memory_f"][stage] = kept + columns["memory_r"][stage]
-            columns["memory_b"][stage] = after_b - columns["memory_f"][stage]
-            columns["memory_w"][stage] += pending - after_b
-        return replace(self, **{name: tuple(values) for name, values in columns.items()})
-
-    def _copy(self, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
-        """Set the memory that D and H of a stage copy to `size`, with times for the same rate."""
-        for name in COPY_COSTS if self.memory_d[stage] else ():
-            columns[name][stage] *= size / self.memory_d[stage]
-
-    def _parts(self, stage: int, groups: int) -> tuple[float, float]:
-        """The fractions of the blocks of a stage that are in its last group and in its first group."""
-        blocks = self.blocks(stage) or groups
-        number = min(groups, blocks)
-        return -(-blocks // number) / blocks, blocks // number / blocks
 
     def blocks(self, stage: int) -> int:
         """The number of whole blocks of a stage; a unit of a model may be a part of a block."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, OpKind
@@ -149,7 +150,7 @@ def host_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
 
 
 def _host_memory(schedule: Schedule, costs: StageCosts, rank: int) -> float:
-    ops, copied = schedule.op_sets[rank], costs.in_groups(schedule.groups).memory_d
+    ops, copied = schedule.op_sets[rank], in_groups(costs, schedule.groups).memory_d
     sizes = [copied[stage] for stage in schedule.placement.stages_of(rank)]
     memory: float = 0
     peak: float = 0

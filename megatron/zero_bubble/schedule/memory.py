@@ -7,6 +7,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
@@ -34,7 +35,7 @@ def memory_held(
     """
     memory: float = 0
     ops = tuple(schedule.compute_ops(rank))
-    by_kind = costs.in_groups(schedule.groups).memory()
+    by_kind = in_groups(costs, schedule.groups).memory()
     for op, change in zip(ops, _changes(schedule, by_kind, rank, ops, lengths), strict=True):
         yield op, memory + change if change > 0 else memory, memory + change
         memory += change
@@ -91,7 +92,7 @@ def _peak(schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[fl
 
 def peak_memory(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[float, ...]:
     """Rank -> peak memory of its operations, in the unit of the costs."""
-    by_kind = costs.in_groups(schedule.groups).memory()
+    by_kind = in_groups(costs, schedule.groups).memory()
     lanes = schedule.without_communication().ops
     # The sums after each operation are enough, because an operation that releases memory does not raise the peak.
     return tuple(

@@ -8,6 +8,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.collector import paused_collector
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Deadlock, ScheduleError
@@ -62,14 +63,14 @@ def simulate(
     if hardware_queues is not None:
         assert overlap_communication, "on streams messages overlap with computations"
         assert not lengths, "on streams all microbatches have the same length"
-        replay = StreamReplay(schedule, costs.in_groups(schedule.groups))
+        replay = StreamReplay(schedule, in_groups(costs, schedule.groups))
         lanes_on_streams = replay.run(hardware_queues)
         return Timeline(schedule.without_communication(), costs, True, lanes_on_streams, hardware_queues, replay.copies)
     schedule = schedule.without_communication()
     if lengths:
         _check_lengths(schedule, lengths)
-    in_groups = costs.in_groups(schedule.groups)
-    simulation = _Simulation(schedule, in_groups, lengths, overlap_communication=overlap_communication)
+    divided = in_groups(costs, schedule.groups)
+    simulation = _Simulation(schedule, divided, lengths, overlap_communication=overlap_communication)
     lanes = simulation.run()
     return Timeline(schedule, costs, overlap_communication, lanes, copies=simulation.copies, lengths=tuple(lengths))
 
@@ -107,7 +108,7 @@ class _Step(NamedTuple):
     time: float
     """Time of the operation."""
     plain_waits: tuple[tuple[int, float | None], ...]
-    """(slot, transit) of every wait; empty if a wait is optional, occupies a rank, or is for another microbatch."""
+    """A pair (slot, transit) for each wait; empty if any wait is optional, occupies a rank, or is for another microbatch."""
     waits: tuple[_Wait, ...]
     """The waits, if `plain_waits` cannot represent them; else empty."""
     slots: tuple[int, ...]

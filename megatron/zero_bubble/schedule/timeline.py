@@ -10,6 +10,7 @@ from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
 
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, POST_VALIDATION
@@ -138,7 +139,7 @@ class Timeline:
         """Rank -> sum of the times of its operations."""
         if self.lengths:
             return tuple(sum(timed.end - timed.start for timed in lane) for lane in self.lanes)
-        by_kind, work = self.costs.in_groups(self.schedule.groups).times(), []
+        by_kind, work = in_groups(self.costs, self.schedule.groups).times(), []
         for rank, lane in enumerate(self.lanes):
             in_pairs = times_in_pairs(self.schedule, self.costs, rank)
             stages = self.schedule.placement.stages_of(rank)

@@ -12,7 +12,7 @@ import torch
 
 from megatron.zero_bubble.planner import Plan, all_placements, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
-from megatron.zero_bubble.planner.prediction import MegatronsTime, total_work
+from megatron.zero_bubble.planner.prediction import MegatronsTime, work_of_stages
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.runtime.copy_lane import copy_lane, link_rate
@@ -84,7 +84,7 @@ class LayoutChoice:
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
-        return MegatronsTime(own[0].time, total_work(self.plan.timeline.costs))
+        return MegatronsTime(own[0].time, work_of_stages(self.plan.timeline.costs))
 
 
 def is_layout_open(flags: JobFlags) -> bool:

@@ -53,7 +53,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
             return plan.requesting(
                 costs=_costs_before_measuring(flags, plan.placement),
                 memory_limit=limit,
-                group_size=_group_size(flags, plan.placement),
+                group_size=group_size(flags, plan.placement),
                 post_validation=flags.interlocks_iterations,
                 takes_makespan=name == "auto",  # named schedules are as published
                 recomputes=(flags.recompute,),
@@ -74,7 +74,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
         return plan
 
 
-def _group_size(flags: JobFlags, placement: Placement) -> int | None:
+def group_size(flags: JobFlags, placement: Placement) -> int | None:
     """Number of microbatches that a chunk runs before the next chunk's turn; None if the planner may choose.
 
     With dropout the order of the forwards of several chunks decides which random numbers they draw, unless layers have

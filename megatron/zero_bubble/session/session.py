@@ -1,4 +1,4 @@
-"""`Session`: one training run with zero bubble, as methods that whoever trains calls at Megatron's seams."""
+"""`Session`: one training run with zero bubble, whose methods a training loop calls at Megatron's seams."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Session:
     # The schedules and the layout.
 
     def make_schedules(self) -> None:
-        """Make the schedules of a fixed layout, so that a run without one ends before anything is built.
+        """Make the schedules of a fixed layout, so that a run for which none fits ends before anything is built.
 
         While the layout is open this does nothing: the schedules of a layout that is chosen are made at the first step.
 
@@ -239,7 +239,7 @@ class Session:
             model: this rank's chunks, wrapped for data parallelism.
             optimizer: megatron-core's; None only where neither post-validation nor averaging replicas needs it.
             iteration: number of iterations that were done before the run.
-            write_plan: called on every rank with each plan from measured costs, beside what is printed of it.
+            write_plan: called on every rank with each plan from measured costs, in addition to the printed lines.
 
         Raises:
             ValueError: model or optimizer do not fit the settings.

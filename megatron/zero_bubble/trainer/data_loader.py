@@ -11,20 +11,22 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.zero_bubble.runtime.look_ahead import LookAhead
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data_documents import padded
 
+_Collate = Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]
 _SECONDS_TO_DIE = 1.0
 """Time from the first error of a loader to the end of the worker that caused it."""
 
@@ -52,7 +54,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
 
     def _load(self) -> dict[str, torch.Tensor]:
         try:
-            return next(self._batches)
+            return {name: torch.as_tensor(values) for name, values in next(self._batches).items()}
         except (OSError, EOFError, RuntimeError) as error:
             self._raise_if_worker_ended(error, _SECONDS_TO_DIE)
             raise
@@ -143,17 +145,29 @@ def build_data_iterator(
         data_parallel_rank,
         data_parallel_size,
     )
+    collate: _Collate = default_collate
+    if args.variable_seq_lengths:
+        collate = partial(padded, multiple=_length_multiple(args))
     loader: DataLoader = DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=args.num_workers,
-        collate_fn=partial(padded, multiple=_length_multiple(args)) if args.variable_seq_lengths else None,
+        collate_fn=collate if torch.cuda.is_available() else partial(_as_arrays, collate),
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_ignore_stop_signals,
         # The loader draws its workers' seed from this generator; drawing from the global one would change the run.
         generator=torch.Generator().manual_seed(args.seed),
     )
     return MicrobatchIterator(loader)
+
+
+def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
+    """Join samples to a microbatch of arrays, which a worker sends through its pipe.
+
+    Tensors would be passed in shared memory, whose handles the training process fetches over a socket, one by one, in
+    the middle of a forward. Where memory is pinned, torch does that in a thread.
+    """
+    return {name: tensor.numpy() for name, tensor in collate(samples).items()}
 
 
 def _length_multiple(args: Arguments) -> int:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.planner.prediction import Gain
+from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.runtime.recorder import PipelineTime
 from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.runtime.step_planner import OrderTimes
-from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.reports import idle_fields, order_fields, print_line, wait_fields
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.checkpoint import Progress
@@ -36,11 +36,10 @@ class StepResult:
     num_zeros: float | None = None
     learning_rate: float = 0.0
     loss_scale: float = 1.0
-    idle: Idle | None = None
+    measured: PipelineTime | None = None
     """Measured since the last log line, in iterations that print one; None with megatron-core's own schedule."""
-    predicted_idle: Idle | None = None
-    predicted_gain: Gain | None = None
-    """How much faster than 1F1B the schedule was predicted to be, where `predicted_idle` is known."""
+    prediction: Prediction | None = None
+    """The prediction of the schedule from measured costs, in iterations that print a line."""
     was_rolled_back: bool = False
     """Whether post-validation amended the step."""
     num_redone_forwards: int = 0
@@ -134,20 +133,14 @@ class TrainingLog:
             line += f" num zeros: {result.num_zeros} |"
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nans:3d} |"
-        line += idle_fields(result.idle, result.predicted_idle)
+        measured, prediction = result.measured, result.prediction
+        line += idle_fields(measured and measured.idle, prediction and prediction.idle)
         line += order_fields(result.orders)
         line += wait_fields(result.waits)
         if self._rollbacks:
             line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"
         self._say(line)
-        self._summary.record(
-            self.progress.iteration,
-            self._iterations,
-            seconds,
-            result.idle,
-            result.predicted_idle,
-            result.predicted_gain,
-        )
+        self._summary.record(self.progress.iteration, self._iterations, seconds * 1e3, measured, prediction)
 
     def _mean_losses(self, result: StepResult) -> list[float]:
         """The mean loss of the iterations since the previous line, then the means of the further losses.

@@ -164,8 +164,7 @@ class Trainer:
             lm_loss=mean_loss(reports, sharing),
             further_losses=take_losses(num_microbatches, sharing),
             batch_size=batch_size,
-            predicted_idle=prediction.idle if prediction else None,
-            predicted_gain=prediction.gain if prediction else None,
+            prediction=prediction,
             is_local=is_local,
         )
         if self._session.post_validation is None:
@@ -231,8 +230,8 @@ class Trainer:
         result = unlogged.result
         if unlogged.mean_step is not None:
             assert self._zero_bubble is not None
-            idle = self._zero_bubble.measured_idle(unlogged.mean_step)
-            result = replace(result, idle=idle, orders=self._zero_bubble.take_order_times())
+            measured = self._zero_bubble.measured_time(unlogged.mean_step)
+            result = replace(result, measured=measured, orders=self._zero_bubble.take_order_times())
         if self._prints_a_line():
             result = replace(result, waits=self._session.replicas.take_waits())
         self._log.record(result)

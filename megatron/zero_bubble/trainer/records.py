@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.fully_sharded import whole
-from megatron.zero_bubble.planner.prediction import Gain
+from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.runtime.recorder import PipelineTime
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.start_up import SessionError
 
@@ -103,37 +104,43 @@ class RunSummary:
         self.line: str | None = None
         self._predicted: Idle | None = None
         self._first = self._iterations = 0
-        self._seconds = self._bubble = 0.0
+        self._milliseconds = self._in_pipeline = self._bubble = 0.0
 
     def record(
         self,
         iteration: int,
         num_iterations: int,
-        seconds: float,
-        measured: Idle | None,
-        predicted: Idle | None,
-        gain: Gain | None,
+        milliseconds: float,
+        measured: PipelineTime | None,
+        prediction: Prediction | None,
     ) -> None:
-        """Take in a log line of `num_iterations` iterations up to `iteration`; `seconds` is the mean time of one."""
-        if measured is None or predicted is None or gain is None:
+        """Take in a log line of `num_iterations` iterations up to `iteration`; `milliseconds` is the mean time of one."""
+        if measured is None or prediction is None:
             return
-        if predicted != self._predicted:
-            self._predicted, self._first = predicted, iteration + 1
-            self._iterations, self._seconds, self._bubble = 0, 0.0, 0.0
+        if prediction.idle != self._predicted:
+            self._predicted, self._first, self._iterations = prediction.idle, iteration + 1, 0
+            self._milliseconds = self._in_pipeline = self._bubble = 0.0
             return
         self._iterations += num_iterations
-        self._seconds += num_iterations * seconds
-        self._bubble += num_iterations * measured.bubble
-        milliseconds = self._seconds / self._iterations * 1000
-        self.line = (
-            f" > iterations {self._first} to {iteration}: {milliseconds:.1f} ms each; "
-            f"bubble rate {self._bubble / self._iterations:.2%} measured, {predicted.bubble:.2%} predicted; "
-            f"predicted to be {gain}"
+        self._milliseconds += num_iterations * milliseconds
+        self._in_pipeline += num_iterations * measured.milliseconds
+        self._bubble += num_iterations * measured.idle.bubble
+        self.line = self._summary(iteration, prediction)
+
+    def _summary(self, iteration: int, prediction: Prediction) -> str:
+        sums = (self._milliseconds, self._in_pipeline, self._bubble)
+        milliseconds, in_pipeline, bubble = (each / self._iterations for each in sums)
+        gain = prediction.gain
+        # If operations now take longer than they did for the prediction, they also take longer under 1F1B. The time
+        # outside of the pipeline, such as the optimizer's, is the same.
+        work, predicted_work = in_pipeline * (1 - bubble), prediction.milliseconds * (1 - prediction.idle.bubble)
+        other = gain.times * prediction.milliseconds * work / predicted_work + milliseconds - in_pipeline
+        line = (
+            f" > iterations {self._first} to {iteration}: {milliseconds:.1f} ms each, "
+            f"{in_pipeline:.1f} ms of it in the pipeline, {prediction.milliseconds:.1f} predicted; "
+            f"bubble rate {bubble:.2%} measured, {prediction.idle.bubble:.2%} predicted; "
+            f"{gain.over} is predicted to take {other:.1f} ms, {other / milliseconds:.3f} times as long"
         )
-        # If operations take longer than measured, they also take longer under 1F1B, so that only the bubble counts.
-        with_bubble = gain.times * (1 - self._bubble / self._iterations) / (1 - predicted.bubble)
-        if gain.is_over_other_layout and with_bubble < 1:
-            self.line += (
-                f"; but with the measured bubble it is {with_bubble:.3f} times as fast: "
-                "--zero-bubble-keep-layout keeps Megatron's split"
-            )
+        if gain.is_over_other_layout and other < milliseconds:
+            line += ": --zero-bubble-keep-layout keeps Megatron's split"
+        return line

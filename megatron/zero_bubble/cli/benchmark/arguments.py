@@ -49,7 +49,12 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         metavar="NAME",
     )
     rounds: int = _count_flag("turns of every schedule", 5)
-    warmup: int = _count_flag("unmeasured iterations at the start of a turn; `auto` plans after the sixth", 10, 7)
+    warmup: int = _count_flag(
+        "unmeasured iterations at the start of a turn; `auto` plans after the sixth, and may correct the plan after the "
+        "fourteenth",
+        15,
+        7,
+    )
     iterations: int = _count_flag("measured iterations of a turn", 20)
     interval: int = _count_flag("iterations whose mean time is one measurement", 5)
     timeout: int = _count_flag("largest duration of a turn in seconds", 600)

@@ -75,7 +75,7 @@ def checked_script_arguments(script: Path, words: Sequence[str], world_size: int
     """Return the arguments of a job on `world_size` ranks after the checks that the launcher makes before it starts.
 
     Raises:
-        ValueError: the launcher would refuse the flags; the message is its own line.
+        ValueError: the launcher would refuse the flags; the message is that of the launcher.
     """
     command = parse_command_line([str(script), *words])
     complete = complete_script_arguments(command.flags, command.script_arguments)

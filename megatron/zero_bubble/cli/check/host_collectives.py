@@ -1,7 +1,7 @@
 """Makes collectives over gloo work on a GPU's tensors, by copies to pinned host memory and of the results back.
 
 Depending on torch's version, gloo takes GPU tensors in some collectives only. megatron-core's own schedule and its
-parallelism run over this where several ranks share one device, which NCCL may refuse.
+parallelism use these collectives where several ranks share one device, which NCCL may refuse.
 """
 
 from __future__ import annotations

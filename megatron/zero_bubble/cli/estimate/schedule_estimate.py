@@ -30,6 +30,7 @@ from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
 from megatron.zero_bubble.session.layout_choice import LayoutChoice, choose_layout
 from megatron.zero_bubble.session.layout_words import flags_of_layout
+from megatron.zero_bubble.session.plans import group_size
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         (placement,),
         costs,
         memory_limit=limits,
-        group_size=None if placement.kind != "interleaved" else flags.microbatch_group_size_per_virtual_pipeline_stage,
+        group_size=group_size(flags, placement) if placement.kind == "interleaved" else None,
         recomputes=(flags.recompute,),
         vocabulary_parallel=flags.vocabulary_parallel,
         post_validation=flags.interlocks_iterations,

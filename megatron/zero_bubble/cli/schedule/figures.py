@@ -219,7 +219,7 @@ _PARTS_OF_F = {
     "time_h": ("time_d", 1),
     "memory_d": ("memory_f", DROPPED),
 }
-"""For a field, the field, in most cases of F, of which it is a part by default, and which part."""
+"""Field of costs -> the field from which its default is computed, and the factor."""
 
 
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble.schedule import Op, Placement, Schedule, ScheduleError, StageCosts, simulate
+from megatron.zero_bubble.schedule.block_groups import in_groups, with_memory_of_all_groups
 from megatron.zero_bubble.schedule.formats import schedule_from_json, schedule_to_json
 from megatron.zero_bubble.schedule.formats.json_format import costs_from_json, costs_to_json
 from megatron.zero_bubble.schedule.memory import peak_memory
@@ -24,7 +25,7 @@ STAGE = StageCosts(
 
 
 def test_r_and_w_have_one_group_and_b_the_others():
-    two = STAGE.in_groups((2,))
+    two = in_groups(STAGE, (2,))
     assert (two.time_f, two.time_r, two.time_b, two.time_w) == ((10,), (4,), (12 + 4 + 4,), (4,))
     assert two.memory_f == (20 + 40,)
     assert two.memory_r == (40,)
@@ -35,34 +36,34 @@ def test_r_and_w_have_one_group_and_b_the_others():
 
 def test_with_as_many_groups_as_blocks_one_block_is_there_at_a_time():
     for groups in (4, 9):
-        four = STAGE.in_groups((groups,))
+        four = in_groups(STAGE, (groups,))
         assert (four.time_r, four.time_w, four.memory_r) == ((2,), (2,), (20,))
         assert four.time_b == (12 + 6 + 6,)
 
 
 def test_r_has_the_largest_group_and_w_the_smallest():
-    of_seven = replace(STAGE, num_blocks=(7,)).in_groups((3,))
+    of_seven = in_groups(replace(STAGE, num_blocks=(7,)), (3,))
     assert of_seven.time_r == (pytest.approx(8 * 3 / 7),)
     assert of_seven.time_w == (pytest.approx(8 * 2 / 7),)
 
 
 @pytest.mark.parametrize("groups", [(), (1,)])
 def test_one_group_changes_nothing(groups):
-    assert STAGE.in_groups(groups) is STAGE
+    assert in_groups(STAGE, groups) is STAGE
 
 
 @pytest.mark.parametrize("groups", [2, 3, 4])
 def test_the_memory_of_one_group_tells_that_of_all(groups):
-    measured = STAGE.in_groups((groups,))
-    whole = measured.with_memory_of_all_groups((groups,))
+    measured = in_groups(STAGE, (groups,))
+    whole = with_memory_of_all_groups(measured, (groups,))
     for name in ("memory_f", "memory_b", "memory_w", "memory_r"):
         assert getattr(whole, name) == pytest.approx(getattr(STAGE, name))
 
 
 def test_the_memory_of_all_groups_is_not_underestimated_if_no_r_has_run():
     """Then F keeps its last group, 60 of the 100; what it keeps of the other group counts as if R restored it, too."""
-    measured = replace(STAGE.in_groups((2,)), memory_r=(0,))
-    whole = measured.with_memory_of_all_groups((2,))
+    measured = replace(in_groups(STAGE, (2,)), memory_r=(0,))
+    whole = with_memory_of_all_groups(measured, (2,))
     assert whole.memory_f == (4 + 2 * 56,)
     assert whole.memory_r == (2 * 56,)
     assert whole.memory_f[0] + whole.memory_b[0] + whole.memory_w[0] == 0

@@ -1,0 +1,59 @@
+"""The extent of a search for a layout: how many layouts are planned with how much effort, by the size of the problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.zero_bubble.planner.request import QUICK_EFFORT, PlanRequest
+from megatron.zero_bubble.schedule.ir import Placement
+
+PROMISING = 1.05
+"""A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
+_SMALL = 3000
+"""Most F, B and W, with two chunks a rank, of a small problem. In a small problem more layouts are planned."""
+_LARGE = 5000
+"""Fewest F, B and W, with two chunks a rank, of a large problem. A large problem has one round, because its plans take
+nearly as long with little effort as with much."""
+_MOST_MOVES = 6
+"""Most further partitions that are planned for a layout."""
+_MOVED_OPERATIONS = 20_000
+"""Most F, B and W of all plans of further partitions of a layout; one further partition is planned in any case."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The numbers of layouts that a search plans.
+
+    Attributes:
+        rounds: for each round of planning, the number of layouts and the divisor of the full effort for each layout.
+        promising: largest factor over the shortest time for which a layout is planned with more effort.
+        num_moved: number of the best plans whose layers are moved to other stages.
+        worth_moving: largest factor of the time of these plans over the shortest time.
+        is_small: whether the problem is small, so that plans with different recomputation count as different.
+    """
+
+    rounds: tuple[tuple[int, int], ...]
+    promising: float = PROMISING
+    num_moved: int = 4
+    worth_moving: float = PROMISING
+    is_small: bool = False
+
+
+# `worth_moving` is large because one layer fewer on the fullest rank helps much when memory is short.
+_OF_SMALL = Extent(((12, 10), (3, 2)), PROMISING**2, num_moved=8, worth_moving=1.2, is_small=True)
+
+
+def extent_of(request: PlanRequest) -> Extent:
+    """The extent of the search for a request."""
+    num_operations = 6 * request.num_ranks * request.num_microbatches
+    if num_operations <= _SMALL:
+        return _OF_SMALL
+    if request.effort <= QUICK_EFFORT:
+        return Extent(((3, 5), (1, 1)))
+    return Extent(((3, 5), (1, 2)) if num_operations < _LARGE else ((3, 3),))
+
+
+def most_moves(request: PlanRequest, placement: Placement) -> int:
+    """The largest number of further partitions that are planned for a layout with this placement."""
+    num_operations = 3 * placement.num_stages * request.num_microbatches
+    return max(1, min(_MOST_MOVES, _MOVED_OPERATIONS // num_operations))

@@ -1,0 +1,79 @@
+"""Costs of stages that recompute their activations in several groups of blocks of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megatron.zero_bubble.schedule.costs import COPY_COSTS, StageCosts
+
+
+def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
+    """The costs of a schedule whose stages recompute their activations in several groups of blocks.
+
+    In a stage with several groups, F keeps the activations of the last group, or R recomputes them. B recomputes each
+    other group right before it computes the gradients of the group. B also computes the weight gradients of all groups
+    but the first, so that at most one group is in memory at a time. D copies only activations that F keeps.
+
+    Args:
+        groups: stage -> number of groups; empty for one group on every stage.
+    """
+    if max(groups, default=1) == 1:
+        return costs
+    names = ("time_b", "time_w", "time_r", "memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
+    columns = {name: list(getattr(costs, name)) for name in names}
+    for stage, number in enumerate(groups):
+        last, first = _parts(costs, stage, number)
+        in_b = (1 - last) * costs.time_r[stage] + (1 - first) * costs.time_w[stage]
+        kept = costs.memory_f[stage] - costs.memory_r[stage]
+        after_b = costs.memory_f[stage] + costs.memory_b[stage]
+        pending = after_b - (1 - first) * max(0, after_b - costs.memory_outside[stage])
+        columns["time_b"][stage] += in_b
+        columns["time_w"][stage] *= first
+        columns["time_r"][stage] *= last
+        columns["memory_r"][stage] *= last
+        dropped = costs.memory_r[stage] - columns["memory_r"][stage]
+        _copy(costs, columns, stage, max(0, costs.memory_d[stage] - dropped))
+        columns["memory_f"][stage] = kept + columns["memory_r"][stage]
+        columns["memory_b"][stage] = pending - columns["memory_f"][stage]
+        columns["memory_w"][stage] = after_b + costs.memory_w[stage] - pending
+    return replace(costs, **{name: tuple(values) for name, values in columns.items()})
+
+
+def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
+    """The costs of the same stages with one group, given that the memory of these costs is for `groups`.
+
+    For memory and copies this is the inverse of `in_groups`. The times of computations do not change.
+    """
+    if max(groups, default=1) == 1:
+        return costs
+    names = ("memory_f", "memory_b", "memory_w", "memory_r", *COPY_COSTS)
+    columns = {name: list(getattr(costs, name)) for name in names}
+    for stage, number in enumerate(groups):
+        last, first = _parts(costs, stage, number)
+        restored = costs.memory_r[stage]
+        if number > 1 and not restored:  # without R, F keeps the last group for the B that follows at once
+            restored = max(0, costs.memory_f[stage] - costs.memory_outside[stage])
+        kept = costs.memory_f[stage] - restored
+        pending = costs.memory_f[stage] + costs.memory_b[stage]
+        after_b = pending + max(0, pending - costs.memory_outside[stage]) * (1 / first - 1)
+        columns["memory_r"][stage] = restored / last
+        dropped = restored / last - restored
+        _copy(costs, columns, stage, costs.memory_d[stage] and costs.memory_d[stage] + dropped)
+        columns["memory_f"][stage] = kept + columns["memory_r"][stage]
+        columns["memory_b"][stage] = after_b - columns["memory_f"][stage]
+        columns["memory_w"][stage] += pending - after_b
+    return replace(costs, **{name: tuple(values) for name, values in columns.items()})
+
+
+def _copy(costs: StageCosts, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
+    """Set the memory that D and H of a stage copy to `size`, with times for the same rate."""
+    for name in COPY_COSTS if costs.memory_d[stage] else ():
+        columns[name][stage] *= size / costs.memory_d[stage]
+
+
+def _parts(costs: StageCosts, stage: int, groups: int) -> tuple[float, float]:
+    """The fractions of the blocks of a stage that are in its last group and in its first group."""
+    blocks = costs.blocks(stage) or groups
+    number = min(groups, blocks)
+    return -(-blocks // number) / blocks, blocks // number / blocks
