@@ -59,7 +59,9 @@ def test_a_table_shows_the_choice_and_megatrons_split_and_the_first_steps_run_th
         r"^     predicted: idle .* ms, [\d.]+ times as fast as (1F1B(?: on Megatron's split)?)", printed, re.M
     )
     assert gain
-    assert re.search(rf"^ > iterations \d+ to 8: .*; {gain[1]} is predicted to take [\d.]+ ms, [\d.]+ times", printed, re.M)
+    assert re.search(
+        rf"^ > iterations \d+ to 8: .*; {gain[1]} is predicted to take [\d.]+ ms, [\d.]+ times", printed, re.M
+    )
     assert printed.index("layout chosen") < printed.index(" iteration ")
     assert " > zero-bubble plan; times measured up to step 6" in printed
 

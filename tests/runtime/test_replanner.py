@@ -19,7 +19,6 @@ from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.device import limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.plan_check import Difference
 from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts

@@ -36,7 +36,8 @@ def test_lines_since_the_plan_count_but_its_own() -> None:
     summary.record(15, 5, 15.0, measured(13.0, 1 / 13), prediction())
     summary.record(20, 15, 15.0, measured(13.0, 1 / 13), prediction())
     assert summary.line == (
-        " > iterations 11 to 20: 15.0 ms each, 13.0 ms of it in the pipeline, 13.0 predicted; bubble rate 7.69% measured, 7.69% predicted; "
+        " > iterations 11 to 20: 15.0 ms each, 13.0 ms of it in the pipeline, 13.0 predicted; "
+        "bubble rate 7.69% measured, 7.69% predicted; "
         "1F1B is predicted to take 17.0 ms, 1.133 times as long"
     )
 
@@ -73,7 +74,9 @@ def test_a_new_plan_begins_anew() -> None:
     for iteration, name in ((5, "1f1b"), (10, "1f1b"), (15, "zb-h1"), (20, "zb-h1")):
         summary.record(iteration, 5, iteration * 10, measured(1.0, 0.1), prediction(name))
     assert summary.line is not None
-    assert summary.line.startswith(" > iterations 16 to 20: 200.0 ms each, 1.0 ms of it in the pipeline, 13.0 predicted; ")
+    assert summary.line.startswith(
+        " > iterations 16 to 20: 200.0 ms each, 1.0 ms of it in the pipeline, 13.0 predicted; "
+    )
 
 
 @pytest.mark.parametrize("time", [None, measured(1.0, 0.2)])

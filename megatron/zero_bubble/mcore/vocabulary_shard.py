@@ -69,7 +69,8 @@ class ShardSoftmax:
         is_own: [n], whether the label is in this shard.
         difference: [n, rows of the shard], D_d times `scale`, in the type of the weights.
         product: [n, hidden], the product of `difference` and the weights; None once the input gradient is made.
-        label_weights: [n, hidden], the weights of the label's row, zeros where another shard has it; None like `product`.
+        label_weights: [n, hidden], the weights of the label's row, zeros where another shard has it; None when
+            `product` is.
         scale: the factor of D_d.
     """
 
@@ -97,7 +98,7 @@ class ShardSoftmax:
         return gradient
 
     def logits_gradient(self, alpha: torch.Tensor, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return g (alpha_d P_d - G_d), [n, rows of the shard] in the type of the weights: dW_d is its transpose times X.
+        """Return g (alpha_d P_d - G_d), [n, rows of the shard], in the weights' type. dW_d is its transpose times X.
 
         Args:
             alpha: [n], in `statistics_type`.

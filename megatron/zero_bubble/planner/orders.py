@@ -33,8 +33,7 @@ def schedule_of_orders(problem: Problem, orders: Sequence[Order]) -> Schedule:
     decoded[problem.codes.loss] = (OpKind.L, 0)
     ranks = (
         tuple(
-            Op(decoded[code][0], microbatch, decoded[code][1])
-            for code, microbatch in problem.codes.microbatches(order)
+            Op(decoded[code][0], microbatch, decoded[code][1]) for code, microbatch in problem.codes.microbatches(order)
         )
         for order in orders
     )

@@ -1,4 +1,4 @@
-"""The extent of a search for a layout: how many layouts are planned with how much effort, by the size of the problem."""
+"""The extent of a search for a layout: how many layouts are planned, and with how much effort."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class StageCosts:
     memory_r: tuple[float, ...] = ()
     """Stage -> memory that F drops and R allocates; 0 if nothing can be recomputed."""
     num_blocks: tuple[float, ...] = ()
-    """Stage -> number of blocks of layers into which recomputation can be divided (see `block_groups`); 0 if unknown."""
+    """Stage -> number of blocks of layers into which recomputation can be divided (`block_groups`); 0 if unknown."""
     memory_outside: tuple[float, ...] = ()
     """Stage -> memory between B and W of layers outside of the blocks of `num_blocks`, such as the output layer."""
     time_d: tuple[float, ...] = ()

@@ -108,7 +108,7 @@ class _Step(NamedTuple):
     time: float
     """Time of the operation."""
     plain_waits: tuple[tuple[int, float | None], ...]
-    """A pair (slot, transit) for each wait; empty if any wait is optional, occupies a rank, or is for another microbatch."""
+    """(slot, transit) for each wait; empty if any wait is optional, occupies a rank or is for another microbatch."""
     waits: tuple[_Wait, ...]
     """The waits, if `plain_waits` cannot represent them; else empty."""
     slots: tuple[int, ...]

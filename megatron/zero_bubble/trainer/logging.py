@@ -134,7 +134,7 @@ class TrainingLog:
         line += f" number of skipped iterations: {self._skipped:3d} |"
         line += f" number of nan iterations: {self._nans:3d} |"
         measured, prediction = result.measured, result.prediction
-        line += idle_fields(measured and measured.idle, prediction and prediction.idle)
+        line += idle_fields(measured.idle if measured else None, prediction.idle if prediction else None)
         line += order_fields(result.orders)
         line += wait_fields(result.waits)
         if self._rollbacks:

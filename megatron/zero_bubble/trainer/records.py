@@ -114,7 +114,7 @@ class RunSummary:
         measured: PipelineTime | None,
         prediction: Prediction | None,
     ) -> None:
-        """Take in a log line of `num_iterations` iterations up to `iteration`; `milliseconds` is the mean time of one."""
+        """Take in a log line of `num_iterations` iterations up to `iteration`, of `milliseconds` each."""
         if measured is None or prediction is None:
             return
         if prediction.idle != self._predicted:

@@ -50,8 +50,8 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     )
     rounds: int = _count_flag("turns of every schedule", 5)
     warmup: int = _count_flag(
-        "unmeasured iterations at the start of a turn; `auto` plans after the sixth, and may correct the plan after the "
-        "fourteenth",
+        "unmeasured iterations at the start of a turn; `auto` plans after the sixth, and may correct the plan after "
+        "the fourteenth",
         15,
         7,
     )
