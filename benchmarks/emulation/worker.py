@@ -19,7 +19,7 @@ from benchmarks.emulation.reduction import ReductionCosts
 from benchmarks.emulation.sleeping import Emulation, sleep_precisely, start_together
 from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
 from megatron.zero_bubble.runtime.communicator import TorchCommunicator, channels
-from megatron.zero_bubble.runtime.profiler import measure_edges
+from megatron.zero_bubble.runtime.message_times import measure_edges
 from megatron.zero_bubble.runtime.recorder import StepTime, idle_share
 from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
 from megatron.zero_bubble.schedule.errors import one_line
@@ -122,7 +122,11 @@ def run_rank(rank: int, job: EmulatedJob) -> None:
         "orders": {name: peer.order() for name, peer in peers.items()},
         "edges": {
             schedule.name: measure_edges(
-                communicators[schedule.placement], schedule.placement, rank % job.num_ranks, emulation.spec
+                communicators[schedule.placement],
+                schedule.placement,
+                rank % job.num_ranks,
+                emulation.spec,
+                while_computing=False,  # emulated operations sleep
             )
             for schedule, _ in job.schedules
         },

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from megatron.zero_bubble.runtime.communicator import TensorSpec
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
-from megatron.zero_bubble.runtime.profiler import ChunkCosts, Profiler, combine_costs, measure_edges
+from megatron.zero_bubble.runtime.profiler import ChunkCosts, Profiler, combine_costs
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 
@@ -161,23 +159,6 @@ def test_where_some_backwards_are_split_the_fused_ones_tell_nothing_more():
     mixed = ChunkCosts(0, {F: 1.0, B: 3.0, W: 1.5, BW: 4.0}, {F: 8.0, B: -2.0, W: -6.0, BW: -8.0}, 0.0)
     costs, *_ = combine_costs(Placement("linear", 1), [([mixed], {})])
     assert (costs.time_b, costs.time_w, costs.memory_b, costs.memory_w) == ((3.0,), (1.5,), (-2.0,), (-6.0,))
-
-
-@pytest.mark.parametrize("placement", [Placement("linear", 3), Placement("v", 2, 2), Placement("interleaved", 3, 2)])
-def test_every_edge_between_ranks_is_measured_by_both_its_ends(placement):
-    network = InMemoryNetwork(placement.num_ranks)
-
-    def measure(rank: int) -> dict[int, float]:
-        return measure_edges(network.communicator(rank), placement, rank, SPEC)
-
-    with ThreadPoolExecutor(placement.num_ranks) as pool:
-        measured = list(pool.map(measure, range(placement.num_ranks)))
-    for edge in range(placement.num_stages - 1):
-        ends = {placement.rank_of(edge), placement.rank_of(edge + 1)}
-        knows = {rank for rank, edges in enumerate(measured) if edge in edges}
-        assert knows == (ends if len(ends) == 2 else set())
-    assert all(0 < ms < 1000 for edges in measured for ms in edges.values())
-    assert network.undelivered() == []
 
 
 def test_of_pairs_nothing_is_known_about_either_operation():

@@ -52,14 +52,14 @@ class Run:
         self.replanner = Replanner(
             self.plan,
             PlanningOptions(**{"first_step": 2, "last_step": 3, "model": MODEL, **options}),
-            RunCosts(self.plan.placement, 0, self.observer, self._measure_edges),
+            RunCosts(self.plan.placement, 0, self.observer, self._measure_messages),
             self.reports.append,
             torch.device("cpu"),
         )
 
-    def _measure_edges(self) -> dict[int, float]:
+    def _measure_messages(self) -> tuple[dict[int, float], float]:
         self.edges_measured_at.append(self.step)
-        return {}
+        return {}, 0.0
 
     def steps(self, count: int, milliseconds: Sequence[float] = (1.0, 1.0, 1.0), m: int = 2) -> None:
         kinds = (OpKind.F, OpKind.B, OpKind.W, OpKind.R)[: len(milliseconds)]

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, open_channels
+from megatron.zero_bubble.runtime.collectives import TorchCollectives
 from megatron.zero_bubble.runtime.communicator import TensorSpec
-from megatron.zero_bubble.runtime.profiler import measure_edges
+from megatron.zero_bubble.runtime.exchange_lane import new_lane
+from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
 from megatron.zero_bubble.schedule import Placement
 
 _ROUNDS, _CALLS, _PRODUCTS = 7, 4, 2
@@ -34,6 +36,19 @@ def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, t
         channels.close()
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
+
+
+def measure_collective_of_pipeline(spec: TensorSpec, timeout: timedelta) -> float:
+    """Measure the milliseconds of a collective of vocabulary shards; a collective call of the whole job."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return 0.0
+    collectives = TorchCollectives(dist.get_process_group_ranks(group), group.rank(), spec.device, timeout)
+    lane = new_lane(spec.device, collectives.close)
+    milliseconds = measure_collective(collectives, lane, spec)
+    lane.close()
+    collectives.close()
+    return milliseconds
 
 
 def exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:

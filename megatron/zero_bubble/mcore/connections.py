@@ -21,7 +21,7 @@ from megatron.zero_bubble.runtime.channel_memory import (
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
-from megatron.zero_bubble.runtime.profiler import measure_edges
+from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
 from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -105,6 +105,12 @@ class Connections:
         """
         assert self._channels is not None
         return measure_edges(self._channels, placement, rank, message)
+
+    def measure_collective(self, message: TensorSpec) -> float:
+        """Measure the milliseconds of a collective of vocabulary shards; 0 without shards. The whole job calls it."""
+        if self._vocabulary is None:
+            return 0.0
+        return measure_collective(self._vocabulary.collectives.pipeline, self._vocabulary.lane, message)
 
     def close(self) -> None:
         """Close all connections, before the job's process groups are destroyed."""

@@ -96,7 +96,7 @@ class ForwardBackward:
         replanner = None
         if planning is not None:
             measured = RunCosts(
-                *(plan.placement, self._rank, self.observer, self._measure_edges),
+                *(plan.placement, self._rank, self.observer, self._measure_messages),
                 recomputation=self._recomputation_store,
                 offload=self._offload_store,
             )
@@ -278,9 +278,11 @@ class ForwardBackward:
             meter = memory_meter(own_device(), self._store, kept_by_shard, self._offload_store)
         return self.observer.start(self._num_steps, meter)
 
-    def _measure_edges(self) -> dict[int, float]:
-        assert self._usual_message is not None
-        return self._connections.measure_edges(self.plan.placement, self._rank, self._usual_message)
+    def _measure_messages(self) -> tuple[dict[int, float], float]:
+        message, connections = self._usual_message, self._connections
+        assert message is not None
+        edges = connections.measure_edges(self.plan.placement, self._rank, message)
+        return edges, connections.measure_collective(message)
 
     def _make_executor(self, schedule: Schedule, group: dist.ProcessGroup, *, tail_by_parameter: bool) -> Executor:
         assert schedule.num_ranks == group.size(), "a plan for another pipeline size"

@@ -32,6 +32,7 @@ from megatron.zero_bubble.mcore.communication_costs import (
     collective,
     exchange,
     measure_beside_compute,
+    measure_collective_of_pipeline,
     measure_message,
 )
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
@@ -108,6 +109,7 @@ def measure_model(
         message,
         time_exchange=of_exchange,
         time_collective=of_collective,
+        latency_collective=measure_collective_of_pipeline(models.message, timeout),
         time_between=between,
         spread=spread,
     )

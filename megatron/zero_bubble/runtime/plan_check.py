@@ -49,7 +49,7 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
 
 
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
-    """Return the costs with messages between ranks that take longer, so that the schedule takes the measured time.
+    """Return the costs with messages and collectives that take longer, so that the schedule takes the measured time.
 
     A message between idle ranks is faster than a message of a busy rank. Also, ranks whose operations vary in duration
     wait for each other, which looks like slower messages.
@@ -74,7 +74,9 @@ def _with_messages(costs: StageCosts, placement: Placement, added: float) -> Sta
     edges = range(placement.num_stages - 1)
     crosses = [placement.rank_of(edge) != placement.rank_of(edge + 1) for edge in edges]
     return replace(
-        costs, time_comm=tuple(time + added * is_far for time, is_far in zip(costs.time_comm, crosses, strict=True))
+        costs,
+        time_comm=tuple(time + added * is_far for time, is_far in zip(costs.time_comm, crosses, strict=True)),
+        latency_collective=tuple(time and time + added for time in costs.latency_collective),
     )
 
 

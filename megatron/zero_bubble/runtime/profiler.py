@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import operator
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.pair_times import NO_PAIRS, PairTime, PairTimes, duration_ratio
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
@@ -22,9 +19,6 @@ from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
 from megatron.zero_bubble.schedule.costs import by_result
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, TIMES
 from megatron.zero_bubble.schedule.pairs import pairs
-
-_PINGS = 7
-"""Number of round trips whose median is the communication time of an edge."""
 
 
 @dataclass(frozen=True)
@@ -165,40 +159,6 @@ def _relative_spread(values: Sequence[float]) -> float:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)
     return (high - low) / 2 / middle if middle > 0 else 0.0
-
-
-def measure_edges(communicator: Communicator, placement: Placement, rank: int, spec: TensorSpec) -> dict[int, float]:
-    """Measure the milliseconds of one message over each edge of this rank: half of the median round trip.
-
-    A collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`; edges are measured one after
-    the other, and edges within a rank are left out.
-    """
-    measured = {}
-    message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-    for edge in range(placement.num_stages - 1):
-        ends = (placement.rank_of(edge), placement.rank_of(edge + 1))
-        if rank not in ends or ends[0] == ends[1]:
-            continue
-        peer = ends[1] if rank == ends[0] else ends[0]
-        trips = [_round_trip(communicator, peer, message, spec, begins=rank == ends[0]) for _ in range(_PINGS)]
-        measured[edge] = statistics.median(trips) / 2 * 1000.0
-    return measured
-
-
-def _round_trip(
-    communicator: Communicator, peer: int, message: torch.Tensor, spec: TensorSpec, *, begins: bool
-) -> float:
-    answer = communicator.receive(peer, spec)
-    start = time.perf_counter()
-    if begins:
-        communicator.send(message, peer).wait()
-        answer.wait()
-    else:
-        answer.wait()
-        communicator.send(message, peer).wait()
-    if spec.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 class MeasuredCosts(NamedTuple):

@@ -171,7 +171,7 @@ class Replanner:
         """Return a new plan if profiling has just ended or the times have drifted, else None; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
-            self._measured.measure_edges()
+            self._measured.measure_messages()
             self._profile = self._measure(num_microbatches)
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ class RunCosts:
         placement: of the run's stages.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
-        measure_edges: a collective call that measures the communication time of this rank's edges.
+        measure_messages: a collective call that measures the time of messages over this rank's edges, and of a
+            collective of vocabulary shards, 0 without shards.
         recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
         offload: measures the copies to the host and back; None if nothing is offloaded.
     """
@@ -36,15 +38,16 @@ class RunCosts:
         placement: Placement,
         rank: int,
         observer: StepObserver,
-        measure_edges: Callable[[], Mapping[int, float]],
+        measure_messages: Callable[[], tuple[Mapping[int, float], float]],
         recomputation: RecomputationStore | None = None,
         offload: OffloadStore | None = None,
     ) -> None:
         self._placement, self._rank = placement, rank
-        self._observer, self._measure_edges = observer, measure_edges
+        self._observer, self._measure_messages = observer, measure_messages
         self._recomputation, self._offload = recomputation, offload
         self._profiler = Profiler(placement, rank)
         self._edges: Mapping[int, float] = {}
+        self._collective = 0.0
         self.center: Callable[[Sequence[float]], float] = statistics.median
         """Makes one time of the samples of an operation."""
         self.ratio_of_pairs: float | None = None
@@ -58,9 +61,9 @@ class RunCosts:
         """Add the operations of one step to the next profile."""
         self._profiler.add(ops)
 
-    def measure_edges(self) -> None:
-        """Measure the time of messages for all later profiles; a collective call."""
-        self._edges = self._measure_edges()
+    def measure_messages(self) -> None:
+        """Measure the time of messages and collectives for all later profiles; a collective call."""
+        self._edges, self._collective = self._measure_messages()
 
     def profile(
         self,
@@ -79,6 +82,10 @@ class RunCosts:
         chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
         costs, noise, inside, self.ratio_of_pairs = gather_costs(self._placement, chunks, self._edges)
         self._profiler = Profiler(self._placement, self._rank)
+        if costs.has_vocabulary:
+            others = self._placement.num_stages - self._placement.num_ranks
+            latency = (self._collective,) * self._placement.num_ranks + (0.0,) * others
+            costs = replace(costs, latency_collective=latency)
         return Profile(self._placement, with_memory_of_all_groups(costs, groups), noise, model, inside)
 
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:

@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 SMALLEST, LARGEST = 1e-50, 1e50
 """Smallest and largest cost other than zero, so that sums over a schedule and ratios of costs stay finite."""
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
-VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t")
+VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
 _NO_SHARDS: Mapping[str, tuple[float, ...]] = MappingProxyType(dict.fromkeys(VOCABULARY_COSTS, ()))
 BLOCKS = ("num_blocks", "memory_outside")
@@ -87,6 +87,8 @@ class StageCosts:
     """Stage -> memory that S allocates."""
     memory_t: tuple[float, ...] = ()
     """Stage -> change of memory by T."""
+    latency_collective: tuple[float, ...] = ()
+    """Stage -> time of a collective of all ranks after S; 0 if it takes as long as the slowest message."""
 
     def __post_init__(self) -> None:
         num_stages = len(self.time_f)

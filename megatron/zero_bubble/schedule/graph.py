@@ -171,8 +171,8 @@ def collective_kinds(schedule: Schedule) -> tuple[OpKind, ...]:
 
 
 def collective_time(costs: StageCosts) -> float:
-    """Time of a collective of all ranks, which is that of the slowest message."""
-    return max(costs.time_comm, default=0)
+    """Time of a collective of all ranks: measured with vocabulary shards, else the time of the slowest message."""
+    return max(costs.latency_collective) or max(costs.time_comm, default=0)
 
 
 def _is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:

@@ -73,6 +73,8 @@ class ModelCosts:
     """Time by which sending one message and receiving another delays a rank that computes meanwhile."""
     time_collective: float = 0
     """Time by which a collective of all ranks, with the data of one message, delays a rank that computes meanwhile."""
+    latency_collective: float = 0
+    """Time of such a collective on a rank that waits for it, while the others compute; 0 for `time_comm`."""
     time_between: float = 0
     """Time between two operations of a rank."""
     spread: float = 0
@@ -101,7 +103,8 @@ class ModelCosts:
             shard={
                 name: cost / num_ranks + self.time_collective * COLLECTIVES_OF.get(name, 0)
                 for name, cost in shard.items()
-            },
+            }
+            | {"latency_collective": self.latency_collective},
             shard_state=states / num_ranks,
         )
 

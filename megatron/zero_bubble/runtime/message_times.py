@@ -1,0 +1,141 @@
+"""Measures how long a rank waits for messages and for collectives while the other ranks compute.
+
+Between idle ranks a message takes less time: a sender that computes meanwhile shares its processor, or the cores of its
+device, with the communication.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.collectives import Collectives
+from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
+from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
+from megatron.zero_bubble.schedule import Placement
+
+_IDLE_TRIPS = 7
+"""Number of round trips between idle ranks, whose median counts."""
+_BUSY_TRIPS = 16
+"""Number of messages of a computing rank, whose mean counts: a rank that waits in vain for 1 ms loses 1 ms."""
+_COLLECTIVES = 16
+"""Fewest measured collectives; each rank waits in at least one."""
+_PRODUCTS = 1000
+"""Matrix products with which a rank is busy, as small as operations of a model: about 5 ms on a CPU core."""
+
+
+def measure_edges(
+    communicator: Communicator, placement: Placement, rank: int, spec: TensorSpec, *, while_computing: bool = True
+) -> dict[int, float]:
+    """Measure the milliseconds of one message over each edge of this rank.
+
+    A collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`; edges within a rank are left
+    out, and edges between the same two ranks are measured once. Disjoint pairs of ranks measure at the same time.
+
+    Args:
+        while_computing: whether the sender computes while its message is under way, as in a training.
+    """
+    edges_of: dict[tuple[int, int], list[int]] = {}
+    for edge in range(placement.num_stages - 1):
+        here, there = placement.rank_of(edge), placement.rank_of(edge + 1)
+        if here != there:
+            edges_of.setdefault((min(here, there), max(here, there)), []).append(edge)
+    measured = {}
+    # One order for all ranks, in which the first half of the pairs of a linear pipeline are disjoint, and the others.
+    for ends, edges in sorted(edges_of.items(), key=lambda item: (item[0][0] % 2, item[0])):
+        if rank in ends:
+            peer = ends[1] if rank == ends[0] else ends[0]
+            time_of_message = _message_time(communicator, peer, spec, begins=rank == ends[0], busy=while_computing)
+            measured.update(dict.fromkeys(edges, time_of_message))
+    return measured
+
+
+def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, begins: bool, busy: bool) -> float:
+    """Milliseconds of a message between this rank and `peer`; both ranks call it, and one of them begins."""
+    message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+    trips = [_round_trip(communicator, peer, message, spec, begins=begins) for _ in range(_IDLE_TRIPS)]
+    idle = statistics.median(trips) / 2
+    if not busy:
+        return idle
+    waits = []
+    for number in range(2 * _BUSY_TRIPS):
+        if begins is (number % 2 == 0):
+            communicator.receive(peer, spec).wait()
+            pending = communicator.send(message, peer)
+            _compute(spec.device)
+            pending.wait()
+        else:
+            answer = communicator.receive(peer, spec)
+            start = time.perf_counter()
+            communicator.send(message, peer).wait()
+            answer.wait()
+            _synchronize(spec.device)
+            waits.append((time.perf_counter() - start) * 1e3)
+    return max(idle, statistics.fmean(waits) - idle)
+
+
+def _round_trip(
+    communicator: Communicator, peer: int, message: torch.Tensor, spec: TensorSpec, *, begins: bool
+) -> float:
+    """Milliseconds from here to `peer` and back, or the other way round."""
+    answer = communicator.receive(peer, spec)
+    start = time.perf_counter()
+    if begins:
+        communicator.send(message, peer).wait()
+        answer.wait()
+    else:
+        answer.wait()
+        communicator.send(message, peer).wait()
+    _synchronize(spec.device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
+    """Measure the milliseconds of the collective after S on a rank that waits for its result.
+
+    A collective call of the whole job, with the same result on every rank. The collective gathers three numbers a token
+    and sums up a message. It runs in the lane, as in a training.
+
+    Args:
+        collectives: of the ranks of a pipeline.
+        spec: the message between stages, [..., hidden].
+    """
+    message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+    numbers = torch.zeros(3, message.numel() // spec.shape[-1], device=spec.device)
+    gathered = numbers.new_empty(collectives.size, *numbers.shape)
+    waits = []
+
+    def exchange(root: int) -> None:
+        collectives.gather_all(numbers, gathered)
+        collectives.sum_to(message, root)
+
+    for number in range(max(_COLLECTIVES, collectives.size)):
+        root = number % collectives.size
+        lane.submit(lambda: collectives.gather_all(numbers, gathered)).wait()
+        _synchronize(spec.device)
+        start = time.perf_counter()
+        pending = lane.submit(lambda root=root: exchange(root))  # type: ignore[misc]
+        if collectives.rank == root:
+            pending.wait()
+            _synchronize(spec.device)
+            waits.append((time.perf_counter() - start) * 1e3)
+        else:
+            _compute(spec.device)
+            pending.wait()
+    everyone: list[list[float]] = [waits] * dist.get_world_size()
+    dist.all_gather_object(everyone, waits)
+    return statistics.fmean(wait for each in everyone for wait in each)
+
+
+def _compute(device: torch.device) -> None:
+    matrix = torch.zeros(64, 64, device=device)
+    for _ in range(_PRODUCTS):
+        torch.mm(matrix, matrix)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,80 @@
+"""The time of messages and collectives on ranks that wait while others compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime import message_times
+from megatron.zero_bubble.runtime.collectives import InMemoryCollectives
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.exchange_lane import ThreadLane
+from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
+from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
+from megatron.zero_bubble.schedule import Placement
+
+SPEC = TensorSpec((2, 3), torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("while_computing", [False, True])
+@pytest.mark.parametrize("placement", [Placement("linear", 3), Placement("v", 2, 2), Placement("interleaved", 3, 2)])
+def test_every_edge_between_ranks_is_measured_by_both_its_ends(placement, while_computing):
+    network = InMemoryNetwork(placement.num_ranks)
+
+    def measure(rank: int) -> dict[int, float]:
+        return measure_edges(network.communicator(rank), placement, rank, SPEC, while_computing=while_computing)
+
+    with ThreadPoolExecutor(placement.num_ranks) as pool:
+        measured = list(pool.map(measure, range(placement.num_ranks)))
+    for edge in range(placement.num_stages - 1):
+        ends = {placement.rank_of(edge), placement.rank_of(edge + 1)}
+        knows = {rank for rank, edges in enumerate(measured) if edge in edges}
+        assert knows == (ends if len(ends) == 2 else set())
+    assert all(0 < ms < 1000 for edges in measured for ms in edges.values())
+    assert network.undelivered() == []
+
+
+class Lazy:
+    """Sends a message only when the sender waits for it, as if communication had no processor of its own."""
+
+    def __init__(self, network: InMemoryNetwork, rank: int) -> None:
+        self._end = network.communicator(rank)
+        self.receive = self._end.receive
+
+    def send(self, tensor: torch.Tensor, peer: int) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: self._end.send(tensor, peer).wait())
+
+
+def test_a_message_takes_as_long_as_its_sender_computes_if_it_leaves_only_then(monkeypatch):
+    network, placement = InMemoryNetwork(2), Placement("linear", 2)
+    monkeypatch.setattr(message_times, "_compute", lambda device: time.sleep(0.05))
+
+    def measured(*, while_computing: bool) -> list[dict[int, float]]:
+        def measure(rank: int) -> dict[int, float]:
+            return measure_edges(Lazy(network, rank), placement, rank, SPEC, while_computing=while_computing)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(measure, range(2)))
+
+    assert max(edges[0] for edges in measured(while_computing=False)) < 40
+    assert min(edges[0] for edges in measured(while_computing=True)) > 40
+
+
+def test_a_collective_is_measured_on_the_rank_that_waits(one_rank):
+    collectives = InMemoryCollectives(InMemoryNetwork(1), 0, 1)
+    lane = ThreadLane(collectives.close)
+    assert 0 < measure_collective(collectives, lane, SPEC) < 1000
+    lane.close()
