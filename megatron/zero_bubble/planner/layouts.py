@@ -38,6 +38,9 @@ COMPARED = 1.5
 """Plans that take at most this factor times the shortest time are compared by their expected times."""
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if unlimited memory makes a plan faster by this factor, or if no plan fits."""
+EFFORT_FOR_LATENCY = 10_000
+"""Effort of first plans where collectives of vocabulary shards take longer than messages, in small problems: without
+effort, such a plan can be 20% slower than with this effort."""
 PROMISING_PARTITION = 1.02
 """After a move of a layer, the partition is planned if its estimated time has grown by at most this factor."""
 
@@ -79,7 +82,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     extent = extent_of(request)
     search = _Search(request, extent, report)
     if request.usual is not None and request.allows(request.usual):
-        search.try_plan(request.usual, 0)
+        search.try_first(request.usual)
     search.plan_combinations()
     if not search.plans:
         search.plan_refused()
@@ -154,6 +157,12 @@ class _Search:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
 
+    def try_first(self, layout: Layout) -> Plan | None:
+        """Plan the layout with as little effort as possible; return its best plan, None if it has no plan."""
+        model = self.request.model
+        has_latency = layout.vocabulary_parallel and model.latency_collective > model.time_comm
+        return self.try_plan(layout, EFFORT_FOR_LATENCY if has_latency and self._extent.is_small else 0)
+
     def plan_combinations(self) -> None:
         """Plan combinations with little effort, in the order of their bounds, while a bound is below the best plan."""
         request = self.request
@@ -169,7 +178,7 @@ class _Search:
             # `choose` may prefer a simpler layout that is a little slower.
             if bound < self.best_time * (1 if layout.vocabulary_parallel else SHARDING_GAIN):
                 planned.setdefault(layout.combination, []).append(layout)
-                self.try_plan(layout, 0)
+                self.try_first(layout)
         for vocabulary in vocabularies if few else ():
             planned.update(self._plan_more_chunks([Layout(placement, (), first, vocabulary) for placement in more]))
         for recompute in further:
@@ -183,7 +192,7 @@ class _Search:
             if time >= self.best_time or num_without_gain >= WITHOUT_GAIN:
                 return
             tried = self._first_layouts(replace(layouts[0], partition=(), recompute=recompute))
-            recomputing = [plan.time for layout in tried if (plan := self.try_plan(layout, 0)) is not None]
+            recomputing = [plan.time for layout in tried if (plan := self.try_first(layout)) is not None]
             keeping = [self.plans[layout].time for layout in layouts if layout in self.plans]
             gains = min(recomputing, default=inf) < min(keeping, default=inf) * (1 - 1e-9)
             num_without_gain = 0 if gains else num_without_gain + 1
@@ -197,7 +206,7 @@ class _Search:
             # `choose` prefers fewer chunks unless more chunks are faster by the factor `SIMPLER`.
             if not layouts or min(map(self._bound, layouts)) * SIMPLER >= self.best_time:
                 break
-            plans = [plan for layout in layouts if (plan := self.try_plan(layout, 0)) is not None]
+            plans = [plan for layout in layouts if (plan := self.try_first(layout)) is not None]
             planned[combination] = layouts
             time = min((plan.time for plan in plans), default=inf)
             if time > shortest / GAIN:
@@ -292,7 +301,7 @@ class _Search:
                 if partition in seen or len(seen) > moves or self._bound(changed) >= plan.time:
                     continue
                 seen.add(partition)
-                moved = self.try_plan(changed, 0)
+                moved = self.try_first(changed)
                 if moved is not None and moved.time < plan.time * (1 - 1e-9):
                     best = moved
                     break
