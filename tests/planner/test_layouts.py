@@ -41,6 +41,18 @@ def all_of(plan: Plan) -> list[Plan]:
     return [plan, *plan.others]
 
 
+def test_shards_whose_collectives_take_long_are_not_lost_to_a_poor_first_plan() -> None:
+    """Without effort the plan with shards takes 426 here, whole layers take 383, and the best plan with shards 354."""
+    layer = UnitCosts(10.8, 7.8, 4, memory_f=11, memory_b=-6, memory_w=-5)
+    output = UnitCosts(7, 4, 3.6, memory_f=4.8, memory_b=-0.4, memory_w=-4.4)
+    embedding = UnitCosts(1, 1, 0.1, memory_f=0.2, memory_b=-0.2)
+    costs = ModelCosts(embedding, (layer,) * 4, output, 0.2, latency_collective=3)
+    asked = PlanRequest("auto", 6, (LINEAR(2),), costs, memory_limit=47.5, vocabulary_parallel=None)
+    asked = replace(asked, post_validation=True)
+    best = plan_layout(asked, Layout(asked.placement, (2, 2), vocabulary_parallel=True))
+    assert search_layouts(asked).time <= best.time * 1.01
+
+
 @pytest.mark.parametrize("head", [2, 5.7])
 def test_no_split_under_any_named_schedule_is_faster(head: float) -> None:
     asked = linear_request(16, head, 4, 16)
