@@ -49,6 +49,18 @@ def test_messages_explain_the_time_that_operations_do_not(name, num_chunks, long
     assert [edge for edge in range(3) if corrected.time_comm[edge] == 0.1] == within_a_rank
 
 
+def test_collectives_of_vocabulary_shards_are_as_much_slower_as_messages():
+    schedule = generate("zb-h1", 2, 6, vocabulary_parallel=True)
+    shard = {"time_s": 1, "time_t": 0.5, "latency_collective": 0.4}
+    costs = StageCosts.uniform(2, 3, 2, 1, 0.1, 100, -50, -50).with_shards(schedule.placement, shard)
+    span = 1.2 * simulate(schedule, costs).cost
+    corrected = with_measured_span(costs, schedule, span)
+    assert simulate(schedule, corrected).cost == pytest.approx(span, rel=0.01)
+    added = corrected.time_comm[0] - 0.1
+    assert added > 0
+    assert corrected.latency_collective == pytest.approx((0.4 + added,) * 2)
+
+
 def test_steps_that_are_faster_than_planned_need_no_slower_messages():
     schedule = generate("1f1b", 4, 8)
     assert with_measured_span(PLANNED, schedule, simulate(schedule, PLANNED).cost) is PLANNED

@@ -7,6 +7,7 @@ import pytest
 
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.graph import collective_time
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts, spread_layers
 
 LAYER = UnitCosts(1, 2, 3, memory_f=4, memory_b=-1, memory_w=-3, time_r=1, memory_r=2, state=10)
@@ -110,3 +111,9 @@ def test_stages_exchange_what_their_layers_exchange():
     assert model.has_all_to_all
     assert not model.computing.has_all_to_all
     assert model.computing.layers[-1].time_b == LAYER.time_b - 0.5
+
+
+@pytest.mark.parametrize(("latency", "expected"), [(0, 3), (7, 7)])
+def test_a_collective_takes_its_measured_time_or_that_of_a_message(latency, expected):
+    costs = replace(MODEL, time_comm=3, latency_collective=latency).vocabulary_parallel(2)
+    assert collective_time(costs.of_stages((3, 3), Placement("linear", 2))) == expected
