@@ -295,8 +295,8 @@ def test_the_block_tells_what_r_takes_and_restores_where_anything_is_recomputed(
     costs = StageCosts.uniform(2, memory_f=8 * mib, memory_b=-mib, memory_w=-7 * mib, time_r=1.25, memory_r=6 * mib)
     profile = Profile(Placement("linear", 2), costs, 0.0, {})
     for recompute, baseline in (
-        (Recompute.FULL, "1F1B, which recomputes in its backward"),
-        (Recompute.PLANNED, "1F1B, which keeps everything"),
+        (Recompute.FULL, "1F1B that recomputes in its backward"),
+        (Recompute.PLANNED, "1F1B that keeps everything"),
     ):
         block = describe_plan(
             Report(Prediction(profile, generate("zb-h1", 2, 4), recompute), False, None, 6)

@@ -56,8 +56,8 @@ class Gain(NamedTuple):
 
 _KEEPS = {
     Recompute.NONE: "1F1B",
-    Recompute.FULL: "1F1B, which recomputes in its backward",
-    Recompute.PLANNED: "1F1B, which keeps everything",
+    Recompute.FULL: "1F1B that recomputes in its backward",
+    Recompute.PLANNED: "1F1B that keeps everything",
 }
 
 
