@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule import Placement
 _IDLE_TRIPS = 7
 """Number of round trips between idle ranks, whose median counts."""
 _BUSY_TRIPS = 16
-"""Number of messages of a computing rank, whose mean counts: a rank that waits in vain for 1 ms loses 1 ms."""
+"""Number of messages of a computing rank in each direction. Their mean counts, because a plan loses every wait."""
 _COLLECTIVES = 16
 """Fewest measured collectives; each rank waits in at least one."""
 _PRODUCTS = 1000
@@ -44,7 +44,8 @@ def measure_edges(
         if here != there:
             edges_of.setdefault((min(here, there), max(here, there)), []).append(edge)
     measured = {}
-    # One order for all ranks, in which the first half of the pairs of a linear pipeline are disjoint, and the others.
+    # All ranks take the pairs in one order, so that they never wait in a circle. Pairs (0, 1), (2, 3), ... come first,
+    # and then (1, 2), (3, 4), ...: in a linear pipeline each half is disjoint.
     for ends, edges in sorted(edges_of.items(), key=lambda item: (item[0][0] % 2, item[0])):
         if rank in ends:
             peer = ends[1] if rank == ends[0] else ends[0]
