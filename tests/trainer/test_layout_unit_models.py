@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.check.stage_run import MiddleStage
 from megatron.zero_bubble.cli.trainings import complete_arguments, one_process
+from megatron.zero_bubble.runtime.cold_caches import ColdCaches
 from megatron.zero_bubble.schedule import OpKind, Placement
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
@@ -107,10 +109,24 @@ def test_units_are_timed_in_turn_at_least_once_and_more_often_within_the_time(ar
     monkeypatch.setattr("megatron.zero_bubble.trainer.layout.make_forward_step", counted_forward_step)
     measure(args, seconds=0)
     units = calls[:3]
-    assert calls == units * 2, "the first round is not counted"
+    assert calls == units * 3, "the first two rounds measure the time between operations"
     calls.clear()
     measure(args, seconds=60)
-    assert calls == calls[:3] * 16, "a device that is slower for a while is so for all units"
+    assert calls == calls[:3] * 17, "a device that is slower for a while is so for all units"
+
+
+def test_every_timed_operation_finds_cold_caches(args, monkeypatch):
+    evictions: list[int] = []
+
+    def evict(_: ColdCaches) -> None:
+        evictions.append(1)
+        time.sleep(0.03)
+
+    monkeypatch.setattr(ColdCaches, "evict", evict)
+    costs = measure(args)
+    assert len(evictions) == 3 * (1 + 3), "before F of each unit, and after its F, B and W"
+    assert costs.time_between < 30, "the time of an eviction is no part of the time between operations"
+    assert costs.layers[0].time_w < 30
 
 
 def test_layers_of_different_kinds_are_measured_once_each():

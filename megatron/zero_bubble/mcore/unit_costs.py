@@ -41,6 +41,7 @@ from megatron.zero_bubble.mcore.paired_stage import PairedStage, refuse_unpaired
 from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
+from megatron.zero_bubble.runtime.cold_caches import ColdCaches
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
 from megatron.zero_bubble.runtime.memory_meter import memory_meter
@@ -55,6 +56,8 @@ SECONDS = 2.0
 """Default time for building all units and all passes through them."""
 _MOST_PASSES = 15
 """Most passes through a unit that are timed."""
+_GAP_PASSES = 2
+"""Passes through a unit in which the time between operations is measured."""
 
 
 def measure_model(
@@ -185,19 +188,22 @@ class MeasuredUnit(NamedTuple):
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
     """Measure all units on this rank; a collective call, because ranks that share a unit must pass it equally often.
 
-    Each round passes every unit once, so that a device which is slower for a while is so for all units.
+    Each round passes every unit once, so that a device which is slower for a while is so for all units. Each operation
+    finds cold caches, as in a training.
     """
     end = time.perf_counter() + seconds
     unit_runs = [_UnitRun(models, units, index, pairs=pairs) for index in range(len(units))]
-    for unit_run in unit_runs:
-        unit_run.run()
+    for _ in range(_GAP_PASSES):
+        for unit_run in unit_runs:
+            unit_run.run_for_gaps()
+    caches = ColdCaches(torch.device(torch.cuda.current_device()))
     start = time.perf_counter()
     for unit_run in unit_runs:
-        unit_run.run_measured(with_memory=True)
+        unit_run.run_measured(caches, with_memory=True)
     now = time.perf_counter()
     for _ in range(_agreed_passes((end - now) / (now - start))):
         for unit_run in unit_runs:
-            unit_run.run_measured()
+            unit_run.run_measured(caches)
     measured = [unit_run.costs() for unit_run in unit_runs]
     for unit_run in unit_runs:
         unit_run.close()
@@ -247,16 +253,21 @@ class _UnitRun:
         if pairs:
             refuse_unpaired(self._config, type(unwrap_model(self._model)))
 
-    def run_measured(self, *, with_memory: bool = False) -> None:
-        recorder = OpRecorder(
-            device_clock(self._device), memory_meter(self._device, self._store) if with_memory else None
-        )
-        self.run(recorder)
-        ops = recorder.take()
-        self._profiler.add(ops)
-        self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(ops)]
+    def run_for_gaps(self) -> None:
+        """Measure the time between two operations."""
+        recorder = OpRecorder(device_clock(self._device))
+        self._run(recorder)
+        self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(recorder.take())]
 
-    def run(self, recorder: OpRecorder | None = None) -> None:
+    def run_measured(self, caches: ColdCaches, *, with_memory: bool = False) -> None:
+        """Measure the operations; before each one the caches are evicted."""
+        meter = memory_meter(self._device, self._store) if with_memory else None
+        recorder = OpRecorder(device_clock(self._device), meter, caches.evict)
+        caches.evict()
+        self._run(recorder)
+        self._profiler.add(recorder.take())
+
+    def _run(self, recorder: OpRecorder) -> None:
         """Run F, B and W of one microbatch, or of two with a pair.
 
         Another one seems to follow, because DDP reduces gradients with the last one.

@@ -11,7 +11,9 @@ from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts, simul
 from megatron.zero_bubble.schedule.kinds import TIMES
 
 TOLERANCE = 0.05
-"""Relative difference between a planned and a measured time above which costs are corrected."""
+"""Relative difference between a planned and a measured time of an operation above which costs are corrected."""
+SPAN_TOLERANCE = 0.02
+"""Relative difference between a planned and a measured time of a step above which messages are corrected."""
 _MATTERS = 0.02
 """Share of a microbatch's work below which the time of a kind of operation moves no plan."""
 _PARTS = 1024

@@ -16,7 +16,7 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.plan_check import (
-    TOLERANCE,
+    SPAN_TOLERANCE,
     Difference,
     differences,
     with_measured_span,
@@ -248,7 +248,7 @@ class Replanner:
         span = self._measured.add_checked(self._checked)
         measured = self._measure(num_microbatches, statistics.fmean)
         costs = with_measured_times(old.costs, measured.costs)
-        if span > simulate(running, costs).cost * (1 + TOLERANCE):
+        if span > simulate(running, costs).cost * (1 + SPAN_TOLERANCE):
             costs = with_measured_span(costs, running, span)
         changes = tuple(differences(old.costs, costs))
         if not changes:

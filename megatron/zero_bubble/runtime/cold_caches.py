@@ -1,0 +1,27 @@
+"""Evicts a device's caches, so that a measured operation finds them as it does in a training."""
+
+from __future__ import annotations
+
+import torch
+
+_LEAST_BYTES = 32 * 2**20
+"""More than the caches of a processor core and its table of page translations cover."""
+
+
+class ColdCaches:
+    """Fills the caches of a device with a buffer of its own.
+
+    In a training, other layers and other microbatches have filled them before an operation begins. An operation that is
+    repeated alone finds its parameters, its code and its last results in the caches: on a CPU, layers of 128 to 192
+    hidden units then take 15 to 20% less time than in a training.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        num_bytes = _LEAST_BYTES
+        if device.type == "cuda":
+            num_bytes = max(num_bytes, torch.cuda.get_device_properties(device).L2_cache_size)
+        self._buffer = torch.zeros(num_bytes // 4, device=device)
+
+    def evict(self) -> None:
+        """Read and write the buffer. On a GPU the kernel is launched on the current stream."""
+        self._buffer.add_(1)
