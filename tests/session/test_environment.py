@@ -16,6 +16,7 @@ from megatron.zero_bubble.session.environment import (
     device_of_rank,
     environment_warnings,
     host_name,
+    shared_cores,
 )
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
@@ -35,6 +36,17 @@ def arguments(*more: str) -> Arguments:
 def test_slurm_names_the_host_where_there_is_slurm():
     assert host_name({"SLURMD_NODENAME": "n7"}) == "n7"
     assert host_name({}) == socket.gethostname()
+
+
+def test_more_ranks_than_cores_are_told_that_they_take_turns():
+    assert shared_cores({"LOCAL_WORLD_SIZE": "2"}, 2) is None
+    assert shared_cores({}, 1) is None
+    line = shared_cores({"LOCAL_WORLD_SIZE": "4"}, 2)
+    assert line is not None
+    assert line.startswith("4 ranks share 2 processor cores: ")
+    line = shared_cores({"LOCAL_WORLD_SIZE": "2"}, 1)
+    assert line is not None
+    assert line.startswith("2 ranks share one processor core: ")
 
 
 def test_each_host_names_its_stages_and_ranks():

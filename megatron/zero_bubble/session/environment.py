@@ -42,6 +42,23 @@ def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devi
         )
 
 
+def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
+    """Say that the ranks on a host without devices take turns; None if each has a core of its own.
+
+    Args:
+        environment: with torchrun's `LOCAL_WORLD_SIZE`.
+        num_cores: processor cores of the host.
+    """
+    num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    if num_ranks <= num_cores:
+        return None
+    cores = "one processor core" if num_cores == 1 else f"{num_cores} processor cores"
+    return (
+        f"{num_ranks} ranks share {cores}: while one waits, another computes, so that a schedule with fewer bubbles "
+        "gains little on this machine"
+    )
+
+
 def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nodes: Path) -> None:
     """Refuse to train on the CPU of a host that should have a device, unless a flag asks for it.
 

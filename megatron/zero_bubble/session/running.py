@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -33,6 +34,7 @@ from megatron.zero_bubble.runtime.rollback import make_rollback
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
+from megatron.zero_bubble.session.environment import shared_cores
 from megatron.zero_bubble.session.features import (
     HIERARCHICAL_SGD,
     INVERSE,
@@ -155,6 +157,8 @@ def costs_of_units(
     if profile is not None:
         return with_states(fit_units(profile, kinds), count_states(models, kinds))
     print_rank_0(f" > timing the model's layers for {seconds:g} seconds, to choose their layout ...")
+    if models.message.device.type == "cpu" and (shares := shared_cores(os.environ, os.cpu_count() or 1)):
+        print_rank_0(f" > {shares}")
     timeout = timedelta(minutes=flags.distributed_timeout_minutes)
     pairs = flags.overlap_moe_expert_parallel_comm
     costs, ratio = measure_model(models, kinds, communicator_of(flags), timeout, seconds, pairs=pairs)
