@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] not in _COMMANDS:
         print(f"zero-bubble: error: {words[0]!r} is not one of {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    # Import this command's modules alone: those of `schedule` load in a tenth of a second, those of others need torch.
+    # Import this command's modules alone: modules of `schedule` load in a tenth of a second, other commands need torch.
     command = import_module(f"megatron.zero_bubble.cli.{words[0]}_command")
     status: int = command.main(words[1:])
     return status

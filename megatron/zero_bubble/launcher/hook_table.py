@@ -90,7 +90,7 @@ class ScriptHooks:
             )
 
     def _model_hooks(self) -> Iterator[Hook]:
-        """The hooks that build the stages of the layout. Those for a V do nothing under another placement."""
+        """The hooks that build the stages of the layout. The hooks for a V do nothing under another placement."""
         yield Hook(
             "megatron.core.transformer.module:MegatronModule.__init__",
             ("config",),

@@ -1,4 +1,4 @@
-"""Reads a script's arguments about its pipeline, and refuses those that no zero-bubble schedule supports."""
+"""Reads a script's arguments about its pipeline, and refuses arguments that no zero-bubble schedule supports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     Args:
         script: the result of Megatron-LM's `get_args()`, or arguments that are not validated yet. Names that it lacks
             get the defaults of `JobFlags`.
-        known: values that replace those of the script.
+        known: values that replace values of the script.
     """
     layout = getattr(script, "pipeline_model_parallel_layout", None)
     ramp = getattr(script, "rampup_batch_size", None)

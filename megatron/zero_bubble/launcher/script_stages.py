@@ -27,7 +27,7 @@ class ScriptStages:
     Args:
         layout: the layers of each stage, in model order, in megatron-core's notation; None where the script's own
             configuration has them.
-        pattern: the layers of a hybrid model; without `|` they are those of the script.
+        pattern: the layers of a hybrid model; a pattern without `|` is the script's own.
     """
 
     def __init__(self, placement: Placement, layout: str | None = None, pattern: HybridPattern | None = None) -> None:

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 HYBRID_RECOMPUTES = find_spec("megatron.core.models.hybrid") is not None
 """Whether models whose layers a pattern describes can recompute them, as they can from megatron-core 0.18 on."""
 STACK_MODULE = "megatron.core.models.hybrid.hybrid_block" if HYBRID_RECOMPUTES else "megatron.core.ssm.mamba_block"
-"""The module of the stack of layers of such models."""
+"""The module of megatron-core that defines a hybrid model's stack of layers."""
 ALLOCATION_MODULE = (
     "megatron.core.models.hybrid.hybrid_layer_allocation"
     if HYBRID_RECOMPUTES
@@ -27,7 +27,7 @@ HYBRID: Any = (
 )
 """The class of models whose layers a pattern describes; before megatron-core 0.18 it is called `MambaModel`."""
 HYBRID_TAKES_STAGES = hasattr(importlib.import_module(ALLOCATION_MODULE), "select_pipeline_segment")
-"""Whether such models choose a stage's layers from a pattern with `|`, as they do from megatron-core 0.17 on."""
+"""Whether hybrid models choose a stage's layers from a pattern with `|`, as they do from megatron-core 0.17 on."""
 
 DECODER_MODELS: tuple[Any, ...] = (GPTModel, HYBRID)
 """Classes whose instances have `embedding`, `decoder.layers` and `output_layer` in the stages that hold these."""

@@ -57,7 +57,7 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
     """
     before = random._get_all_rng_states()
     construction = _Construction(seed)
-    # A model draws the weights of its embedding first, and those of its output layer last.
+    # A model draws the weights of its embedding first, and the weights of its output layer last.
     construction.begin(_UnitKind.EMBEDDING if is_first_stage else _UnitKind.OUTPUT)
     try:
         with (

@@ -160,7 +160,7 @@ def clip_grad_norm(
 
     Args:
         parameters: all parameters of this rank.
-        counted: those that no earlier stage has, each with its layer's index, in the order of the model.
+        counted: the parameters that no earlier stage has, each with its layer's index, in the order of the model.
     """
     of_all = [entry for entries in agreement.gather(own_norms(counted, norm_type)) for entry in entries]
     total = total_norm(of_all, norm_type)

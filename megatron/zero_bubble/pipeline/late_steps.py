@@ -2,7 +2,7 @@
 
 A rank whose own gradients are complete reports their norms in the background, steps, and goes on with the next step's
 forwards. Before their first backward it has the reports of all ranks. If the gradients had to be clipped, it undoes the
-step, clips, steps, and runs those forwards again. Parameters, losses and norms have the bits of a step that waits.
+step, clips, steps, and runs these forwards again. Parameters, losses and norms have the bits of a step that waits.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class PipelineOptions:
             layers whose class matches, "profile" their measured times; a list has the first layer of every stage but
             the first.
         example: inputs and targets of one microbatch, for the partition "profile".
-        num_chunks: stages of a rank, by default those of the schedule.
+        num_chunks: stages of a rank, by default as many as the schedule has.
         memory_limit: most activations of a rank, in microbatches of a whole rank; for all ranks or one a rank. By
             default as much as the schedule of that name needs.
         offload: speed of a rank's host link in each direction: microbatches copied in the time of one forward. A

@@ -94,7 +94,7 @@ def split_modules(
 
 
 def _callable_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield every module once, without those inside a module that does not call them or defers W by itself."""
+    """Yield every module once, without modules inside a module that does not call them or defers W by itself."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]
     while pending:

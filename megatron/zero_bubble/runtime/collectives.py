@@ -44,7 +44,7 @@ class Collectives(Protocol):
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:
         """Replace `tensor` on rank `root` by the sum over all ranks, and leave it as it is on the others.
 
-        On a CPU the sum is made in the order of the ranks, so that its bits can be told beforehand.
+        On a CPU the sum is made in the order of the ranks, so that its bits do not vary.
         """
         ...
 

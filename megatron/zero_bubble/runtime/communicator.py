@@ -74,8 +74,8 @@ class Communicator(Protocol):
 def channels(placement: Placement) -> list[tuple[int, int]]:
     """Return the (source, destination) pairs of ranks that exchange messages under `placement`, in one global order.
 
-    Channels are opened in this order: first those between ranks 0 and 1, 2 and 3, ..., which have no rank
-    in common and are opened at the same time, then those between 1 and 2, 3 and 4, ...
+    Channels are opened in this order: first the channels between ranks 0 and 1, 2 and 3, ..., which have no rank
+    in common and are opened at the same time, then the channels between 1 and 2, 3 and 4, ...
     """
     pairs = set()
     for stage in range(placement.num_stages - 1):
@@ -244,7 +244,7 @@ class HostCommunicator:
     work on the device ever waits for another rank. A valid schedule therefore always runs to its end, with one hardware
     queue or several, and whatever synchronises the device. A `HostCommunicator` is slow and meant for finding faults.
 
-    The arguments are those of `TorchCommunicator`.
+    The arguments are as for `TorchCommunicator`.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class ExchangeLane(Protocol):
     """Runs the submitted exchanges in order, without autograd, each after the computation launched before it."""
 
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
-        """Start `exchange` once those before it are complete; return at once."""
+        """Start `exchange` once the exchanges before it are complete; return at once."""
         ...
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Exchanges:
             self._pending.pop(exchange).wait()
 
     def finish(self) -> list[Op]:
-        """Wait for all collectives and forget them; return those whose result should have been used here."""
+        """Wait for all collectives and forget them; return the ones whose result should have been used here."""
         pending, self._pending = self._pending, {}
         for exchange in pending.values():
             exchange.wait()

@@ -119,5 +119,5 @@ def memory_meter(
     kept_by_shard: Callable[[int], int] | None = None,
     offload: OffloadStore | None = None,
 ) -> MemoryMeter:
-    """Return the memory meter for `device`; the arguments are those of `SavedTensorMeter`."""
+    """Return the memory meter for `device`; the arguments are as for `SavedTensorMeter`."""
     return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard, offload)

@@ -28,7 +28,7 @@ class ChunkCosts:
     stage: int
     times: Mapping[OpKind, float]
     """Usual time of F, B and W, or of F and BW if the backward is fused; of R if anything was recomputed, and of the
-    operations on the rank's vocabulary shard, which are those of its first chunk."""
+    operations on the rank's vocabulary shard, which belong to its first chunk."""
     memory: Mapping[OpKind, float]
     """Usual change of memory of the same kinds; for F as in `StageCosts.memory_f`, if it keeps all activations."""
     noise: float

@@ -144,8 +144,8 @@ class StepPlanner:
             rules: of the plan.
             num_microbatches: of the step.
             read_sizes: returns the sizes of its microbatches; called on the first rank.
-            read_next_sizes: returns those of the next step, which is then planned while this one runs; none if they are
-                not known. Called on the first rank, too, after the other ranks have the decision.
+            read_next_sizes: returns the sizes of the next step, which is then planned while this one runs; none if
+                they are not known. Called on the first rank, too, after the other ranks have the decision.
 
         Raises:
             Infeasible: the microbatches do not fit into the limits, even one after the other.

@@ -87,7 +87,7 @@ class StepProgress:
         reached = self._recorder.num_reached() if self._recorder is not None else None
         if reached is None:
             return launched, self._begun == launched
-        # Positions are looked up in the list of begun operations: those before VALIDATE may run twice.
+        # Positions are looked up in the list of begun operations: operations before VALIDATE may run twice.
         done, has_begun = divmod(reached, 2)
         if done < len(self._marked):
             position = self._marked[done]

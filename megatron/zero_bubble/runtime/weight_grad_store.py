@@ -110,7 +110,7 @@ class WeightGradStore:
         _run_in_order([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
-        """Run the oldest W of `chunk`, which must be those of `microbatches`, parameter by parameter.
+        """Run the oldest W of `chunk`, which must belong to `microbatches`, parameter by parameter.
 
         Parameters come in the order of B, from the last layer to the first, and the microbatches of each parameter in
         the given order. `before` is called with the microbatch before each W.

@@ -39,8 +39,7 @@ class StageCosts:
 
     Offload: D releases `memory_d`, and H allocates it again. The copies of both occupy the host link of the rank.
 
-    Vocabulary shards: a rank has one shard, whose costs are those of its first chunk. The costs of its other chunks are
-    zeros.
+    Vocabulary shards: a rank has one shard, with costs for its first chunk. The costs of its other chunks are zeros.
     """
 
     time_f: tuple[float, ...]

@@ -28,7 +28,7 @@ _CLOCK_ROUNDS = 9
 
 
 class TimelineWriter:
-    """Records the operations of some iterations; global rank 0 writes those of its pipeline's ranks.
+    """Records the operations of some iterations; global rank 0 writes the operations of its pipeline's ranks.
 
     Args:
         folder: the folder for the files, which is created if it is missing.
@@ -50,7 +50,7 @@ class TimelineWriter:
             self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
-        """Write the iteration if it is one of those to draw; a collective call of the pipeline of rank 0."""
+        """Write the iteration if it is to be drawn; a collective call of the pipeline of rank 0."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return

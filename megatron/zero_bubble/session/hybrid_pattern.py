@@ -31,7 +31,7 @@ class HybridPattern:
 
     @property
     def symbols(self) -> str:
-        """The symbol of every layer, without those of multi-token prediction."""
+        """The symbol of every layer, without the layers of multi-token prediction."""
         return "".join(self.stages)
 
     @property

@@ -34,7 +34,7 @@ def partition_of_profile(profile: Profile) -> Partition:
 def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCosts:
     """The costs of units whose sums over stages come closest to the profile, by least squares.
 
-    The costs of a stage are the sum of those of its layers; the first stage has the embedding and the last one the
+    The costs of a stage are the sum of the costs of its layers; the first stage has the embedding and the last one the
     output. Two stages do not determine the costs of the embedding, which are then zero. If all stages have equally many
     layers of two kinds, both kinds get the same costs. Costs are never negative. `state` is zero, because a profile
     does not contain it. Without recomputation in the profile, R of a layer takes the time of its forward, and restores

@@ -60,7 +60,7 @@ def parameter_line(ranks: Mapping[ModelRank, Gradients]) -> str:
 
 
 def deferred_line(ranks: Mapping[ModelRank, Gradients]) -> str:
-    """The share of the model's weights, of those that are multiplied with, whose gradient W computes."""
+    """The share of the weights of the model's matrix products whose gradient W computes."""
     deferred = sum(gradients.in_w for gradients in ranks.values())
     weights = deferred + sum(size for gradients in ranks.values() for _, size in gradients.unsplit)
     share = deferred / weights if weights else 1.0

@@ -65,7 +65,7 @@ class Session:
 
     Attributes:
         has_started: whether `start` was called.
-        iteration: training iterations that are done, with those before the run.
+        iteration: training iterations that are done, also before the run.
         num_steps: training iterations that this run has done.
         num_microbatches: microbatches of the last iteration.
         store: takes the weight gradients that B defers; None under megatron-core's own schedule.
@@ -138,7 +138,7 @@ class Session:
 
         Args:
             costs: the result of `unit_costs`.
-            restrictions: flags, by name, that replace those of the settings for the choice.
+            restrictions: flags, by name, that replace flags of the settings for the choice.
 
         Returns:
             The flags, by name, that fix the layout.

@@ -54,7 +54,7 @@ class JobSettings:
 
     @property
     def log_rank(self) -> int:
-        """The global rank that prints the log line: the last of those that compute the loss.
+        """The global rank that prints the log line: the last rank that computes the loss.
 
         In megatron-core's order of ranks the pipeline is outermost.
         """
@@ -107,7 +107,7 @@ def job_settings(
 
 
 def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayout | None) -> JobSettings:
-    """The settings of a job that plans with the costs of the chosen layout, and with those that it measures."""
+    """The settings of a job that plans with the costs of the chosen layout, and with the costs that it measures."""
     flags, request = settings.flags, None if choice is None else choice.request
     profile = given_profile(flags)
     if request is not None and profile is not None and not _is_of_layout(profile, settings):

@@ -80,7 +80,7 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """The ranks that keep the others waiting: those that do not answer, else those that compute, longest first."""
+    """The ranks that keep the others waiting: ranks that do not answer, else ranks that compute, longest first."""
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)

@@ -52,7 +52,7 @@ def users_mistakes() -> Iterator[None]:
 def quiet_start_up() -> None:
     """Drop repeated warnings of megatron-core: of each rank at import, and of each split of a dataset without a cache.
 
-    Rank 0 on a GPU is enough to show those of the import.
+    Warnings of the import are shown by rank 0 on a GPU alone.
     """
     told: set[str] = set()
 

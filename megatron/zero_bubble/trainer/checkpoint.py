@@ -44,7 +44,7 @@ _OF_ONE_RANK = ("rank", "local_rank")
 
 @dataclass
 class Progress:
-    """The iterations and sequences that a training has done, including those before it was resumed."""
+    """The iterations and sequences that a training has done, also before it was resumed."""
 
     iteration: int = 0
     consumed_train_samples: int = 0

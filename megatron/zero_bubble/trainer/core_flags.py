@@ -2,7 +2,7 @@
 
 Every field of the installed megatron-core is a flag with the name that Megatron-LM gives it. The name is in the field's
 metadata, or it is `--no-NAME` for a switch that is on by default, and otherwise `--NAME`. Fields that no command line
-can give, such as functions, and those that `_WITHOUT_FLAG` lists, are not flags.
+can give, such as functions, and the fields in `_WITHOUT_FLAG`, are not flags.
 """
 
 from __future__ import annotations

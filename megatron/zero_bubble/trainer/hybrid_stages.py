@@ -117,7 +117,7 @@ def build_hybrid_stage(
 
 @contextmanager
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """Give the model that is built inside the `with` block these layers in the place of those of its stage.
+    """Give the model that is built inside the `with` block these layers in place of the layers of its stage.
 
     The model gets layers of multi-token prediction if its pattern has them.
     """
@@ -144,7 +144,7 @@ def _chunk_class(vp_stage: int | None) -> Any:
 
 
 def _stage_stack() -> Any:
-    """Return a class of stacks that are built as those of a pipeline of one rank, for megatron-core before 0.17.
+    """Return a class of stacks that are built as in a pipeline of one rank, for megatron-core before 0.17.
 
     The class of megatron-core builds only even stages of one chunk a rank.
     """

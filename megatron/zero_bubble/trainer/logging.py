@@ -49,7 +49,7 @@ class StepResult:
     was_skipped: bool = False
     """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
     is_local: bool = False
-    """Whether losses and norm are those of this replica alone, which took the step without the others."""
+    """Whether losses and norm belong to this replica alone, which took the step without the others."""
     waits: Waits | None = None
     """Waits of replicas since the last log line, in iterations that print one; None with a single replica."""
     orders: OrderTimes | None = None

@@ -98,9 +98,9 @@ class UnitCount:
     flops: Flops
     activations: Activations
     whole: int
-    """Parameters of all tensor- and expert-parallel ranks, each counted once, without those of `further` and copies."""
+    """Parameters of all tensor- and expert-parallel ranks, each counted once, without `further` and copies."""
     further: int
-    """Of multi-token prediction, counted in the same way."""
+    """The parameters of multi-token prediction, counted in the same way."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Parameters of all tensor- and expert-parallel ranks: those of the model, and of multi-token prediction."""
+    """Parameters of all tensor- and expert-parallel ranks: of the model, and of multi-token prediction."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

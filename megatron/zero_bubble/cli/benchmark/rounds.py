@@ -27,7 +27,7 @@ _Costs = dict[tuple[Placement | None, bool], StageCosts]
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
-    """Train under all schedules in rounds and return a result for each, except those that failed.
+    """Train under all schedules in rounds and return a result for each schedule that did not fail.
 
     Raises:
         ValueError: a training would refuse its flags, or a schedule is unknown.

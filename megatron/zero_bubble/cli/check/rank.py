@@ -36,7 +36,7 @@ def run_trainings(plan: dict[str, Any], folder: Path) -> None:
         stage_collectives("cuda" if torch.cuda.is_available() else "cpu")
     for number, (title, flags) in enumerate(plan["trainings"].items()):
         _note_progress(folder, rank, BEGINS, title)
-        # Each training has its own process groups; those of all trainings together would have a thousand threads.
+        # Each training has its own process groups; the groups of all trainings would have a thousand threads.
         store = dist.FileStore(str(folder / f"store{number}"), int(os.environ["WORLD_SIZE"]))
         timeout = timedelta(seconds=plan["limit"])
         if torch.cuda.is_available():

@@ -23,7 +23,7 @@ _STYLE = (
     )
     + "}"
 )
-"""CSS that replaces the colours of a light page by those of a dark page. Programs without CSS draw a light page."""
+"""CSS that replaces the colours of a light page with dark colours. Programs without CSS draw a light page."""
 
 
 def number(value: float, digits: int = 2) -> str:
