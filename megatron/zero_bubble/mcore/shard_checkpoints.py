@@ -46,7 +46,7 @@ def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFactory:
-    """Return the part of a gated layer's weight or bias that saves this replica's rows at their places.
+    """Return the part of a checkpoint that saves this replica's rows of a gated layer's weight or bias at their places.
 
     megatron-core cuts each shard into a gate's rows and an input's, as if it were the whole of its rank.
     """

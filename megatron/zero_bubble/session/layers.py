@@ -17,7 +17,7 @@ WITHOUT_PARTITION: dict[str, Any] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-"""Values of the flags that say how many layers the stages at the ends have, if they say nothing."""
+"""Default values of the flags that set the number of layers of the first and the last stage."""
 _MOST_REPEATS = 10_000
 """Most repeats of a part of a layout: more than any model has layers."""
 

@@ -50,7 +50,7 @@ class ChosenLayout:
 
     Attributes:
         flags: the flags, by name, that fix it.
-        request: what its plan was made from; None for a layout that was not planned with costs.
+        request: the request of its plan; None for a layout that was not planned with costs.
         megatrons: the time that megatron-core's own schedule was predicted to take on Megatron's split; None if the
             layout is that split, or that is not known.
         is_megatrons_split: whether the layout is the one that Megatron's flags give. Its memory limit follows from the

@@ -101,7 +101,7 @@ class States:
     def sent_a_parameter(self, replicas: int, num_microbatches: int) -> float:
         """Return the bytes that one of `replicas` ranks sends to others in a step for each parameter it works with.
 
-        A pass round d ranks sends the (d - 1) / d that are not the rank's own.
+        In a pass round d ranks, a rank sends (d - 1) / d of the bytes: all but its own part.
         """
         gradients, parameters = self.passes(num_microbatches)
         shards = max(1, replicas // self.instances)

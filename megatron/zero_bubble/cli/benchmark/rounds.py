@@ -1,4 +1,4 @@
-"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other load on the machine meets all alike."""
+"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other load on the machine slows all alike."""
 
 from __future__ import annotations
 
