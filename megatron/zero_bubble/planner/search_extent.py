@@ -40,7 +40,7 @@ class Extent:
 
 
 # `worth_moving` is large because one layer fewer on the fullest rank helps much when memory is short.
-_OF_SMALL = Extent(((12, 10), (3, 2)), PROMISING**2, num_moved=8, worth_moving=1.2, is_small=True)
+_OF_SMALL = Extent(((12, 10), (3, 2)), PROMISING**2, num_moved=8, worth_moving=1.5, is_small=True)
 
 
 def extent_of(request: PlanRequest) -> Extent:
