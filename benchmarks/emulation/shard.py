@@ -107,6 +107,8 @@ class EmulatedLane:
         exposed: seconds of waiting for collectives that all ranks had begun, added up since this was last set to 0.
     """
 
+    waits_in_thread = False  # like the stream of a GPU, which this lane stands for
+
     def __init__(self, shard: EmulatedShard, leave: Callable[[], None]) -> None:
         self._shard, self._inner = shard, ThreadLane(leave)
         self.exposed = 0.0

@@ -28,7 +28,9 @@ from megatron.zero_bubble.schedule import (
     validate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.kinds import COLLECTIVES
+from megatron.zero_bubble.schedule.graph import exchange_before, exchanges_after
+from megatron.zero_bubble.schedule.kinds import COLLECTIVES, POST_VALIDATION
+from megatron.zero_bubble.schedule.lower_collectives import joined_early
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay, with_vocabulary
 from megatron.zero_bubble.schedule.streams import check_streams
 from tests.schedule.random_schedules import schedules, starts_on_streams
@@ -222,3 +224,48 @@ def test_eight_ranks_are_lowered_in_less_than_a_second():
     begin = time.process_time()
     lower(schedule)
     assert time.process_time() - begin < 1
+
+
+def collectives_of(ops: Iterable[Op]) -> list[Op]:
+    return [op for op in ops if op.kind in COLLECTIVES]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_ranks_that_join_early_wait_only_for_what_they_contribute(name, post_validation):
+    schedule = generate(name, 3, 6, vocabulary_parallel=True)
+    if post_validation:
+        schedule = with_post_validation(schedule, StageCosts.uniform(schedule.num_stages))
+    lowered = lower(schedule)
+    early = joined_early(lowered)
+    assert early.without_communication() == lowered.without_communication()
+    assert joined_early(early) == early
+    moved = 0
+    for rank, (ops, before) in enumerate(zip(early.ops, lowered.ops, strict=True)):
+        assert collectives_of(ops) == collectives_of(before), "all ranks keep one order"
+        assert sorted(ops) == sorted(before)
+        place = {op: number for number, op in enumerate(ops)}
+        barriers = [number for number, op in enumerate(ops) if op.kind in POST_VALIDATION]
+        makers = {made: op for op in ops for made in exchanges_after(early, rank, op)}
+        previous = -1
+        for op in collectives_of(ops):
+            after = max(place[makers[op]] if op in makers else -1, previous, *barriers_before(barriers, place[op]))
+            assert all(each.kind in COLLECTIVES for each in ops[after + 1 : place[op]]), f"{op} could be joined earlier"
+            previous = place[op]
+            moved += place[op] < before.index(op)
+        for op in ops:
+            used = exchange_before(early, rank, op)
+            assert used is None or place[used] < place[op]
+        sides = [sum(number < where for number in barriers) for op in collectives_of(ops) for where in (place[op],)]
+        old = [number for number, op in enumerate(before) if op.kind in POST_VALIDATION]
+        assert sides == [sum(number < before.index(op) for number in old) for op in collectives_of(before)]
+    assert moved > 0
+
+
+def barriers_before(barriers: Iterable[int], place: int) -> list[int]:
+    return [-1, *(barrier for barrier in barriers if barrier < place)]
+
+
+def test_without_shards_nothing_joins_early():
+    lowered = lower(generate("zb-h1", 3, 6))
+    assert joined_early(lowered) == lowered

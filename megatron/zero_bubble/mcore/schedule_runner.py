@@ -36,6 +36,7 @@ from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.lower_collectives import joined_early
 from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validation
@@ -286,13 +287,14 @@ class ForwardBackward:
 
     def _make_executor(self, schedule: Schedule, group: dist.ProcessGroup, *, tail_by_parameter: bool) -> Executor:
         assert schedule.num_ranks == group.size(), "a plan for another pipeline size"
+        lane = self._connections.exchange_lane
         return Executor(
-            schedule,
+            joined_early(schedule) if lane is not None and lane.waits_in_thread else schedule,
             group.rank(),
             self._connections.channels(schedule, group),
             self._store,
             self._recomputation_store,
             tail_by_parameter=tail_by_parameter,
             offload_store=self._offload_store,
-            exchange_lane=self._connections.exchange_lane,
+            exchange_lane=lane,
         )

@@ -33,6 +33,11 @@ class PendingExchange(Protocol):
 class ExchangeLane(Protocol):
     """Runs the submitted exchanges in order, without autograd, each after the computation launched before it."""
 
+    @property
+    def waits_in_thread(self) -> bool:
+        """Whether an exchange that waits for other ranks delays no computation, so that it may be submitted early."""
+        ...
+
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
         """Start `exchange` once the exchanges before it are complete; return at once."""
         ...
@@ -57,6 +62,8 @@ class ThreadLane:
     Args:
         leave: leaves the process groups of the exchanges, such as `Collectives.close`.
     """
+
+    waits_in_thread = True
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self._leave = leave
@@ -107,7 +114,13 @@ class _ThreadExchange(NamedTuple):
 
 
 class StreamLane:
-    """A lane on a GPU: one stream, with priority over computing, because other ranks wait for the collective."""
+    """A lane on a GPU: one stream, with priority over computing, because other ranks wait for the collective.
+
+    A collective that waits for other ranks there occupies multiprocessors, and with one hardware queue all launches
+    after it wait, too.
+    """
+
+    waits_in_thread = False
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.graph import collective_kinds, collective_time, exchange_before, exchanges_after
 from megatron.zero_bubble.schedule.ir import Op, Schedule
-from megatron.zero_bubble.schedule.kinds import COLLECTIVES, OpKind
-from megatron.zero_bubble.schedule.pairs import numbered
+from megatron.zero_bubble.schedule.kinds import COLLECTIVES, POST_VALIDATION, OpKind
+from megatron.zero_bubble.schedule.pairs import computations, numbered
 from megatron.zero_bubble.schedule.serial_order import SerialOrder
 
 
@@ -64,6 +65,39 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
         previous = max([previous, collective.last_maker, *(number for number, _ in behind)])
         complete = max([start, *(end for _, end in behind)]) + time
     return placed
+
+
+def joined_early(schedule: Schedule) -> Schedule:
+    """Let every rank join each collective as early as it can.
+
+    This is for collectives that wait in a thread of their own, so that a rank which joins early delays no computation.
+    A rank that joins a collective where `place_collectives` planned it lets the other ranks wait if it is late. Here it
+    joins after its last operation that contributes to the collective, after the previous collective, and on the same
+    side of STEP and VALIDATE as before. The ranks keep the order of the collectives, so that they cannot deadlock.
+
+    Args:
+        schedule: lowered.
+    """
+    return replace(schedule, ops=tuple(_joined_early(schedule, rank) for rank in range(schedule.num_ranks)))
+
+
+def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
+    made_after: dict[Op, int] = {}
+    """Collective -> place of the rank's last operation that contributes to it."""
+    keys: list[tuple[int, int, tuple[Op, ...]]] = []
+    """(place, order at this place, operation or pair), to be sorted."""
+    earliest = -1
+    for place, together in enumerate(computations(schedule.ops[rank])):
+        collective = together[-1]
+        if collective.kind in COLLECTIVES:
+            earliest = max(earliest, made_after.get(collective, -1))
+            keys.append((earliest, len(keys), together))
+            continue
+        if collective.kind in POST_VALIDATION:
+            earliest = place
+        made_after |= {made: place for op in together for made in exchanges_after(schedule, rank, op)}
+        keys.append((place, -1, together))
+    return tuple(op for _, _, together in sorted(keys, key=itemgetter(0, 1)) for op in together)
 
 
 def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, complete: float) -> int:
