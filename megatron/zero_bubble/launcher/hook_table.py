@@ -197,7 +197,7 @@ class ScriptHooks:
 
     @property
     def run(self) -> Run | LoopRun:
-        """The run that the script began, or that of a loop which is not Megatron-LM's.
+        """The run of the script if it has Megatron-LM's loop, otherwise the run of the script's own loop.
 
         Raises:
             SessionError: Megatron-LM's trainer made its process groups before zero bubble was enabled.

@@ -27,7 +27,8 @@ class Condition(NamedTuple):
 
     holds: Callable[[Any, Any], bool]
     words: str = ""
-    """The values, or the other settings, with which it is refused; empty if a setting that is on is always refused."""
+    """The refused values, or the other settings that may not be on beside this one; empty if every value but off is
+    refused."""
 
 
 def _is_on(value: Any, settings: object) -> bool:

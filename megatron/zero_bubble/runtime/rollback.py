@@ -35,8 +35,7 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
     """Make the rollback of a kind for these optimizers.
 
     Args:
-        optimizers: torch's, apex's or Transformer Engine's; the parameters that they step are restored, which are the
-            fp32 parameters of the shard that this rank owns.
+        optimizers: torch's, apex's or Transformer Engine's. The rollback restores the fp32 parameters that they step.
         on_host: keep the copy in pinned host memory.
 
     Raises:

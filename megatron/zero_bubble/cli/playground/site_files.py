@@ -84,7 +84,7 @@ def _write_snapshot(folder: Path, pyodide: Path) -> None:
 
 
 def _digest() -> str:
-    """Stands for the content of all files that a snapshot depends on, but for Python for the browser."""
+    """The digest of all files that a snapshot depends on, without Python for the browser."""
     digest = hashlib.sha256()
     for path in (*_packed_files(), _HERE / "snapshot.mjs", _HERE / "page" / "python.mjs"):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
