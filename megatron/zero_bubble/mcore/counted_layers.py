@@ -1,10 +1,11 @@
 """Layers on the meta device with the memory and the operations of GPU kernels, where megatron-core's own layers differ.
 
 All other layers of a model are counted as they are. The layers are megatron-core's local ones, also in a job with
-Transformer Engine, whose layers keep the same tensors (Transformer Engine 2.x, `pytorch/module/`):
-`layernorm_linear.py` saves the norm's input and output and a statistic for each token, `linear.py` its input, and
-`attention/dot_product_attention/` queries, keys, values, its output and the logarithm of the softmax's sums. Unfused
-attention saves the scores, before and after dropout, and dropout's mask. The statistics of a norm are not counted.
+Transformer Engine, whose layers keep the same tensors (Transformer Engine 2.x, `pytorch/module/`). A norm with a linear
+layer saves the norm's input and output and a statistic for each token (`layernorm_linear.py`). A linear layer saves its
+input (`linear.py`). Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
+(`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's mask.
+The statistics of a norm are not counted.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
     """Split a pair of inputs and targets along their first dimension, or draw microbatches from an iterator.
 
     Raises:
-        ValueError: the batch is neither, does not divide, or the iterator ends too early.
+        ValueError: the batch has another type, or does not divide into microbatches, or the iterator ends too early.
     """
     if isinstance(batch, Iterator):
         pairs = [

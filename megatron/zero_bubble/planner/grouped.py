@@ -37,7 +37,7 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
     Args:
         problem: whose ranks are ordered.
         groups: sizes of the groups of microbatches.
-        slope: 2 in Megatron's interleaved schedule.
+        slope: difference between the warmups of two ranks, in F; 2 in Megatron's interleaved schedule.
 
     Returns:
         Rank -> its F and B in order.

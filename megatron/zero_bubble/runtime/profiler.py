@@ -27,8 +27,8 @@ class ChunkCosts:
 
     stage: int
     times: Mapping[OpKind, float]
-    """Usual time of F, B and W, or of F and BW if the backward is fused; of R if anything was recomputed, and of the
-    operations on the rank's vocabulary shard, which belong to its first chunk."""
+    """Kind -> usual time. The kinds are F, B and W, or F and BW if the backward is fused. R is one if anything was
+    recomputed, and the first chunk also has the operations on the rank's vocabulary shard."""
     memory: Mapping[OpKind, float]
     """Usual change of memory of the same kinds; for F as in `StageCosts.memory_f`, if it keeps all activations."""
     noise: float

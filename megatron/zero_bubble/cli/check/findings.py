@@ -89,10 +89,10 @@ class Findings:
     """The device, versions and settings; see `describe_machine`."""
     stages: Sequence[StageCheck] = ()
     without_room: Mapping[str, str] = field(default_factory=dict)
-    """By model whose stage did not fit on the device, the allocator's message."""
+    """Model whose stage did not fit on the device -> the allocator's message."""
     ranks: RankFindings | None = None
     errors: Mapping[str, str] = field(default_factory=dict)
-    """By part of the check that did not run to its end, the error."""
+    """Part of the check that failed -> its error."""
 
     @property
     def passed(self) -> bool:
