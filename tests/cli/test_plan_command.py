@@ -162,13 +162,14 @@ def test_a_wrong_file_is_one_line_that_names_the_entry(tmp_path, capsys, changed
     [
         (["--num-chunks", "3", "--placement", "v"], "argument --num-chunks 3: --placement v has 2 chunks a rank"),
         (["--num-chunks", "1000"], "argument --num-chunks: must be at most 64, got 1000"),
-        (["--pipeline-size", "9"], "8 layers are not enough for 9 stages of at least one layer"),
+        (["--pipeline-size", "9"], "argument --pipeline-size 9: 8 layers are not enough for 9 stages of at least one"),
         (["--own-layers", "4,4"], "argument --own-layers 4,4 has 2 stages, which 4 ranks cannot hold"),
         (["--own-layers", "4,4,4,4"], "argument --own-layers 4,4,4,4 has 16 layers, but --costs"),
         (["--own-layers", "4,x"], "argument --own-layers: must be the layers of each stage, such as 9,8,8,7, got 4,x"),
         (["--own-placement", "v"], "argument --own-placement v needs --own-layers"),
         (["--memory-limit", "much"], "'much' is not a memory limit"),
-        (["--memory-limit", "1B"], "optimizer states need 4 of the 1 of a rank"),
+        (["--memory-limit", "1B"], "argument --memory-limit 1B: no layout fits: "),
+        (["--costs", "none.json"], "argument --costs none.json: cannot be read: No such file or directory"),
     ],
 )
 def test_a_wrong_flag_is_one_line(costs, capsys, flags, message):

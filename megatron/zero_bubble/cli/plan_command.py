@@ -30,7 +30,7 @@ from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placemen
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
 from megatron.zero_bubble.planner.request import MOST_CHUNKS
-from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.formats import units_from_json
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -112,7 +112,10 @@ class PlanFlags(TableFlags):
     def usual_layout(self, num_layers: int, recompute: Recompute) -> Layout:
         """The layout of --own-layers, or Megatron's."""
         if self.own_layers is None:
-            return megatrons_layout(num_layers, self.pipeline_size, recompute=recompute)
+            try:
+                return megatrons_layout(num_layers, self.pipeline_size, recompute=recompute)
+            except ScheduleError as error:
+                raise ValueError(f"argument --pipeline-size {self.pipeline_size}: {error}") from None
         given = f"argument --own-layers {','.join(map(str, self.own_layers))}"
         chunks, rest = divmod(len(self.own_layers), self.pipeline_size)
         kind = self.own_placement or ("linear" if chunks == 1 else "interleaved")
@@ -158,7 +161,12 @@ def _run(argv: list[str]) -> None:
     flags = read_flags(PlanFlags, argv, _PROG, __doc__ or "")
     request = request_of(flags)
     progress = ProgressLines(lambda text: print(f"{_PROG}: {text}", file=sys.stderr, flush=True))
-    chosen = search_layouts(request, progress)
+    try:
+        chosen = search_layouts(request, progress)
+    except Infeasible as error:
+        limit = flags.memory_limit
+        given = f"{limit.num_bytes}B" if limit.multiple is None else f"{limit.multiple:g}"
+        raise ValueError(f"argument --memory-limit {given}: no layout fits: {error}") from None
     usual = on_megatrons_split(request, chosen)
     document = {
         "flags": flags_text(flags_of_layout(chosen.layout)),
@@ -177,7 +185,9 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     """
     try:
         model = units_from_json(flags.costs.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ScheduleError) as error:
+    except OSError as error:
+        raise ValueError(f"argument --costs {flags.costs}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, ScheduleError) as error:
         raise ValueError(f"argument --costs {flags.costs}: {error}") from None
     # Pairs work neither with recomputation nor with vocabulary shards: who asks for these gets a plan without pairs.
     pairs = model.has_all_to_all and flags.recompute in (None, "none") and flags.vocabulary_parallel != "on"
