@@ -18,7 +18,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron.zero_bubble.mcore.placement import embedding_ranks
-from megatron.zero_bubble.mcore.unit_costs import clear_losses
+from megatron.zero_bubble.mcore.unit_run import clear_losses
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.session.environment import device_of_rank

@@ -19,7 +19,7 @@ from megatron.zero_bubble.mcore.counted_layers import AttentionKernel, count_as_
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.meta_device import on_meta_device
 from megatron.zero_bubble.mcore.model_units import Unit
-from megatron.zero_bubble.mcore.unit_costs import clear_losses
+from megatron.zero_bubble.mcore.unit_run import clear_losses
 from megatron.zero_bubble.runtime.memory_meter import SavedTensorMeter
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
