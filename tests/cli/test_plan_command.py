@@ -35,7 +35,7 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
 
 def test_the_file_holds_exactly_the_costs() -> None:
     assert units_from_json(units_to_json(MODEL)) == MODEL
-    measured = replace(MODEL, time_exchange=0.1, time_collective=0.2, time_between=0.01, spread=0.1)
+    measured = replace(MODEL, time_exchange=0.1, time_collective=0.2, time_between=0.01, spread=0.1, fused_backward=0.9)
     assert units_from_json(units_to_json(measured)) == measured
 
 

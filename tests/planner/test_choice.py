@@ -50,6 +50,11 @@ def test_a_simpler_layout_is_chosen_unless_it_is_clearly_slower(
     assert choose([plan(layout, time) for layout, time in times], usual).layout == chosen
 
 
+@pytest.mark.parametrize(("own_time", "chosen"), [(101.9, EVEN), (102.1, V)])
+def test_the_usual_layout_stays_if_another_schedule_for_it_is_close(own_time: float, chosen: Layout) -> None:
+    assert choose([plan(EVEN, 110), plan(V, 100)], EVEN, own_time).layout == chosen
+
+
 def test_other_plans_are_the_best_of_their_combinations_from_the_shortest_on() -> None:
     plans = [plan(SHARDS, 130), plan(UNEVEN, 150), plan(V, 120), plan(EVEN, 100), plan(SHARDS, 140)]
     chosen = choose(plans, None)

@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 INPUT, RESTORED, STATE = 1.0, 15.0, 10.0
 
 
-def on_split(recompute: Recompute, layers_of_block: int = 1) -> Plan:
+def on_split(recompute: Recompute, layers_of_block: int = 1, fused_backward: float = 0) -> Plan:
     layer = UnitCosts(
         time_f=1,
         time_b=1,
@@ -28,7 +28,7 @@ def on_split(recompute: Recompute, layers_of_block: int = 1) -> Plan:
         state=STATE,
     )
     nothing = UnitCosts(time_f=0, time_b=0, time_w=0)
-    model = ModelCosts(nothing, (layer,) * 8, nothing)
+    model = ModelCosts(nothing, (layer,) * 8, nothing, fused_backward=fused_backward)
     request = PlanRequest("auto", 4, (Placement("linear", 2),), model)
     return as_megatron_runs(request, megatrons_layout(8, 2, recompute=recompute))
 
@@ -42,3 +42,9 @@ def test_under_full_recomputation_the_first_rank_has_inputs_and_one_restored_blo
 
 def test_without_recomputation_it_has_two_microbatches_in_full() -> None:
     assert on_split(Recompute.NONE).memory == pytest.approx(4 * STATE + 2 * 4 * (INPUT + RESTORED))
+
+
+def test_its_backwards_compute_both_gradients_at_once() -> None:
+    m, p, layers = 4, 2, 4
+    assert on_split(Recompute.NONE).time == pytest.approx((m + p - 1) * layers * 3)
+    assert on_split(Recompute.NONE, fused_backward=0.9).time == pytest.approx((m + p - 1) * layers * (1 + 0.9 * 2))

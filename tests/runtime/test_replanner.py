@@ -19,7 +19,8 @@ from megatron.zero_bubble.runtime import replanner
 from megatron.zero_bubble.runtime.device import limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.observer import StepObserver
-from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
+from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
+from megatron.zero_bubble.runtime.replanner import Replanner
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import Profile
@@ -47,6 +48,8 @@ class Run:
         self.reports: list[Report] = []
         self.edges_measured_at: list[int] = []
         self.step = 0
+        self.fused = 1.0
+        """Time of a backward that computes both gradients, divided by the time of B and W."""
         self.new_plans: list[int] = []
         """The steps that the first rank began with a new plan."""
         self.replanner = Replanner(
@@ -70,7 +73,7 @@ class Run:
             self._go_on_with(self.replanner.after_step(self.step, m), self.step + 1)
 
     def _run(self, times: dict[OpKind, float], m: int) -> None:
-        times[OpKind.BW] = times[OpKind.B] + times[OpKind.W]
+        times[OpKind.BW] = self.fused * (times[OpKind.B] + times[OpKind.W])
         recorder = self.observer.start(self.step)
         for op in apart(self.plan.schedule(m)).compute_ops(0):
             recorder.begin(op)
@@ -254,6 +257,72 @@ def test_a_plan_that_the_steps_confirm_is_not_mentioned_again():
     run.steps(3)
     run.steps(30, (1.04, 1.04, 1.04))
     assert (run.new_plans, len(run.reports)) == ([4], 1)
+
+
+@pytest.mark.parametrize(("fused", "kept"), [(0.8, "1f1b"), (1.2, "auto")])
+def test_megatrons_own_order_is_tried_once_and_goes_on_if_it_is_faster(fused: float, kept: str) -> None:
+    """On one rank both orders take the same time, but for the time of a backward that computes both gradients."""
+    run = Run(tries_own_order=True)
+    run.fused = fused
+    run.steps(60)
+    assert run.new_plans == [4, 12, *([20] if kept == "auto" else [])]
+    assert run.plan.schedule(2).name == kept
+    *_, report = run.reports
+    assert report.trial is not None
+    assert (report.trial.own_name, report.step) == ("1f1b", 19)
+    assert report.trial.planned_span == pytest.approx(6.0)
+    assert report.trial.own_span == pytest.approx(2 * (1 + 2 * fused))
+    gain = fused if kept == "auto" else 1.0
+    assert report.prediction.gain.times == pytest.approx((1 + 2 * gain) / 3 if kept == "auto" else 1.0)
+    assert not report.prediction.gain.is_over_other_layout
+    assert report.prediction.schedule.name == kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tries_own_order": False},
+        {"tries_own_order": True, "megatrons": MegatronsTime(milliseconds=6.0, work=3.0)},
+        {"tries_own_order": True, "profile": GIVEN},
+    ],
+)
+def test_the_own_order_is_not_tried_in_another_layout_or_for_a_given_profile(options) -> None:
+    run = Run(**options)
+    run.fused = 0.5
+    run.steps(60)
+    assert run.plan.schedule(2).name == "auto"
+    assert all(report.trial is None for report in run.reports)
+
+
+def test_the_own_order_is_not_tried_where_the_plan_is_predicted_to_be_much_faster(monkeypatch) -> None:
+    monkeypatch.setattr(replanner, "SMALL_GAIN", 1.0)
+    run = Run(tries_own_order=True)
+    run.steps(60)
+    assert run.new_plans == [4]
+
+
+def test_the_own_order_is_not_tried_if_microbatches_differ_in_size() -> None:
+    run = Run(tries_own_order=True)
+    run.replanner.let_microbatches_differ()
+    run.steps(60)
+    assert run.new_plans == [4]
+
+
+def test_a_trial_with_several_numbers_of_microbatches_decides_nothing() -> None:
+    run = Run(tries_own_order=True)
+    run.fused = 0.5
+    run.steps(15)
+    run.steps(45, m=3)
+    assert run.plan.schedule(3).name == "auto"
+    assert all(report.trial is None for report in run.reports)
+
+
+def test_the_own_order_stays_for_other_numbers_of_microbatches() -> None:
+    run = Run(tries_own_order=True)
+    run.fused = 0.5
+    run.steps(25)
+    run.steps(5, m=3)
+    assert run.plan.schedule(3).name == "1f1b"
 
 
 def test_a_plan_is_not_compared_with_steps_of_several_numbers_of_microbatches():

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.prediction import Prediction
-from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.schedule import StageCosts, simulate
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind

@@ -10,7 +10,7 @@ import pytest
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, with_post_validation
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json, schedule_to_json
 from megatron.zero_bubble.schedule.recomputation import Recompute

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.prediction import Prediction
+from megatron.zero_bubble.runtime.order_trial import TrialResult
 from megatron.zero_bubble.runtime.plan_check import Difference
-from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.schedule import StageCosts
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.session.reports import describe_plan
@@ -30,3 +31,8 @@ def test_a_corrected_plan_says_what_the_one_before_had_wrong():
         "ranks wait as if a message took 0.10 ms, 0.02 were planned"
     )
     assert "     schedule zb-h1 (kept) for 4 microbatches" in lines
+
+
+def test_a_trial_of_both_orders_says_what_was_measured():
+    lines = describe_plan(Report(PREDICTION, True, None, 22, trial=TrialResult("1f1b", 98.0, 99.0))).splitlines()
+    assert lines[1] == "     measured in both orders: 1f1b 98.0 ms, the planned order 99.0 ms: it gives way to 1f1b"

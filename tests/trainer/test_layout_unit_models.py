@@ -109,10 +109,12 @@ def test_units_are_timed_in_turn_at_least_once_and_more_often_within_the_time(ar
     monkeypatch.setattr("megatron.zero_bubble.trainer.layout.make_forward_step", counted_forward_step)
     measure(args, seconds=0)
     units = calls[:3]
-    assert calls == units * 3, "the first two rounds measure the time between operations"
+    assert calls[:6] == units * 2, "the first two rounds measure the time between operations"
+    assert calls[6:] == [unit for unit in units for _ in range(3)], "then its operations, and both kinds of backwards"
     calls.clear()
     measure(args, seconds=60)
-    assert calls == calls[:3] * 17, "a device that is slower for a while is so for all units"
+    assert len(calls) == 6 + 15 * 9
+    assert calls[6:] == calls[6:15] * 15, "a device that is slower for a while is so for all units"
 
 
 def test_every_timed_operation_finds_cold_caches(args, monkeypatch):
@@ -124,7 +126,7 @@ def test_every_timed_operation_finds_cold_caches(args, monkeypatch):
 
     monkeypatch.setattr(ColdCaches, "evict", evict)
     costs = measure(args)
-    assert len(evictions) == 3 * (1 + 3), "before F of each unit, and after its F, B and W"
+    assert len(evictions) == 3 * (1 + 3 + 2 * 2), "around F, B and W; to compare backwards, before them and before F"
     assert costs.time_between < 30, "the time of an eviction is no part of the time between operations"
     assert costs.layers[0].time_w < 30
 

@@ -18,7 +18,7 @@ from megatron.zero_bubble.launcher.script_stages import ScriptStages
 from megatron.zero_bubble.launcher.script_steps import ScriptPostValidation, ScriptReplicas
 from megatron.zero_bubble.launcher.script_units import ScriptUnits
 from megatron.zero_bubble.mcore.checkpoint_writing import write_in_threads
-from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.session.drawings import write_plan, write_scalars
 from megatron.zero_bubble.session.layers import to_layout
 from megatron.zero_bubble.session.reports import idle_fields, idle_scalars, order_fields, wait_fields

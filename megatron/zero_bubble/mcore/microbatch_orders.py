@@ -18,8 +18,8 @@ from megatron.zero_bubble.planner.step_plan import StepRules
 from megatron.zero_bubble.runtime.look_ahead import LookAhead
 from megatron.zero_bubble.runtime.microbatch_sizes import size_of
 from megatron.zero_bubble.runtime.observer import StepObserver
+from megatron.zero_bubble.runtime.plan_report import PlanningOptions
 from megatron.zero_bubble.runtime.process_group import Membership, connect
-from megatron.zero_bubble.runtime.replanner import PlanningOptions
 from megatron.zero_bubble.runtime.running_plan import RunningPlan
 from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, OrderTimes, StepDecision, StepPlanner, whole_limits
 from megatron.zero_bubble.schedule import Infeasible, StageCosts

@@ -26,9 +26,10 @@ from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.memory_meter import memory_meter
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
+from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder, PipelineTime, StepTime, device_clock, idle_share
-from megatron.zero_bubble.runtime.replanner import PlanningOptions, Replanner, Report
+from megatron.zero_bubble.runtime.replanner import Replanner
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.runtime.running_plan import RunningPlan
 from megatron.zero_bubble.runtime.step_planner import OrderTimes

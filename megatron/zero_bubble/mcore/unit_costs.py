@@ -98,6 +98,7 @@ def measure_model(
         latency_collective=measure_collective_of_pipeline(models.message, timeout),
         time_between=between,
         spread=spread,
+        fused_backward=_fused_backward(everyone, kinds),
     )
     return costs, duration_ratio([unit.pairs for units in everyone for unit in units])
 
@@ -126,6 +127,16 @@ def _median(measured: Sequence[UnitCosts]) -> UnitCosts:
         field.name: statistics.median(getattr(costs, field.name) for costs in measured) for field in fields(UnitCosts)
     }
     return UnitCosts(**values)
+
+
+def _fused_backward(everyone: Sequence[Sequence[MeasuredUnit]], kinds: Sequence[int]) -> float:
+    """The time of backwards of the model that compute both gradients at once, divided by the time of B and W."""
+    copies = [1, *(kinds.count(kind) for kind in range(max(kinds) + 1)), 1]
+    fused = split = 0.0
+    for number, replicas in zip(copies, zip(*everyone, strict=True), strict=True):
+        fused += number * statistics.median(measured.fused_backward for measured in replicas)
+        split += number * statistics.median(measured.split_backward for measured in replicas)
+    return fused / split
 
 
 @contextmanager
@@ -159,10 +170,12 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
     start = time.perf_counter()
     for unit_run in unit_runs:
         unit_run.run_measured(caches, with_memory=True)
+        unit_run.run_backwards(caches)
     now = time.perf_counter()
     for _ in range(_agreed_passes((end - now) / (now - start))):
         for unit_run in unit_runs:
             unit_run.run_measured(caches)
+            unit_run.run_backwards(caches)
     measured = [unit_run.costs() for unit_run in unit_runs]
     for unit_run in unit_runs:
         unit_run.close()

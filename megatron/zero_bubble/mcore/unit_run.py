@@ -40,6 +40,10 @@ class MeasuredUnit(NamedTuple):
     """Largest relative spread of a duration: half the interquartile range over the median."""
     time_between: float
     """Median milliseconds from the end of an operation to the start of the next one."""
+    fused_backward: float
+    """Median milliseconds of a backward that computes both gradients at once."""
+    split_backward: float
+    """Median milliseconds of B and W right after each other."""
     pairs: PairTime
 
 
@@ -75,11 +79,16 @@ class UnitRun:
         self._model: Any = models.build(units[index], self._store)
         self._placement = Placement("linear", len(units))
         schedule = _with_a_pair(self._placement, index) if pairs else generate("zb-h1", len(units), 1)
-        self._num_microbatches = schedule.num_microbatches
         self._executor = Executor(lower(schedule), index, MadeUpNeighbours(), self._store)
+        fused = generate("1f1b", len(units), 1)
+        self._fused_executor = Executor(lower(fused), index, MadeUpNeighbours(), self._store)
         self._profiler = Profiler(self._placement, index)
         self._gaps: list[float] = []
         """Milliseconds between two operations."""
+        self._fused_backwards: list[float] = []
+        """Milliseconds of backwards that compute both gradients at once."""
+        self._split_backwards: list[float] = []
+        """Milliseconds of B and W right after each other."""
         self._device = next(self._model.parameters()).device
         self._config = get_model_config(self._model)
         self._config.no_sync_func = self._model.no_sync
@@ -89,7 +98,7 @@ class UnitRun:
     def run_for_gaps(self) -> None:
         """Measure the time between two operations."""
         recorder = OpRecorder(device_clock(self._device))
-        self._run(recorder)
+        self._run(recorder, self._executor)
         self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(recorder.take())]
 
     def run_measured(self, caches: ColdCaches, *, with_memory: bool = False) -> None:
@@ -97,10 +106,32 @@ class UnitRun:
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter, caches.evict)
         caches.evict()
-        self._run(recorder)
+        self._run(recorder, self._executor)
         self._profiler.add(recorder.take())
 
-    def _run(self, recorder: OpRecorder) -> None:
+    def run_backwards(self, caches: ColdCaches) -> None:
+        """Measure a backward that computes both gradients at once, and B and W right after each other.
+
+        The caches are evicted only before F and before the backward, because both backwards are compared.
+        """
+        self._split_backwards.append(self._time_of_backward(caches, self._executor))
+        self._fused_backwards.append(self._time_of_backward(caches, self._fused_executor))
+
+    def _time_of_backward(self, caches: ColdCaches, executor: Executor) -> float:
+        """Milliseconds of all operations after the first one, a forward."""
+        evictions = [caches.evict]
+
+        def evict_once() -> None:
+            while evictions:
+                evictions.pop()()
+
+        recorder = OpRecorder(device_clock(self._device), after_op=evict_once)
+        caches.evict()
+        self._run(recorder, executor)
+        _, *backward = recorder.take()
+        return (backward[-1].end - backward[0].start) * 1e3
+
+    def _run(self, recorder: OpRecorder, executor: Executor) -> None:
         """Run F, B and W of one microbatch, or of two with a pair.
 
         Another one seems to follow, because DDP reduces gradients with the last one.
@@ -112,12 +143,12 @@ class UnitRun:
             model_chunks=[self._model],
             placement=self._placement,
             rank=self._index,
-            num_microbatches=self._num_microbatches + 1,
+            num_microbatches=executor.schedule.num_microbatches + 1,
             output_shape=self._models.message.shape,
             cp_group_size=self._models.context_parallel_size,
             device=self._device,
         )
-        self._executor.run(stage, recorder)
+        executor.run(stage, recorder)
         stage.finish()
         clear_losses()
         if self._device.type == "cuda":
@@ -145,7 +176,14 @@ class UnitRun:
             all_to_all_f=min(times[OpKind.F], exchanged.get(OpKind.F, 0.0)),
             all_to_all_b=min(times[OpKind.B], exchanged.get(OpKind.B, 0.0)),
         )
-        return MeasuredUnit(costs, measured.noise, max(0.0, statistics.median(self._gaps)), measured.pairs)
+        return MeasuredUnit(
+            costs,
+            measured.noise,
+            max(0.0, statistics.median(self._gaps)),
+            statistics.median(self._fused_backwards),
+            statistics.median(self._split_backwards),
+            measured.pairs,
+        )
 
     def close(self) -> None:
         """Free the unit."""

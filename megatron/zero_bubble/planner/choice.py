@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from megatron.zero_bubble.planner.layout_plan import Plan
 from megatron.zero_bubble.planner.partitions import ALIKE, unevenness
@@ -16,16 +17,18 @@ SHARDING_GAIN = 1.03
 """Least speedup for which a layout with vocabulary shards is chosen: its collectives also take processor time."""
 
 
-def choose(plans: Sequence[Plan], usual: Layout | None) -> Plan:
+def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf) -> Plan:
     """Choose a plan among plans of different layouts.
 
     A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. If the fastest plan has vocabulary
     shards, a plan without shards is close if it takes at most `SHARDING_GAIN` times as long. The plan of the usual
-    layout is chosen if it is close, otherwise the plan with the simplest layout among all close plans.
+    layout is chosen if it or another schedule for this layout is close, otherwise the plan with the simplest layout
+    among all close plans.
 
     Args:
         plans: at least one; several may have the same combination of placement, recomputation and vocabulary.
         usual: the layout that stays unless another layout is clearly faster; None if there is none.
+        usual_time: time of another schedule for the usual layout, such as megatron-core's own.
 
     Returns:
         The chosen plan, whose `others` are the best plans of the other combinations, the fastest first.
@@ -36,7 +39,8 @@ def choose(plans: Sequence[Plan], usual: Layout | None) -> Plan:
 
     def is_close(plan: Plan) -> bool:
         saves_shards = shortest.layout.vocabulary_parallel and not plan.layout.vocabulary_parallel
-        return plan.time <= (shortest.time * SHARDING_GAIN if saves_shards else longest)
+        time = min(plan.time, usual_time) if plan.layout == usual else plan.time
+        return time <= (shortest.time * SHARDING_GAIN if saves_shards else longest)
 
     close = [plan for plan in ordered if is_close(plan)]
     as_usual = [plan for plan in close if plan.layout == usual]

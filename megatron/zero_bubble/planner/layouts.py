@@ -17,6 +17,7 @@ from megatron.zero_bubble.planner.choice import (
     named_after_schedule,
 )
 from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, pairs_in, plan_layout, with_slowdown
+from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
 from megatron.zero_bubble.planner.search_extent import PROMISING, Extent, extent_of, most_moves
@@ -69,7 +70,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
 
     Args:
         request: with the costs of a model's units. The search keeps its usual layout unless another layout is faster by
-            the factor `SIMPLER`.
+            the factor `SIMPLER`, also than with megatron-core's own schedule.
         report: called with one line of progress before every plan.
 
     Returns:
@@ -99,7 +100,15 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     plans = search.expected()
     if len(request.recomputes) > 1:
         plans = list(map(named_after_schedule, plans))
-    return choose(plans, request.usual)
+    return choose(plans, request.usual, _megatrons_time(request))
+
+
+def _megatrons_time(request: PlanRequest) -> float:
+    """Time of megatron-core's own schedule for the usual layout; infinity if there is none that fits."""
+    try:
+        return inf if request.usual is None else as_megatron_runs(request, request.usual).time
+    except ScheduleError:
+        return inf
 
 
 class _Search:

@@ -13,6 +13,9 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.model_costs import spread_layers
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
+_NAMES = {"linear": "1f1b", "interleaved": "interleaved-1f1b"}
+"""Kind of a placement -> name of megatron-core's own schedule for it."""
+
 
 def megatrons_layout(
     num_layers: int, num_ranks: int, num_chunks: int = 1, recompute: Recompute = Recompute.NONE
@@ -52,6 +55,19 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
     return tuple(plans)
 
 
+def in_megatrons_order(request: PlanRequest) -> PlanRequest | None:
+    """The request for megatron-core's own schedule in the same layout, or None if megatron-core has none.
+
+    Args:
+        request: with one placement and one value of `recomputes`.
+    """
+    name = _NAMES.get(request.placement.kind)
+    if name is None or request.vocabulary_parallel or request.pairs:
+        return None
+    recompute = Recompute.NONE if request.recompute is Recompute.PLANNED else request.recompute
+    return replace(request, schedule=name, recomputes=(recompute,), offloads=False, spread=0.0, time_between=0.0)
+
+
 def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
     """The plan of a layout with megatron-core's own schedule.
 
@@ -71,13 +87,15 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:
     """The plan of megatron-core's own schedule, which has a separate R before each B under full recomputation."""
-    name = "1f1b" if layout.placement.kind == "linear" else "interleaved-1f1b"
+    name = _NAMES[layout.placement.kind]
     whole_groups = request.num_microbatches % layout.placement.num_ranks == 0
     if request.pairs and layout.placement.kind == "interleaved" and whole_groups:
         name = "interleaved-pairs"
     if layout.recompute is Recompute.PLANNED:
         layout = replace(layout, recompute=Recompute.NONE)
-    return plan_layout(replace(request, schedule=name, offloads=False), layout)
+    return plan_layout(
+        replace(request, schedule=name, costs=request.model.with_fused_backwards, offloads=False), layout
+    )
 
 
 def capacity_of_multiple(

@@ -18,17 +18,20 @@ from megatron.zero_bubble.schedule.timeline import Idle, Timeline
 
 @dataclass(frozen=True)
 class MegatronsTime:
-    """Time of a step under megatron-core's own schedule on Megatron's split, predicted when the layout was chosen.
+    """Time of a step under megatron-core's own schedule: on Megatron's split, predicted when the layout was chosen, or
+    in the layout of the run, measured.
 
     Attributes:
         milliseconds: predicted time of the step.
         work: milliseconds of F, B and W of one microbatch on all ranks together, with the costs of the prediction.
             Operations on vocabulary shards are left out, because that split has none, and they contain waits for
             other ranks.
+        is_same_layout: whether the time was measured in the layout of the run.
     """
 
     milliseconds: float
     work: float
+    is_same_layout: bool = False
 
     def with_costs(self, costs: StageCosts) -> float:
         """The predicted milliseconds, scaled by the work with new costs divided by `work`."""
@@ -70,7 +73,7 @@ class Prediction:
     recompute: Recompute = Recompute.NONE
     """Recomputation of the run, which the 1F1B of the comparison has too."""
     megatrons: MegatronsTime | None = None
-    """Time on Megatron's split; None if the run has that split."""
+    """Time under megatron-core's own schedule; None to predict it from the costs, for the same layout."""
     lengths: tuple[float, ...] = ()
     """Relative lengths of the microbatches, as in `simulate`."""
 
@@ -97,13 +100,15 @@ class Prediction:
     def gain(self) -> Gain:
         """Predicted speedup over megatron-core's 1F1B.
 
-        If `megatrons` is given, 1F1B runs on Megatron's split, and the speedup is the ratio of the makespans. Otherwise
-        1F1B has the same work on every rank, and the speedup is the ratio of the longest spans of a rank. Under full
-        recomputation 1F1B recomputes every microbatch in its backward; otherwise it keeps all activations. The time of
-        vocabulary shards is part of the backwards of 1F1B.
+        If `megatrons` is given, the speedup is the ratio of the makespans. Otherwise 1F1B has the same work on every
+        rank, and the speedup is the ratio of the longest spans of a rank. Under full recomputation 1F1B recomputes
+        every microbatch in its backward; otherwise it keeps all activations. The time of vocabulary shards is part of
+        the backwards of 1F1B.
         """
         if self.megatrons is not None:
             milliseconds = self.megatrons.with_costs(self.profile.costs)
+            if self.megatrons.is_same_layout:
+                return Gain(milliseconds / self.milliseconds, _KEEPS[self.recompute])
             return Gain(milliseconds / self.milliseconds, "1F1B on Megatron's split", is_over_other_layout=True)
         costs = self.profile.costs.whole_ranks(self.schedule.placement).with_vocabulary_in_weight_gradients()
         if self.recompute is Recompute.FULL:

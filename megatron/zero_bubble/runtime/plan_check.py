@@ -97,3 +97,12 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
     if 2 * sum(after - before for before, after in far) > matters:  # there and back
         before, after = (sum(values) / len(far) for values in zip(*far, strict=True))
         yield Difference("ranks wait as if a message took", before, after)
+
+
+def largest_change(old: StageCosts, new: StageCosts) -> float:
+    """Return the largest relative change of a stage's F + B + W + R."""
+
+    def work(costs: StageCosts, stage: int) -> float:
+        return costs.work(stage) + costs.time_r[stage]
+
+    return max(abs(work(new, stage) / work(old, stage) - 1.0) for stage in range(old.num_stages))

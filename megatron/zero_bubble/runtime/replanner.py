@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from megatron.zero_bubble.planner.expected_time import expected_time
-from megatron.zero_bubble.planner.memory_limit import MemoryLimit
-from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction
+from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction, work_of_stages
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
+from megatron.zero_bubble.runtime.order_trial import SMALL_GAIN, OrderTrial, own_order
 from megatron.zero_bubble.runtime.plan_check import (
     SPAN_TOLERANCE,
-    Difference,
     differences,
+    largest_change,
     with_measured_span,
     with_measured_times,
 )
+from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.runtime.run_costs import RunCosts
-from megatron.zero_bubble.schedule import Infeasible, Schedule, StageCosts, simulate
-from megatron.zero_bubble.schedule.formats import Profile, Setting
+from megatron.zero_bubble.schedule import Infeasible, Schedule, simulate
+from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.host_link import with_copies_everywhere
 from megatron.zero_bubble.schedule.pairs import PAIRED, half_apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
@@ -38,55 +39,6 @@ _UNSETTLED = 2
 """The first steps with a new plan, which are not compared with it."""
 _WORTHWHILE = 0.005
 """Minimum relative gain for which a corrected plan replaces the running plan."""
-
-ModelDescription = Mapping[str, Setting]
-
-
-@dataclass(frozen=True)
-class PlanningOptions:
-    """Settings of a run's profiling and planning.
-
-    Attributes:
-        first_step, last_step: the steps that are profiled, both included, unless a profile is given.
-        model: the settings of the model that the costs depend on.
-        memory_limit: None for the schedule's own.
-        profile: costs to plan with before the first step.
-        threshold: relative change of a stage's time that starts planning again; 0 for never.
-        limits: bytes that the operations of every rank may need, where its layout was chosen under that limit; they
-            come before `memory_limit`.
-        megatrons: what the layout is compared with, if it was chosen in place of Megatron's split.
-    """
-
-    first_step: int
-    last_step: int
-    model: ModelDescription
-    memory_limit: MemoryLimit | None = None
-    profile: Profile | None = None
-    threshold: float = 0.0
-    limits: tuple[float, ...] | None = None
-    megatrons: MegatronsTime | None = None
-
-    @property
-    def has_absolute_limit(self) -> bool:
-        """Whether the memory limit is in bytes, or all that is free, and not a multiple of the memory of 1F1B."""
-        return self.memory_limit is not None and self.memory_limit.multiple is None
-
-
-@dataclass(frozen=True)
-class Report:
-    """One decision of the `Replanner`, for the log."""
-
-    prediction: Prediction
-    is_new_plan: bool
-    """Whether the schedule was made from the costs; otherwise they are only used to predict."""
-    memory_limit: tuple[float, ...] | None
-    """The memory limit of every rank, in bytes; None for the schedule's own."""
-    step: int
-    """The last step whose times are in the costs; 0 if the costs were given."""
-    differences: tuple[Difference, ...] = ()
-    """Differences between measured times and the times in the costs of the previous plan."""
-    ratio_of_pairs: float | None = None
-    """How many times as long F and B take as one operation as one after the other; None if that was not measured."""
 
 
 class Replanner:
@@ -127,6 +79,7 @@ class Replanner:
         """Numbers of microbatches whose schedule was made from the present profile."""
         self._groups: dict[int, tuple[int, ...]] = {}
         """Number of microbatches -> the groups of layers in the schedule that runs."""
+        self._trial: OrderTrial | None = None
         measured.send_steps_to(self._collect)
 
     @property
@@ -135,8 +88,9 @@ class Replanner:
         return self._profile if self._planned_for else None
 
     def let_microbatches_differ(self) -> None:
-        """Plan for the mean of the measured costs from now on, because microbatches have other shapes."""
+        """Plan for the mean of the measured costs, and compare no steps, because microbatches have other shapes."""
         self._measured.center = statistics.fmean
+        self._options = replace(self._options, tries_own_order=False)
 
     def measures_memory(self, step: int) -> bool:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
@@ -179,8 +133,12 @@ class Replanner:
             return None  # of pairs only the time of both is measured
         if self._is_checked(step):
             self._checked_numbers.add(num_microbatches)
-        if step == self._check_at and self._checked_numbers == {num_microbatches}:
-            return self._check(num_microbatches)
+        if step == self._check_at:
+            is_comparable = self._checked_numbers == {num_microbatches}
+            if self._trial is not None:
+                return self._end_trial(num_microbatches, is_comparable=is_comparable)
+            if is_comparable:
+                return self._check(num_microbatches)
         if self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
             return self._look_for_drift(step, num_microbatches)
         return None
@@ -239,20 +197,34 @@ class Replanner:
         self._planned_for.add(num_microbatches)
 
     def _check(self, num_microbatches: int) -> RunSchedules | None:
-        """Compare the plan with the steps that ran it; where it had times wrong, correct them and plan again.
+        """Compare the plan with the steps that ran it, correct it, and try megatron-core's own order if that may win.
 
-        A collective call. The plan stays unless the corrected one is faster at the corrected costs.
+        A collective call.
+        """
+        span = self._measured.add_checked(self._checked)
+        new, span = self._corrected(span, num_microbatches)
+        return self._begin_trial(span, num_microbatches) or new
+
+    def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
+        """Where the plan had times wrong, correct them and plan again; a collective call.
+
+        The plan stays unless the corrected one is faster at the corrected costs.
+
+        Args:
+            span: measured milliseconds of a step.
+
+        Returns:
+            The new plan, if there is one, and the milliseconds of a step with the plan that goes on.
         """
         old, running = self._profile, self._current.schedule(num_microbatches)
         assert old is not None
-        span = self._measured.add_checked(self._checked)
         measured = self._measure(num_microbatches, statistics.fmean)
         costs = with_measured_times(old.costs, measured.costs)
         if span > simulate(running, costs).cost * (1 + SPAN_TOLERANCE):
             costs = with_measured_span(costs, running, span)
         changes = tuple(differences(old.costs, costs))
         if not changes:
-            return None
+            return None, span
         self._profile, self._step = replace(old, costs=costs, noise=measured.noise), self._check_at
         self._planned_for = set()
         plan, limit = self._planned(num_microbatches)
@@ -264,7 +236,54 @@ class Replanner:
         self._adopt(plan if is_new else self._current, num_microbatches)
         prediction = self.predict(self._current.schedule(num_microbatches))
         self._report(Report(prediction, is_new, limit, self._step, changes))
-        return plan if is_new else None
+        return (plan, span * after / before) if is_new else (None, span)
+
+    def _begin_trial(self, span: float, num_microbatches: int) -> RunSchedules | None:
+        """Return megatron-core's own order if it is to be tried, else None.
+
+        Args:
+            span: milliseconds of a step with the current plan.
+        """
+        planned = self._current
+        if not self._options.tries_own_order or not planned.adapts or self._options.megatrons is not None:
+            return None
+        gain = self.predict(planned.schedule(num_microbatches)).gain.times
+        own = own_order(planned, num_microbatches) if gain < SMALL_GAIN else None
+        if own is None:
+            return None
+        self._trial = OrderTrial(own, planned, span)
+        self._check_at += CHECK_AFTER
+        self._checked_numbers.clear()
+        return own
+
+    def _end_trial(self, num_microbatches: int, *, is_comparable: bool) -> RunSchedules | None:
+        """Go on with the faster order; a collective call.
+
+        Args:
+            is_comparable: whether all steps of the trial had as many microbatches as the steps before; otherwise the
+                planned order goes on.
+        """
+        trial, self._trial = self._trial, None
+        old = self._profile
+        assert trial is not None
+        assert old is not None
+        if not is_comparable:
+            self._checked.clear()
+            return trial.planned
+        result = trial.result(self._measured.add_checked(self._checked))
+        self._step = self._check_at
+        if not result.keeps_planned:
+            measured = self._measure(num_microbatches, statistics.fmean)
+            self._profile = replace(old, costs=with_measured_times(old.costs, measured.costs))
+            self._plan = self._current = trial.own
+        prediction = self.predict(self._current.schedule(num_microbatches))
+        if result.keeps_planned:
+            # The measured ratio of both orders replaces the predicted ratio.
+            milliseconds = prediction.milliseconds * result.own_span / result.planned_span
+            self._megatrons = MegatronsTime(milliseconds, work_of_stages(old.costs), is_same_layout=True)
+            prediction = replace(prediction, megatrons=self._megatrons)
+        self._report(Report(prediction, result.keeps_planned, None, self._step, trial=result))
+        return trial.planned if result.keeps_planned else None
 
     def predict(self, schedule: Schedule) -> Prediction:
         """Predict time and memory of a schedule from the measured costs."""
@@ -280,7 +299,7 @@ class Replanner:
         assert old is not None
         # Memory and messages do not drift and are measured only once.
         costs = with_measured_times(old.costs, new.costs)
-        if _largest_change(old.costs, costs) <= self._options.threshold:
+        if largest_change(old.costs, costs) <= self._options.threshold:
             return None
         self._profile, self._step = replace(old, costs=costs, noise=new.noise), step
         self._planned_for = set()
@@ -298,12 +317,3 @@ class Replanner:
             profile.placement, profile.costs, num_microbatches, free, profile.inside_ranks, self._plan.recompute
         )
         return (in_bytes,) * profile.placement.num_ranks
-
-
-def _largest_change(old: StageCosts, new: StageCosts) -> float:
-    """Return the largest relative change of a stage's F + B + W + R."""
-
-    def work(costs: StageCosts, stage: int) -> float:
-        return costs.work(stage) + costs.time_r[stage]
-
-    return max(abs(work(new, stage) / work(old, stage) - 1.0) for stage in range(old.num_stages))

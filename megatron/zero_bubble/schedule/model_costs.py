@@ -79,6 +79,20 @@ class ModelCosts:
     """Time between two operations of a rank."""
     spread: float = 0
     """Half the interquartile range of a duration, divided by its median."""
+    fused_backward: float = 0
+    """Time of a backward that computes both gradients at once, divided by the time of B and W; 0 if unknown."""
+
+    @property
+    def with_fused_backwards(self) -> ModelCosts:
+        """The costs of a schedule whose backwards compute both gradients at once, as in megatron-core's schedules."""
+        factor = self.fused_backward or 1
+
+        def fused(unit: UnitCosts) -> UnitCosts:
+            exchanged = min(unit.all_to_all_b, factor * unit.time_b)
+            return replace(unit, time_b=factor * unit.time_b, time_w=factor * unit.time_w, all_to_all_b=exchanged)
+
+        layers = tuple(map(fused, self.layers))
+        return replace(self, embedding=fused(self.embedding), layers=layers, output=fused(self.output))
 
     def vocabulary_parallel(self, num_ranks: int) -> ModelCosts:
         """The costs of the same model with the embedding and the output layer in equal shards on all ranks.

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
-from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.schedule import TimedOp, Timeline
 from megatron.zero_bubble.schedule.analysis import causes
 from megatron.zero_bubble.schedule.draw import to_svg

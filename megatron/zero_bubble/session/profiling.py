@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
-from megatron.zero_bubble.runtime.replanner import PlanningOptions, Report
+from megatron.zero_bubble.runtime.plan_report import PlanningOptions, Report
 from megatron.zero_bubble.schedule import Placement, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile, profile_from_json, profile_to_json
 from megatron.zero_bubble.session.aliases import DEFAULT_WINDOW

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.planner import Plan
 from megatron.zero_bubble.runtime.channel_memory import ChannelMemory
-from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.schedule import Idle, Placement, StageCosts
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
@@ -142,6 +142,8 @@ def describe_plan(report: Report) -> str:
     lines = [f" > zero-bubble plan; times {source}"]
     if report.differences:
         lines.append(f"     compared with the plan before: {'; '.join(map(str, report.differences))}")
+    if report.trial is not None:
+        lines.append(f"     measured in both orders: {report.trial}")
     lines += _costs_table(costs, placement)
     origin = "planned" if report.is_new_plan else "kept"
     limits = report.memory_limit or ()

@@ -27,8 +27,8 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
 from megatron.zero_bubble.runtime.communicator import HostCommunicator, TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
+from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.runtime.recorder import device_clock
-from megatron.zero_bubble.runtime.replanner import Report
 from megatron.zero_bubble.runtime.replica_waits import ReplicaWaits, Waits
 from megatron.zero_bubble.runtime.rollback import make_rollback
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore

@@ -23,7 +23,7 @@ from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.step_call import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
 from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
-from megatron.zero_bubble.runtime.replanner import Report
+from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Infeasible, Placement

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.mcore.transformer_engine import check_transformer_engine
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.runtime.replanner import PlanningOptions
+from megatron.zero_bubble.runtime.plan_report import PlanningOptions
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
@@ -120,6 +120,10 @@ def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayo
         if planning is not None:
             limits = None if choice.is_megatrons_split else request.limits
             planning = replace(planning, limits=limits, megatrons=choice.megatrons)
+    if planning is not None and flags.zero_bubble_schedule is None:
+        is_own_layout = choice is None or choice.is_megatrons_split
+        can_compare = is_own_layout and not flags.interlocks_iterations and not settings.is_layout_open
+        planning = replace(planning, tries_own_order=can_compare)
     return replace(settings, plan=plan, planning=planning)
 
 

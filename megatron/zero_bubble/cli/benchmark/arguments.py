@@ -50,9 +50,9 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     )
     rounds: int = _count_flag("turns of every schedule", 5)
     warmup: int = _count_flag(
-        "unmeasured iterations at the start of a turn; `auto` plans after the sixth, and may correct the plan after "
-        "the fourteenth",
-        15,
+        "unmeasured iterations at the start of a turn; `auto` plans after the sixth, may correct the plan after the "
+        "fourteenth, and may compare its order with megatron-core's until the twenty-second",
+        25,
         7,
     )
     iterations: int = _count_flag("measured iterations of a turn", 20)

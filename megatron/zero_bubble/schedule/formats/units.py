@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 _NAMES = tuple(field.name for field in fields(UnitCosts))
-_MEASURED = ("time_exchange", "time_collective", "latency_collective", "time_between", "spread")
+_MEASURED = ("time_exchange", "time_collective", "latency_collective", "time_between", "spread", "fused_backward")
 """Fields of `ModelCosts` that a job measures; zeros by default."""
 _MAY_BE_NEGATIVE = ("memory_b", "memory_w")
 _LARGEST = 1e20

@@ -1,0 +1,68 @@
+"""Compares a planned order with megatron-core's own order of the same layout by running both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.zero_bubble.planner.megatrons_split import in_megatrons_order
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
+from megatron.zero_bubble.schedule import ScheduleError
+
+SMALL_GAIN = 1.05
+"""Largest predicted gain over megatron-core's own order for which both orders are measured."""
+WORTHWHILE = 1.005
+"""Least measured gain for which the planned order goes on."""
+
+
+@dataclass(frozen=True)
+class OrderTrial:
+    """A few steps of megatron-core's own order, after which the faster order goes on.
+
+    Attributes:
+        own: the schedules of megatron-core's own order.
+        planned: the schedules of the planned order.
+        planned_span: milliseconds of a step in the planned order.
+    """
+
+    own: RunSchedules
+    planned: RunSchedules
+    planned_span: float
+
+    def result(self, own_span: float) -> TrialResult:
+        """The result, for the measured milliseconds of a step in megatron-core's own order."""
+        return TrialResult(self.own.name, own_span, self.planned_span)
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The measured milliseconds of a step in both orders."""
+
+    own_name: str
+    own_span: float
+    planned_span: float
+
+    @property
+    def keeps_planned(self) -> bool:
+        """Whether the planned order is faster by the factor `WORTHWHILE`."""
+        return self.planned_span * WORTHWHILE <= self.own_span
+
+    def __str__(self) -> str:
+        decision = "goes on" if self.keeps_planned else f"gives way to {self.own_name}"
+        return f"{self.own_name} {self.own_span:.1f} ms, the planned order {self.planned_span:.1f} ms: it {decision}"
+
+
+def own_order(plan: RunSchedules, num_microbatches: int) -> RunSchedules | None:
+    """The schedules of megatron-core's own order for the layout of a plan.
+
+    Returns:
+        The schedules; None if megatron-core has no such order, or it does not fit in the memory limit of the plan.
+    """
+    request = in_megatrons_order(plan.request)
+    if plan.given is not None or request is None:
+        return None
+    own = RunSchedules(request)
+    try:
+        own.schedule(num_microbatches)
+    except ScheduleError:
+        return None
+    return own
