@@ -1,13 +1,13 @@
 """Zero-bubble pipeline parallelism for Megatron, as a layer on the unmodified megatron-core.
 
-- `enable` and `disable` put zero bubble into a training script of Megatron-LM's, as `python -m megatron.zero_bubble`
-  does.
+- `enable` adds zero bubble to a training script of Megatron-LM, as `python -m megatron.zero_bubble` does; `disable`
+  removes it.
 - `Pipeline`, `PipelineOptions`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without
   Megatron.
 - `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` add zero bubble to a training loop of
-  your own, with `shard_vocabulary` for a vocabulary on all ranks, and `LookAhead` for data of different lengths.
-- `megatron.zero_bubble.planner` plans, and `megatron.zero_bubble.schedule` simulates, validates and draws schedules;
-  neither needs torch.
+  your own; `shard_vocabulary` spreads the vocabulary over all ranks, and `LookAhead` is for data of different lengths.
+- `megatron.zero_bubble.planner` plans schedules; `megatron.zero_bubble.schedule` simulates, validates and draws
+  schedules; neither package needs torch.
 """
 
 from importlib import import_module
@@ -54,7 +54,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: importing this package imports neither torch nor megatron-core."""
+    """Import a public name at its first use: importing this package imports neither torch nor megatron-core."""
     if name in _MODULES:
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`torchrun ... -m megatron.zero_bubble SCRIPT ARGUMENTS`: see docs/megatron_lm.md."""
+"""Entry point of `torchrun ... -m megatron.zero_bubble SCRIPT ARGUMENTS`, described in docs/megatron_lm.md."""
 
 from __future__ import annotations
 

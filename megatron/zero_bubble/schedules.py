@@ -1,11 +1,11 @@
-"""The drop-in for megatron-core's `get_forward_backward_func`.
+"""The drop-in replacement for megatron-core's `get_forward_backward_func`.
 
     store = WeightGradStore()
     split_weight_gradients(model_chunks, store)                  # before DDP
     forward_backward = get_forward_backward_func("zb-h1", store)
     losses = forward_backward(forward_step_func=..., data_iterator=..., model=..., ...)
 
-The function takes the keyword arguments of megatron-core's own function and ends a step in the same state: all
+`forward_backward` takes the keyword arguments of megatron-core's own function and ends a step in the same state: all
 gradients are in `main_grad`, and `config.finalize_model_grads_func` has run.
 """
 
@@ -31,22 +31,22 @@ def get_forward_backward_func(
     vocabulary_parallel: bool = False,
     orders_microbatches: bool | None = None,
 ) -> ForwardBackward:
-    """Return a function that runs forward and backward of a step with this schedule, in place of megatron-core's.
+    """Return a function that replaces megatron-core's forward-backward function and runs a step with this schedule.
 
     megatron-core's process groups must exist.
 
     Args:
-        schedule: name of a generator (see `schedule.names()`), or a plan.
-        store: the store that the model's linear layers were split with.
-        timeout: for one message between two stages.
-        recompute: "full" for a model with `recompute_granularity="full"`, whose forward then runs again ahead of B, as
-            an operation of the schedule, and no longer within B; by default what a given plan says.
+        schedule: name of a schedule (see `planner.names()`), or the schedules of a run.
+        store: the store that was given to `split_weight_gradients` together with the model.
+        timeout: longest wait for one message between two stages.
+        recompute: "full" for a model with `recompute_granularity="full"`, whose forward then runs again before B as an
+            R, an operation of the schedule, and not within B; None for the recomputation that `schedule` requests.
         vocabulary_parallel: whether `shard_vocabulary` has spread the model's vocabulary over the ranks.
-        orders_microbatches: whether a step takes microbatches that differ in length in an order planned for them; by
-            default where `config.variable_seq_lengths` is on. Results come back in the order of the data.
+        orders_microbatches: whether microbatches of different lengths run in an order that is planned for each step; by
+            default they do if `config.variable_seq_lengths` is on. Results are returned in the order of the data.
 
     Raises:
-        ScheduleError: no generator has this name, or it is for another number of chunks.
+        ScheduleError: no schedule has this name, or the schedule has another number of chunks than `store`.
     """
     if isinstance(schedule, str):
         num_ranks = parallel_state.get_pipeline_model_parallel_world_size()

@@ -308,13 +308,37 @@ def test_the_own_order_is_not_tried_if_microbatches_differ_in_size() -> None:
     assert run.new_plans == [4]
 
 
-def test_a_trial_with_several_numbers_of_microbatches_decides_nothing() -> None:
+@pytest.mark.parametrize("steps_before", [12, 15, 18])
+def test_a_trial_that_another_number_of_microbatches_interrupts_decides_nothing(steps_before: int) -> None:
     run = Run(tries_own_order=True)
     run.fused = 0.5
-    run.steps(15)
-    run.steps(45, m=3)
-    assert run.plan.schedule(3).name == "auto"
+    run.steps(steps_before)
+    assert run.plan.schedule(2).name == "1f1b"
+    for _ in range(20):
+        run.steps(1, m=3)
+        assert run.plan.schedule(3).name == "auto"
+        run.steps(1, m=2)
+        assert run.plan.schedule(2).name == "auto"
     assert all(report.trial is None for report in run.reports)
+
+
+def test_known_numbers_of_microbatches_that_alternate_in_a_trial_decide_nothing() -> None:
+    run = Run(tries_own_order=True)
+    run.fused = 0.5
+    run.steps(4)
+    run.steps(1, m=3)
+    run.steps(7)
+    assert run.plan.schedule(2).name == "auto", "the check was skipped"
+    assert all(report.trial is None for report in run.reports)
+
+
+def test_drift_is_not_looked_for_during_a_trial() -> None:
+    run = Run(tries_own_order=True, threshold=0.1)
+    run.steps(12)
+    run.steps(7, (9.0, 9.0, 9.0))
+    assert run.plan.schedule(2).name == "auto", "the planned order was faster when it was measured"
+    run.steps(41, (9.0, 9.0, 9.0))
+    assert [report.step for report in run.reports][-2:] == [19, 40]
 
 
 def test_the_own_order_stays_for_other_numbers_of_microbatches() -> None:

@@ -9,15 +9,15 @@ After `--` come pretrain_gpt.py's flags, as the job will have them; flags that c
 left out. Defaults are Megatron-LM's: layers are Transformer Engine's unless the flags say --transformer-impl local.
 
 The table shows memory and speed of each schedule. A time is a number of operations divided by the speed that layers
-reach, --device-tflops times --mfu, or a measured time (--profile). Memory is that of the rank that needs most:
-parameters, gradients and the optimizer's states, sharded as --zero-stage says, the activations at the peak of the
-simulated schedule, and --reserved-memory. If no schedule fits, lines below the table show how much recomputation makes
-one fit. Where the training's flags leave the layout of its layers to --zero-bubble, a second table shows the layout
-that it would choose, and the flags that fix it.
+reach, --device-tflops times --mfu, or a measured time (--profile). Memory is shown for the rank that needs the most. It
+is the sum of parameters, gradients and the optimizer's states, sharded as --zero-stage says, the activations at the
+peak of the simulated schedule, and --reserved-memory. If no schedule fits, lines below the table show whether a
+schedule fits with recomputation. If the training's flags leave the layout of the layers to --zero-bubble, a second
+table shows the layout that the training would choose, and the flags that fix this layout.
 
 docs/estimate.md says what is counted. `zero-bubble estimate stragglers --help` is about the cost of a slow replica.
 
-A mistake ends with one line and exit status 2.
+A mistake in the flags ends the command with one line and exit status 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the flags of a command and their values, and turns its result or error into an exit status."""
+"""Reads the flags of a command and their values, and turns the command's result or error into an exit status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FollowingFlags:
     """Flags of `pretrain_gpt.py` that follow `--` on the command line; the training itself parses them."""
 
     following: ClassVar[str] = "<pretrain_gpt.py's flags>"
-    """The part of the command's usage after `--`."""
+    """Text after `--` in the usage line of the command."""
     training_flags: tuple[str, ...] = ()
 
 
@@ -44,7 +44,7 @@ def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str)
     """Return the command that the first word names and the words after it. `--help` prints `usage` and exits.
 
     Raises:
-        ValueError: there is no word, or it names no command.
+        ValueError: the first word is missing, or names no command.
     """
     if not argv:
         raise ValueError("the following arguments are required: COMMAND")
@@ -108,7 +108,7 @@ def _join_negative(words: Sequence[str]) -> list[str]:
 
 
 _SMALLEST, _LARGEST = 1e-20, 1e20
-"""Bounds of a number other than zero, so that results computed from such numbers neither overflow nor underflow."""
+"""Bounds for the absolute value of a nonzero number in a flag, so that results neither overflow nor underflow."""
 
 
 def numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[str], tuple[float, ...]]:

@@ -13,7 +13,7 @@ from megatron.zero_bubble.session.files import write_file
 
 
 def deliver(text: str, output: Path | None) -> None:
-    """Print `text`, or write it to `output`, which appears complete or not at all if it is a regular file.
+    """Print `text`, or write it to the file `output`. A regular file is written completely or not at all.
 
     A reader that closes the standard output early, such as `head`, is no error.
 
@@ -52,7 +52,7 @@ IDLE_HEADS = ("idle", "imbalance", "bubble")
 
 
 def idle_cells(idle: Idle | None) -> tuple[str, str, str]:
-    """Return the idle share and its two parts for a table; empty cells where nothing was measured."""
+    """Return table cells for the idle share and its two parts; the cells are empty if `idle` is None."""
     return ("", "", "") if idle is None else (percent(idle.total), percent(idle.imbalance), percent(idle.bubble))
 
 

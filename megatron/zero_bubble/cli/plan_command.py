@@ -5,13 +5,14 @@
 
     zero-bubble plan --costs units.json --pipeline-size 4 --num-microbatches 16 --own-layers 9,8,8,7
 
-The file has the costs of the embedding, of every layer and of the output (docs/commands.md); a training writes it
-with --zero-bubble-unit-costs-output. The table shows the best plan of every placement, recomputation and place of the
-vocabulary, the chosen one first, then Megatron's split with the same planner and with megatron-core's own schedule.
-With --own-layers your own layout takes the place of Megatron's split: it is chosen unless another one is 2% faster.
-Times and memory have the units of the file. Nothing is trained, and torch is not needed.
+The file of --costs has the costs of the embedding, of every layer and of the output (docs/commands.md); a training
+writes this file with --zero-bubble-unit-costs-output. The table shows the chosen plan first, then the best plan of
+every other combination of placement, recomputation and vocabulary sharding. The last rows show Megatron's split with a
+schedule of this planner and with megatron-core's own schedule. With --own-layers your own layout takes the place of
+Megatron's split: your layout is chosen unless another layout is 2% faster. Times and memory have the units of the file
+of costs. Nothing is trained, and torch is not needed.
 
-A mistake ends with one line and exit status 2.
+A mistake in the flags ends the command with one line and exit status 2.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class PlanFlags(TableFlags):
             raise ValueError(f"argument --own-placement {self.own_placement} needs --own-layers")
 
     def usual_layout(self, num_layers: int, recompute: Recompute) -> Layout:
-        """The layout of --own-layers, or Megatron's."""
+        """The layout of --own-layers; without that flag, Megatron's layout."""
         if self.own_layers is None:
             try:
                 return megatrons_layout(num_layers, self.pipeline_size, recompute=recompute)
@@ -135,7 +136,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """The placements that the flags allow for this number of layers, and the placement of the usual layout."""
+        """The placements that --placement and --num-chunks allow; without these flags, `usual` is among them."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:
@@ -178,10 +179,10 @@ def _run(argv: list[str]) -> None:
 
 
 def request_of(flags: PlanFlags) -> PlanRequest:
-    """Return the request of the flags, whose usual layout is the user's own or Megatron's.
+    """Return the plan request of the flags. Its usual layout is the layout of --own-layers or Megatron's split.
 
     Raises:
-        ValueError: the file of costs cannot be read, or layers, ranks and flags do not fit together.
+        ValueError: the file of costs cannot be read, or the layers cannot be divided among ranks as the flags ask.
     """
     try:
         model = units_from_json(flags.costs.read_text(encoding="utf-8"))
@@ -189,7 +190,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
         raise ValueError(f"argument --costs {flags.costs}: cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, ScheduleError) as error:
         raise ValueError(f"argument --costs {flags.costs}: {error}") from None
-    # Pairs work neither with recomputation nor with vocabulary shards: who asks for these gets a plan without pairs.
+    # Pairs work neither with recomputation nor with vocabulary shards: flags for either give a plan without pairs.
     pairs = model.has_all_to_all and flags.recompute in (None, "none") and flags.vocabulary_parallel != "on"
     by_default = (Recompute.NONE,) if pairs else (Recompute.NONE, Recompute.PLANNED)
     recompute = by_default if flags.recompute is None else (Recompute(flags.recompute),)
@@ -215,7 +216,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return a layout with the time and memory of its plan; memory is of each rank, states included."""
+    """Return the layout, time and memory of a plan as JSON; memory is given for each rank and includes the states."""
     layout, timeline = plan.layout, plan.timeline
     return {
         "placement": layout.placement.kind,

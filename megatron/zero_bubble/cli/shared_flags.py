@@ -21,15 +21,15 @@ from megatron.zero_bubble.session.flags import flag_name
 COSTS_OF_FLAGS = tuple(
     field.name for field in fields(StageCosts) if field.name not in ("memory_outside", *VOCABULARY_COSTS)
 )
-"""The fields of `StageCosts` that have a flag; costs of vocabulary shards come from a file alone."""
+"""The fields of `StageCosts` that have a flag of the same name; the costs of vocabulary shards have no such flag."""
 
 
 @dataclass(frozen=True)
 class CommandFlags:
-    """Base class of a command's flags; subclasses refuse flags that contradict each other in `__post_init__`."""
+    """Base class of a command's flags; in `__post_init__` a subclass refuses flags that contradict each other."""
 
     def __post_init__(self) -> None:
-        """Check the flags together. Raises `ValueError` with a message of one line."""
+        """Check that the flags do not contradict each other. Raises `ValueError` with a message of one line."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class ResultFlags(FileFlags):
 
     json: bool = flag("print JSON", False)
     draws: ClassVar[bool] = False
-    """Whether the command draws a picture if the file's suffix stands for one."""
+    """Whether the command draws a picture if the suffix of --output is an image format."""
 
     def deliver(self, document: Any, text: str) -> None:
-        """Print or write `document` as JSON if the flags ask for JSON, else `text`."""
+        """Print or write `document` as JSON if --json is given, otherwise `text`."""
         deliver(to_json(document) if self.json else text, self.output)
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ def _cost_flag(text: str, metavar: str = "T", at_least: float = 0) -> Any:
 
 
 def host_bandwidth_flag(of: str) -> Any:
-    """Return the flag for the speed of the host link; `of` names the costs that it completes."""
+    """Return the flag --host-bandwidth for the host link; `of` describes the flag that --host-bandwidth requires."""
     return flag(
         f"speed of a device's link to its host in each direction, in GB/s: with {of}, copies take what it says, in "
         "place of what was measured",
@@ -145,7 +145,7 @@ class CostFlags(CommandFlags):
     no_overlap_communication: bool = flag("sender and receiver compute nothing while a message is on its way", False)
 
     default_time: ClassVar[float] = 1
-    """Time of each of F, B and W that no flag gives."""
+    """Default time of F, of B and of W, for each of them without a flag."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

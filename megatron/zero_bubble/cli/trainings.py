@@ -30,10 +30,11 @@ def complete_training(
 
     Args:
         has_cuda: whether the ranks will have CUDA devices.
-        for_this_machine: whether the training is to run here. If not, installed packages and permissions are ignored.
+        for_this_machine: whether the training is to run on this machine. If not, its packages, devices and permissions
+            are not checked.
 
     Raises:
-        ValueError: the training would refuse the flags; the message is the training's own line.
+        ValueError: the training would refuse the flags; the message is the training's own error message.
     """
     # The trainer's flags are fields of megatron-core, which `zero-bubble check` may have yet to provide.
     from megatron.zero_bubble.trainer.arguments import parse_arguments
@@ -54,7 +55,7 @@ def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_
 
 
 def failure_reason(log: str) -> str | None:
-    """Return the error in a training's log: its own line, else the first exception's line; None if there is none."""
+    """Return a training's error from its log: its own message, else the line of the first exception, else None."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for line in lines:
         if ": error: " in line:
@@ -94,10 +95,10 @@ def one_process(args: Arguments) -> Iterator[None]:
 def rank_model(
     args: Arguments, placement: Placement, rank: int, store: WeightGradStore | None
 ) -> list[torch.nn.Module]:
-    """Build the model chunks of one pipeline rank of `placement`, as training does; call it within `one_process`.
+    """Build the model chunks of one pipeline rank as training does; call this function within `one_process`.
 
-    The pipeline size is the placement's, whatever the arguments say. Tied embeddings are not supported, because they
-    need the other ranks. Without a `store` the layers are not split.
+    The pipeline size is the number of ranks of `placement`, whatever `args` says. Tied embeddings are not supported,
+    because they need the other ranks. Without a `store`, the backward of the layers is not split into B and W.
     """
     from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer.model import build_model, transformer_config

@@ -98,9 +98,10 @@ def help_text() -> str:
 
 
 def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> list[str]:
-    """The script's arguments, with the Megatron-LM flags added that the launcher's flags imply.
+    """The script's arguments, followed by the Megatron-LM flags that the launcher's flags imply.
 
-    A schedule with several model chunks a rank adds the flag for that number unless the script has one, or a pattern.
+    A schedule with several model chunks a rank adds the flag for their number, unless the script's arguments give the
+    number, a layout or a layer pattern.
     """
     given = {argument.split("=")[0] for argument in arguments}
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
@@ -156,7 +157,7 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
     """Refuse numbers of ranks, stages, layers and microbatches that contradict each other.
 
     Raises:
-        SessionError: the first contradiction; Megatron-LM or the checks of `Run` would refuse it later.
+        SessionError: two numbers contradict each other; Megatron-LM or the checks of `Run` would refuse them later.
     """
     if any(argument.split("=")[0] in _READ_ELSEWHERE for argument in arguments):
         return

@@ -34,7 +34,7 @@ _PATTERNS = (
 
 
 class ScriptHooks:
-    """Makes the hooks, and holds the state that they share. The run begins when the script makes its process groups."""
+    """Makes the hooks, and holds the state that they share. A run begins when the script makes its process groups."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
@@ -53,7 +53,7 @@ class ScriptHooks:
             yield from replica_hooks(lambda: self.script_run.replicas)
 
     def _layout_hooks(self) -> Iterator[Hook]:
-        """The hooks that choose the layout, and give it to the model's configuration."""
+        """The hooks that choose the layout, and give the layout to the model's configuration."""
         yield Hook(
             "megatron.training.arguments:validate_args",
             ("args",),
@@ -131,7 +131,7 @@ class ScriptHooks:
         )
 
     def _step_hooks(self) -> Iterator[Hook]:
-        """The hooks that run a step, and add to its log line."""
+        """The hooks that run a training step, and extend its log line."""
         yield Hook(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
             (),
@@ -166,7 +166,7 @@ class ScriptHooks:
         )
 
     def needed(self) -> Iterator[Needed]:
-        """Functions that are called but not hooked, and that differ between versions or may change."""
+        """Functions of Megatron that are called but not hooked, and that differ between versions or may change."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
@@ -210,7 +210,7 @@ class ScriptHooks:
 
     @property
     def script_run(self) -> Run:
-        """The run of Megatron-LM's trainer, whose functions only that calls."""
+        """The run of Megatron-LM's trainer, for hooks around functions that only this trainer calls."""
         assert isinstance(self._run, Run)
         return self._run
 
@@ -222,7 +222,7 @@ class ScriptHooks:
         return run.begin(call)
 
     def _in_script(self, handle: Callable[[Run, Call], Any], call: Call) -> Any:
-        """Handle a call in a run of Megatron-LM's trainer; another loop calls the original."""
+        """Handle a call in a run of Megatron-LM's trainer; in another loop, call the original function."""
         return handle(self._run, call) if isinstance(self._run, Run) else call.proceed()
 
     def check_trained(self) -> None:
@@ -243,7 +243,7 @@ class ScriptHooks:
 
 
 def _script_arguments() -> Namespace | None:
-    """The arguments of Megatron-LM's trainer; None where another loop trains."""
+    """The arguments of Megatron-LM's trainer; None if another loop trains."""
     if "megatron.training.global_vars" not in sys.modules:
         return None
     from megatron.training.global_vars import get_args

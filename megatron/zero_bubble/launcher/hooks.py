@@ -45,7 +45,7 @@ class Needed:
         path: `module:function` or `module:Class.method`.
         parameters: names of parameters that the function must have.
         reason: why the launcher needs the function; the documentation shows it.
-        versions: versions of megatron-core, as `0.16`, that have the function; empty for all supported ones.
+        versions: versions of megatron-core, as `0.16`, that have the function; empty for all supported versions.
     """
 
     path: str
@@ -66,13 +66,13 @@ class Needed:
 
 @dataclass(frozen=True)
 class Hook(Needed):
-    """A function that is replaced: `around` is called instead with the `Call`, and the caller gets its result."""
+    """A function that is replaced: `around` is called with the `Call`, and its result is returned to the caller."""
 
     around: Callable[[Call], Any]
 
 
 def minor_version(version: str) -> str:
-    """`0.16` of `0.16.1rc0`."""
+    """The first two numbers of a version: `0.16` of `0.16.1rc0`."""
     return ".".join(version.split(".")[:2])
 
 
@@ -87,7 +87,7 @@ class Target:
 
 
 class InstalledHooks:
-    """Hooks in place of their functions, in every module that imported a function by name, until `restore()`.
+    """Puts hooks in place of functions, also in modules that imported a function by name, until `restore()`.
 
     All functions are checked before the first is replaced.
 
@@ -142,7 +142,7 @@ def _make_replacement(hook: Hook, target: Target) -> Function:
 
 
 def _replace_everywhere(changes: Iterable[tuple[Target, Function, Function]]) -> None:
-    """Replace functions in their owners and in all modules that imported them by name: (target, old, new) of each."""
+    """Replace functions in owners and in modules that imported them by name; each change is (target, old, new)."""
     replacements: dict[int, Function] = {}
     for target, old, new in changes:
         setattr(target.owner, target.attribute, new)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.hook_table import ScriptHooks
 
 SUPPORTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
-"""Versions of megatron-core that the hooks are tested with; docs/megatron_versions.md says which were tried."""
+"""Versions of megatron-core that the hooks are tested with; docs/megatron_versions.md names the exact releases."""
 
 
 class Launch:
@@ -27,12 +27,12 @@ class Launch:
         flags: the launcher's flags; without a schedule only the substitutions for a CPU are applied.
 
     Raises:
-        SessionError: megatron-core is missing or not supported, a hooked function is not as expected, or there is no
-            CUDA device.
+        SessionError: megatron-core is missing or not supported, a hooked function is missing or lacks a parameter, or
+            there is no CUDA device.
     """
 
     enabled: ClassVar[Launch | None] = None
-    """The launch with a schedule that is in place in this process."""
+    """The launch whose schedule is enabled in this process; None if no schedule is enabled."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self._cpu: CpuSubstitution | None = None
@@ -104,11 +104,11 @@ def supported_version() -> str:
 def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object) -> None:
     """Train in this process with a zero-bubble schedule.
 
-    Every rank calls it: before Megatron-LM's `pretrain`, or in another loop before the model is built.
+    Every rank must call this function before Megatron-LM's `pretrain` or, in another loop, before the model is built.
 
     Args:
-        schedule: the value of `--zero-bubble-schedule`; None plans a schedule from measured times, as `--zero-bubble`.
-        cpu: run on a machine without CUDA, as `--zero-bubble-cpu`.
+        schedule: the value of `--zero-bubble-schedule`; None plans a schedule from measured times like `--zero-bubble`.
+        cpu: run on a machine without CUDA, like `--zero-bubble-cpu`.
         settings: other flags by name: `memory_limit="1.5"` is `--zero-bubble-memory-limit 1.5`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Training runs of a loop over megatron-core that is not Megatron-LM's: its models tell what the schedules need."""
+"""Training runs of a loop over megatron-core other than Megatron-LM's; the loop's models give the job's settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEED_MEGATRON_LM = {
     "hierarchical_sgd": "it has to know when the loop logs, evaluates and saves",
     "zero_bubble_seed_by_layer": "it has to know the loop's seed",
 }
-"""Settings that only Megatron-LM's trainer can have, and why."""
+"""Settings that work only with Megatron-LM's trainer, and the reasons."""
 
 
 @dataclass
@@ -42,10 +42,10 @@ class _Model:
 
 
 class LoopRun:
-    """The models of one process and their steps; with the same hooks as `Run`.
+    """Runs the steps of all models of one process. The class has the same hooks as `Run`.
 
-    A loop may build several models, such as an actor and a critic. Each that it wraps in megatron-core's DDP runs under
-    the schedule; a model without DDP, which can only be evaluated, runs under megatron-core's own.
+    A loop may build several models, such as an actor and a critic. A model in megatron-core's DDP runs under a
+    zero-bubble schedule; a model without DDP can only be evaluated, and runs under megatron-core's own schedule.
     """
 
     had_nothing_to_train = False
@@ -60,11 +60,11 @@ class LoopRun:
 
     @property
     def num_steps(self) -> int:
-        """Training steps done."""
+        """Number of training steps that all models have done."""
         return sum(model.session.num_steps for model in self._models)
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of a model: check its configuration, and prepare it for its schedule.
+        """Hook around the constructor of a model: check the model's configuration, and prepare it for the schedule.
 
         Raises:
             SessionError: the configuration has a setting that no zero-bubble schedule supports.
@@ -78,7 +78,7 @@ class LoopRun:
         model.built.append(call["self"])
 
     def _begin_model(self, call: Call) -> _Model:
-        """The model whose first chunk the call builds."""
+        """Make the entry of the model whose first chunk the call builds."""
         flags = flags_of_loop(call["config"], self._flags)
         if pattern := call.get("hybrid_layer_pattern"):
             num_layers = len(HybridPattern.parse(pattern).symbols)
@@ -113,7 +113,7 @@ class LoopRun:
             model.chunks.append(call["self"])
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Hook around `get_forward_backward_func`: return a function that runs the schedule of its model."""
+        """Hook around `get_forward_backward_func`: return a function that runs the schedule of the given model."""
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:
@@ -138,11 +138,11 @@ class LoopRun:
 
 
 def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
-    """Run one step or evaluation; before the first, start the session with the sizes that the loop gives.
+    """Run one step or evaluation of a model; the first call also starts the session with the loop's batch sizes.
 
     Raises:
         SessionError: no schedule for this number of microbatches fits the memory limit, or the loop's forward step
-            does what the layout does not support.
+            does something that the layout does not support.
     """
     if not model.session.has_started:
         micro_batch_size, data_parallel_size = arguments["micro_batch_size"], model.flags.data_parallel_size
@@ -179,9 +179,9 @@ def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
         model_chunks=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
         decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
-        # Until the first step tells how many microbatches there are.
+        # Provisional: the first step gives the number of microbatches.
         global_batch_size=parallel_state.get_data_parallel_world_size() * num_ranks,
-        # megatron-core sets as many as there are ranks where none is given.
+        # Without a given size, megatron-core sets the number of ranks.
         microbatch_group_size_per_virtual_pipeline_stage=None if group_size == num_ranks else group_size,
         allow_padding_num_layers=True,
     )

@@ -36,9 +36,9 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
 def prepare_path(script: Path) -> None:
     """Set `sys.path` as if Python had started the script itself, and keep this package importable.
 
-    Python puts a script's folder first on `sys.path`; `-m` put the working directory there. The script's folder may
-    hold another `megatron`. If that is a namespace, as ours is, Python merges the two. If it is a package with an
-    `__init__.py`, it takes the name, and our folder is added to its path.
+    Python puts a script's folder first on `sys.path`, but `-m` puts the working directory first. A namespace package
+    `megatron` in the script's folder is merged with ours by Python. If a `megatron` in the script's folder has an
+    `__init__.py`, that package becomes `sys.modules["megatron"]`, and our folder is added to its path.
     """
     sys.path[0] = str(script.resolve().parent)
     spec = PathFinder.find_spec(_NAMESPACE, sys.path)
@@ -49,7 +49,7 @@ def prepare_path(script: Path) -> None:
 
 
 def _adopt(spec: ModuleSpec) -> None:
-    """Import the `megatron` package that the script would import, and add our modules to it."""
+    """Import the `megatron` package that the script would import, and add this project's modules to the package."""
     ours = {name: module for name, module in sys.modules.items() if name.startswith(f"{_NAMESPACE}.")}
     package = module_from_spec(spec)
     sys.modules[_NAMESPACE] = package

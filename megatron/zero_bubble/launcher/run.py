@@ -30,7 +30,7 @@ _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
 
 
 class Run:
-    """The training run of a script. It is made after the script parsed its arguments and before its process groups.
+    """The training run of a script, made after the script has parsed its arguments and before it makes process groups.
 
     Args:
         script: the script's arguments, from Megatron-LM's `get_args()`.
@@ -53,7 +53,7 @@ class Run:
         self._built: list[torch.nn.Module] = []
         """The model chunks of this rank that the script has built."""
         self._chunks: list[torch.nn.Module] = []
-        """The same, wrapped in DDP."""
+        """The model chunks of this rank, wrapped in DDP."""
         self._optimizer: Any = None
         """The script's optimizer, if a hook keeps it."""
         self.units = ScriptUnits(script, job.flags)
@@ -62,15 +62,15 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """The hooks for the stages of the layout, before anything is built; they change nothing while it is open.
+        """The hooks for the stages of the layout, made before the model is built; without effect for an open layout.
 
         Args:
-            is_chosen: whether the layout was chosen, and differs from that of the script's arguments.
+            is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.
         """
         job, placement = self.session.job, self.session.job.first_placement
         has_copy = not job.flags.untie_embeddings_and_output_weights or job.flags.mtp_num_layers
         if has_copy and placement.rank_of(0) == placement.rank_of(placement.num_stages - 1):
-            # It divides a rank's weights among replicas by their names, and then saves both copies of the embedding.
+            # Fully parallel saving divides a rank's weights by name among replicas and saves both embedding copies.
             self._script.ckpt_fully_parallel_save = False
         layout = None
         if job.flags.pattern is None and (is_chosen or placement.kind == "v"):
@@ -78,10 +78,10 @@ class Run:
         return ScriptStages(placement, layout, job.flags.pattern)
 
     def begin(self, call: Call) -> Any:
-        """Hook around `initialize_model_parallel`: make the schedules, and the groups for their placement.
+        """Hook around `initialize_model_parallel`: make the schedules, and the process groups for their placement.
 
         Raises:
-            SessionError: there is no schedule for some number of microbatches, or under the memory limit.
+            SessionError: for some number of microbatches no schedule exists, or none fits the memory limit.
         """
         with users_mistakes():
             self.session.make_schedules()
@@ -89,7 +89,7 @@ class Run:
         return call.proceed()
 
     def set_up_model(self, call: Call) -> Any:
-        """Hook around `setup_model_and_optimizer`: choose the layout if it is open, and let the script build it."""
+        """Hook around `setup_model_and_optimizer`: choose an open layout, and let the script build its model."""
         if self.session.job.is_layout_open and not self.units.is_building:
             is_chosen = settle_layout(self._script, self.session, self.units, call)
             self.stages = self._placed(is_chosen=is_chosen)
@@ -98,14 +98,14 @@ class Run:
         return call.proceed()
 
     def _keep_layout(self) -> None:
-        """Keep Megatron's layout if the script builds a model before another was chosen."""
+        """Keep Megatron's layout if the script builds a model before another layout was chosen."""
         if self.session.job.is_layout_open:
             reason = "the script builds its model without Megatron-LM's setup_model_and_optimizer"
             keep_megatrons_layout(self._script, self.session, reason)
             self.stages = self._placed()
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of a model: check its configuration, and build the chunk of its stage.
+        """Hook around the constructor of a model: check the model's configuration, and build the chunk of a stage.
 
         Raises:
             SessionError: the configuration has a setting that no zero-bubble schedule supports.
@@ -123,7 +123,7 @@ class Run:
         self.stages.finish(self._built)
 
     def select_layers(self, call: Call) -> Any:
-        """Hook around `select_pipeline_segment`: the layers of a chunk, and how many are before it."""
+        """Hook around `select_pipeline_segment`: return a chunk's layers, and the number of layers before the chunk."""
         if self.units.is_building:
             return self.units.select_layers(call)
         return self.stages.select(call)
@@ -131,7 +131,8 @@ class Run:
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk.
 
-        Scripts wrap their chunks when all of them are built: before the first, the vocabulary is spread over the ranks.
+        Scripts wrap chunks after building all of them. Before the first chunk is wrapped, the vocabulary is spread over
+        the ranks.
         """
         if self.units.is_building:
             self.units.wrap_in_ddp(call)
@@ -151,11 +152,11 @@ class Run:
         return self.forward_backward
 
     def forward_backward(self, **arguments: Any) -> list[Any]:
-        """Run one step or evaluation; the drop-in for megatron-core's forward-backward function.
+        """Run one step or evaluation; the replacement for megatron-core's forward-backward function.
 
         Raises:
             SessionError: no schedule for this number of microbatches fits the memory limit, or the script's forward
-                step does what the layout does not support.
+                step does something that the layout does not support.
         """
         if not self.session.has_started:
             self._start()
@@ -171,7 +172,7 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Training steps done."""
+        """Number of training steps done."""
         return self.session.num_steps
 
     def keep_optimizer(self, call: Call) -> Any:
@@ -179,7 +180,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`, which the schedule may have taken; replicas average after it."""
+        """Hook around `optimizer.step()`: take the step unless the schedule has taken it, then average replicas."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)
@@ -188,13 +189,13 @@ class Run:
         return outcome
 
     def save(self, call: Call) -> Any:
-        """Hook around `save_checkpoint`: the last step is valid, and replicas have the same state."""
+        """Hook around `save_checkpoint`: first validate the last step and give all replicas the same state."""
         self.session.settle()
         self.replicas.average_before_saving()
         return call.proceed()
 
     def _start(self) -> None:
-        """Start the session, when the model is built and a checkpoint loaded; a collective call."""
+        """Start the session, after the model is built and any checkpoint is loaded; a collective call."""
         iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
             self.session.start(self._chunks, self._optimizer, iteration, self._write_plan)
@@ -211,7 +212,7 @@ class Run:
         return call.proceed()
 
     def _write_plan(self, report: Report) -> None:
-        """Write a plan to the script's TensorBoard and Weights & Biases, which one rank of the script has."""
+        """Write a plan to the script's TensorBoard and Weights & Biases, which only one rank opens."""
         write_plan(report, self.session.iteration, *_writers())
 
     def close(self) -> None:
@@ -226,7 +227,7 @@ class Run:
 
 
 def _writers() -> tuple[Any, Any]:
-    """The script's TensorBoard and Weights & Biases; each is None unless this rank of the script has opened it."""
+    """The script's writers for TensorBoard and Weights & Biases; each is None unless this rank has opened it."""
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     return get_tensorboard_writer(), get_wandb_writer()

@@ -1,4 +1,4 @@
-"""Chooses the layout of a script's model before the script builds it, and makes the script build the chosen one."""
+"""Chooses the layout of a script's model before the script builds it, and makes the script build the chosen layout."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
 )
-"""Arguments of scripts whose models megatron-core does not build from a layout, or not from the arguments alone."""
+"""Script arguments with which megatron-core builds the model from no layout, or not from the arguments alone."""
 _RESHARDED = "torch_dist"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
-    """Hook around `validate_args`: refuse settings before Megatron-LM prints any, and allow uneven stages.
+    """Hook around `validate_args`: refuse settings before Megatron-LM prints its arguments, and allow uneven stages.
 
     Stages may be uneven while the layout is open, and with `--allow-padding-num-layers`.
 
-    Megatron-LM refuses layers that the stages do not divide unless a layout spreads them. Hence it is given one, in
-    place of the number of chunks; if the layout is open, only while it validates the arguments.
+    Megatron-LM refuses a number of layers that the stages do not divide, unless a layout spreads the layers. Hence the
+    hook sets a layout in place of the number of chunks. If the layout is open, the hook removes it afterwards.
     """
     script = call["args"]
     with users_mistakes():
@@ -73,7 +73,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """The most even layout for layers that the stages do not divide; None if they do, or must."""
+    """The most even layout if the stages do not divide the layers; None if they do, or if uneven stages are refused."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
     if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
@@ -86,16 +86,16 @@ def _even_layout(script: Namespace, job: JobFlags) -> str | None:
 
 @users_mistakes()
 def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup: Call) -> bool:
-    """Choose what the flags leave open of the layout, before the call `setup` builds the model; a collective call.
+    """Choose the parts of the layout that the flags leave open, before `setup` builds the model; a collective call.
 
-    A job that goes on from a checkpoint keeps the layout that was chosen for it. Megatron's layout stays where the
-    script's model needs it or its costs cannot be measured.
+    A job that continues from a checkpoint keeps the checkpoint's layout. Megatron's layout is kept if the script's
+    model needs that layout, or if the model's costs cannot be measured.
 
     Returns:
         Whether a layout was chosen.
 
     Raises:
-        SessionError: no layout fits in the memory, or a flag does not work with the chosen one.
+        SessionError: no layout fits in the memory, or a flag does not work with the chosen layout.
     """
     if (saved := _saved_choice(script, session.job)) is not None:
         session.restore_layout(saved, script.load)
@@ -118,7 +118,7 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
 
 @users_mistakes()
 def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> None:
-    """Keep Megatron's layout where another could be chosen, for a reason that is printed; a collective call.
+    """Keep Megatron's layout although another layout could be chosen, and print the reason; a collective call.
 
     Raises:
         SessionError: a flag does not work with Megatron's layout.
@@ -146,7 +146,7 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: Scrip
 
 
 def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
-    """The layout that was chosen for the job whose checkpoint the script loads; None for a new job or other ranks."""
+    """The saved layout of the job whose checkpoint the script loads; None for a new job or other numbers of ranks."""
     load = getattr(script, "load", None)
     if not load or getattr(script, "finetune", False) or not Path(load, _TRACKER).is_file():
         return None
@@ -154,7 +154,7 @@ def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
     def read() -> ChosenLayout | None:
         from megatron.training.checkpointing import load_args_from_checkpoint
 
-        # Ranks communicate in it. It changes its arguments in place, and returns them with the arguments of the
+        # A collective call, which changes its arguments in place, and returns them with the arguments of the
         # checkpoint, if there are any.
         with contextlib.redirect_stdout(io.StringIO()):
             result = load_args_from_checkpoint(copy.copy(script))
@@ -164,7 +164,7 @@ def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
 
 
 def _reason_to_keep(script: Namespace) -> str | None:
-    """Why the model of a script needs Megatron's layout; None if another may be chosen."""
+    """The reason why a script's model needs Megatron's layout; None if another layout may be chosen."""
     if (name := _other_source(script)) is not None:
         return f"with {flag_name(name)} no other is known to work"
     for name in ("load", "pretrained_checkpoint"):
@@ -175,13 +175,13 @@ def _reason_to_keep(script: Namespace) -> str | None:
 
 
 def _other_source(script: Namespace) -> str | None:
-    """The argument of the script, if any, for which megatron-core does not build the model from a layout."""
+    """Name of the script's argument, if any, because of which megatron-core does not build the model from a layout."""
     patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 
 
 def _builds_chunks(setup: Call) -> bool:
-    """Whether the script can build several model chunks a rank, for which its model provider takes `vp_stage`."""
+    """Whether the script can build several model chunks a rank: if its model provider has a parameter `vp_stage`."""
     provider = setup["model_provider_func"]
     if provider is None or getattr(setup.get("cfg_container"), "model", None) is not None:
         return True

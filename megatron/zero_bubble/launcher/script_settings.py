@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.command_line import LaunchFlags
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""Arguments that hold a pattern: Megatron-LM's, and its older name, which it copies to the other."""
+"""Arguments that hold a layer pattern: Megatron-LM copies the older argument, the second, to the first."""
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
@@ -30,9 +30,10 @@ _TAKEN_OVER = "zero_bubble_overlaps_experts"
 
 
 def take_over_overlap(script: Namespace) -> None:
-    """Let a schedule overlap the messages between experts, for which megatron-core's own needs several chunks a rank.
+    """Let a zero-bubble schedule overlap messages between experts; megatron-core's overlap needs several chunks a rank.
 
-    Then nothing but the schedule asks for `--overlap-moe-expert-parallel-comm`, and W is deferred in any case.
+    The script's `--overlap-moe-expert-parallel-comm` and `--delay-wgrad-compute` are switched off, because the schedule
+    overlaps these messages and defers W in any case.
     """
     if getattr(script, _OVERLAP, False):
         setattr(script, _TAKEN_OVER, True)
@@ -43,9 +44,9 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     """The job's flags from a script's arguments and the launcher's flags.
 
     Args:
-        script: the result of Megatron-LM's `get_args()`, or arguments that are not validated yet. Names that it lacks
-            get the defaults of `JobFlags`.
-        known: values that replace values of the script.
+        script: the result of Megatron-LM's `get_args()`, or arguments that are not validated yet. Names that
+            `script` lacks get the defaults of `JobFlags`.
+        known: values that replace the script's values.
     """
     layout = getattr(script, "pipeline_model_parallel_layout", None)
     ramp = getattr(script, "rampup_batch_size", None)
@@ -67,10 +68,10 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
     """Refuse the script's arguments that the schedule or a feature in use does not support.
 
     Args:
-        placement: kind of the placement; by default the one that the flags name, if they name any.
+        placement: kind of the placement; by default the placement that the flags name, if any.
 
     Raises:
-        ValueError: the table of settings refuses one.
+        ValueError: the table of refused settings contains one of the script's arguments.
     """
     if placement is None:
         entry = ENTRIES.get(flags.schedule or "")
@@ -94,7 +95,7 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
     """Check that a script builds as many model chunks a rank as the placement has.
 
     Raises:
-        SessionError: it builds another number.
+        SessionError: the script builds another number of chunks.
     """
     built = script.virtual_pipeline_model_parallel_size or 1
     if placement.num_chunks != built:
@@ -110,12 +111,12 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
 
 
 def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
-    """Put `|`s into the pattern of unvalidated arguments where Megatron-LM would not divide it as the schedule needs.
+    """Put `|`s into the layer pattern of unvalidated arguments if Megatron-LM's own division does not fit the schedule.
 
-    It divides a pattern without `|` into one chunk a rank, all with the same number of layers.
+    Megatron-LM divides a pattern without `|` into one chunk a rank, all with the same number of layers.
 
     Raises:
-        SessionError: further arguments say how many layers a rank has.
+        SessionError: the pattern would be divided, but other arguments also set the number of layers of a rank.
     """
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
     num_chunks = 1 if entry is None else entry.num_chunks

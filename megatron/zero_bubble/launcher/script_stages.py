@@ -1,4 +1,4 @@
-"""Gives each stage of a script its layers, embedding and loss on the rank where the placement puts it."""
+"""Gives each stage of a script's model its layers, embedding and loss on the rank that the placement chooses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 
 
 class ScriptStages:
-    """Hooks that put the stages of a script's model where a placement has them.
+    """Hooks that put the stages of a script's model on the ranks of a placement.
 
     A V placement has the first and the last stage on rank 0. A script asks megatron-core for its stage to decide
     whether to read data, and expects the losses on the last rank, which logs them.
 
     Args:
-        layout: the layers of each stage, in model order, in megatron-core's notation; None where the script's own
-            configuration has them.
-        pattern: the layers of a hybrid model; a pattern without `|` is the script's own.
+        layout: the layers of each stage, in model order, in megatron-core's notation; None if the script's own
+            configuration gives the layers.
+        pattern: the layer pattern of a hybrid model; a pattern without `|` is divided by Megatron-LM.
     """
 
     def __init__(self, placement: Placement, layout: str | None = None, pattern: HybridPattern | None = None) -> None:
@@ -38,12 +38,12 @@ class ScriptStages:
         """The stage of a V whose forward step runs now; None outside of forward steps."""
 
     def set_embedding_ranks(self, call: Call) -> None:
-        """Give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
+        """For a V, give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
         if self.is_v:
             call["get_embedding_ranks"] = embedding_ranks(self._placement)
 
     def configure_new(self, call: Call) -> None:
-        """Hook around `TransformerConfig.__post_init__`."""
+        """Hook around `TransformerConfig.__post_init__`: give the new configuration the layout."""
         config = call["self"]
         if self._layout is not None and self._is_to_place(config):
             # megatron-core's other ways to spread layers over ranks are in this layout already.
@@ -54,12 +54,12 @@ class ScriptStages:
         self.configure(config)
 
     def configure_old(self, call: Call) -> Any:
-        """Hook around functions that read a layout: a configuration may be older than the process groups."""
+        """Hook around functions that read a layout: give the layout to a configuration that the script made early."""
         self.configure(call["config"])
         return call.proceed()
 
     def configure(self, config: Any) -> None:
-        """Give `config` the layout, unless it has it already or is not one of the pipeline's models."""
+        """Give `config` the layout, unless it has the layout already or its model is not for this pipeline."""
         if self._layout is not None and self._is_to_place(config):
             rank = parallel_state.get_pipeline_model_parallel_rank()
             config.pipeline_model_parallel_layout = PlacedLayout(self._layout, self._placement, rank)
@@ -69,7 +69,7 @@ class ScriptStages:
         return config.pipeline_model_parallel_size == self._placement.num_ranks and not is_placed
 
     def place(self, call: Call) -> None:
-        """Give the chunk that a call of a model's constructor builds the layers, embedding and loss of its stage."""
+        """Make a call of a model's constructor build the layers, embedding and loss of the chunk's stage."""
         config, chunk = call["config"], call.get("vp_stage")
         self.configure(config)
         if self._pattern is not None:
@@ -89,7 +89,7 @@ class ScriptStages:
             copy_tied_embedding(built[-num_chunks:])
 
     def select(self, call: Call) -> Any:
-        """Hook around `select_pipeline_segment`: return the symbols of a chunk's stage, and how many are before it."""
+        """Hook around `select_pipeline_segment`: return a chunk's layer symbols and the number of earlier layers."""
         if self._pattern is None:
             return call.proceed()
         stage = self._stage_of(call["vp_stage"] or 0)
@@ -105,7 +105,7 @@ class ScriptStages:
         return self._is_stage(call, self._placement.num_stages - 1)
 
     def _is_stage(self, call: Call, wanted: int) -> bool:
-        """Whether the stage of a V that runs is `wanted`; if none runs, the stage of the call's chunk is compared."""
+        """Whether the running stage of a V is `wanted`; if no stage runs, the stage of the call's chunk is compared."""
         if self._running is not None:
             return self._running == wanted
         if not self.is_v or call["ignore_virtual"] or call["vp_stage"] is None:
@@ -113,7 +113,7 @@ class ScriptStages:
         return self._stage_of(call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The script's forward step, wrapped for a V so that the stage hooks answer for the stage of its chunk."""
+        """Return the script's forward step; in a V, the stage hooks answer for the stage that the step runs."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
             with self._at(self._stage_of(get_attr_wrapped_model(model, "vp_stage"))):
@@ -130,12 +130,12 @@ class ScriptStages:
             self._running = None
 
     def to_last_rank(self, losses: list[Any]) -> list[Any]:
-        """Copy the loss function's results in a V to the last rank, which logs them; a collective call of the pipeline.
+        """In a V, copy the loss function's results to the last rank, which logs them; collective in the pipeline.
 
-        The losses of multi-token prediction, which megatron-core sums in a global, are copied, too.
+        The losses of multi-token prediction, which megatron-core sums in a global variable, are copied, too.
 
         Args:
-            losses: on the rank of the last stage, one entry a microbatch, of tensors and plain values.
+            losses: on the rank of the last stage, one entry of tensors and plain values for each microbatch.
         """
         if not self.is_v:
             return losses

@@ -1,13 +1,13 @@
 """The steps of a script that calls `optimizer.step()` itself: post-validation, hierarchical SGD, waits of replicas.
 
-Under post-validation the schedule has taken the step by then. The hooked `optimizer.step()` reports at once that the
-parameters were updated, which holds with fp32 and bf16. It returns the norm of the gradients only in iterations that
-the script logs, after validating their step. Zeroing gradients is put off until the step is validated; saving and
-evaluating validate it first.
+Under post-validation the schedule has already taken the step when the script calls `optimizer.step()`. The hooked
+`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. The hook returns
+the norm of the gradients only in iterations that the script logs, after validating the step. Gradients are zeroed when
+the step is validated; saving and evaluating first validate a pending step.
 
-Megatron-LM reduces each iteration's loss over all replicas, for which each would wait in every iteration. Under
-hierarchical SGD it gets this replica's own loss, which it does not reduce, and the sums behind a log line are reduced
-before that is printed.
+Megatron-LM reduces each iteration's loss over all replicas, so that all replicas would wait in every iteration. Under
+hierarchical SGD, Megatron-LM gets this replica's own loss in a form that it does not reduce, and the sums of losses are
+reduced before a log line is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
 
 
 class ScriptPostValidation:
-    """Replaces the calls of a script to its optimizer under post-validation."""
+    """Replaces a script's calls of its optimizer under post-validation."""
 
     def __init__(self, script: Namespace) -> None:
         self._script = script
@@ -42,7 +42,7 @@ class ScriptPostValidation:
         """Whether no step has run yet: scripts log the first iteration of a run, whatever the interval."""
 
     def start(self, post_validation: PostValidation | None, optimizer: Any, chunks: list[Any]) -> None:
-        """Begin to report the steps of the post-validation of the script's optimizer and model chunks.
+        """Begin to report the steps that `post_validation` takes with the script's optimizer and model chunks.
 
         Args:
             post_validation: None with a single pipeline rank, where no schedule takes the steps.
@@ -58,7 +58,7 @@ class ScriptPostValidation:
         self._optimizer.zero_grad()
 
     def step(self, call: Call) -> Any:
-        """Report the step that the schedule has taken, in place of the optimizer's own."""
+        """Report the step that the schedule has taken, instead of taking a step of the optimizer."""
         if self._post_validation is None:
             return call.proceed()
         is_first, self._is_first = self._is_first, False
@@ -79,13 +79,13 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Hook around zeroing gradients: skip the call while a step may be amended; settling zeroes them later."""
+        """Hook around zeroing gradients: skip the call while a step is pending; settling zeroes the gradients."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
 
     def agreed(self, value: Any, call: Call) -> Any:
-        """Hook in place of a reduction of a value that is equal on all ranks: return it, so that no rank waits."""
+        """Hook in place of a reduction of a value that is equal on all ranks: return the value without waiting."""
         if self._post_validation is None:
             return call.proceed()
         # The reduction converts numbers to fp32, which changes the last digits of a logged learning rate.
@@ -93,7 +93,7 @@ class ScriptPostValidation:
 
 
 def needed_for_post_validation() -> Iterator[Needed]:
-    """Functions of megatron-core that post-validation calls to step, to take the norm and to amend a step."""
+    """Functions of megatron-core that post-validation calls to take a step, compute the norm and amend a step."""
     gradients, group = "returns the gradients for the norm", "returns the ranks over which the norm is summed"
     again = "gives the model its old parameters after a step was undone"
     random = "saves and restores the random state, for forwards that run again"
@@ -131,7 +131,7 @@ def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[H
 
 
 class ScriptReplicas:
-    """The replicas of a script's model; it does nothing with a single one."""
+    """Handles the replicas of a script's model; does nothing with a single replica."""
 
     def __init__(self, script: Namespace, session: Session) -> None:
         self._script = script
@@ -154,14 +154,14 @@ class ScriptReplicas:
         """Return the mean of the losses of all microbatches, in a form that Megatron-LM does not reduce over replicas.
 
         Args:
-            losses: for each microbatch sums of losses and numbers of tokens, by name; empty without the last stage.
+            losses: for each microbatch, name of a loss -> sum and number of tokens; empty without the last stage.
         """
         if not losses:
             return losses
         return [{name: _own_mean([each[name] for each in losses]) for name in losses[0]}]
 
     def after_step(self, iteration: int) -> None:
-        """Average the parameters if the hierarchy has an average after `iteration`, which must be valid then."""
+        """Average the parameters if the hierarchy has an average after `iteration`; first validate the last step."""
         if self._session.replicas.changes_after(iteration):
             self._session.settle()
         self._session.replicas.after_step(iteration)
@@ -173,12 +173,12 @@ class ScriptReplicas:
         return call.proceed()
 
     def average_before_saving(self) -> None:
-        """Give all replicas the same parameters and state of the optimizer."""
+        """Give all replicas the same parameters and the same optimizer state."""
         if self._averages and self._session.has_started:
             self._session.average_all(self._script.curr_iteration + 1, with_states=True)
 
     def average_logged_losses(self, call: Call) -> Any:
-        """Hook around Megatron-LM's log line: reduce this replica's sums of losses first, if a line is printed."""
+        """Hook around Megatron-LM's log line: if a line is printed, first average the sums of losses over replicas."""
         is_printed = call["iteration"] % self._script.log_interval == 0 or call.get("is_first_iteration")
         if self.is_local and is_printed and call["loss_dict"]:
             sums, names = call["total_loss_dict"], list(call["loss_dict"])
@@ -190,7 +190,7 @@ class ScriptReplicas:
 
 
 def _own_mean(reports: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a replica's mean of a loss over microbatches, which are pairs of a sum and a number of tokens."""
+    """Return a replica's mean of a loss over microbatches; a report is a mean, or a sum and a number of tokens."""
     if reports[0].numel() != 2:
         return torch.stack([report.reshape(-1) for report in reports]).mean(dim=0)
     total = torch.stack([report.reshape(-1) for report in reports]).sum(dim=0)

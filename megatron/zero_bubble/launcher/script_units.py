@@ -1,8 +1,7 @@
-"""Measures the costs of a script's model, whose units the script's own code builds, before it builds the model.
+"""Measures the costs of a script's model before the script builds it. The script's own code builds the model's units.
 
-The script begins to build its model, as a pipeline of one rank. A hook around the model's constructor builds one unit
-in its place, and a hook around DDP raises an exception, which leaves the script's code. This is repeated for every
-unit.
+For every unit, the script begins to build its model, as a pipeline of one rank. A hook around the model's constructor
+then builds the unit in place of the model, and a hook around DDP raises an exception, which leaves the script's code.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _ONE_RANK = {
 }
 """Values of the script's arguments, and of megatron-core's configuration, for a pipeline of one rank."""
 _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32": False, "sgd_momentum": 0.9}
-"""Arguments on which the bytes of states depend, with their values for scripts that lack them."""
+"""Arguments on which the memory of model states depends, with the values for scripts that lack these arguments."""
 
 
 class _BuildsModel(BaseException):
@@ -70,7 +69,7 @@ class _HasBuilt(BaseException):
 
 
 class ScriptUnits:
-    """Builds the units of a script's model in calls of `setup_model_and_optimizer`, which never return.
+    """Builds the units of a script's model in calls of `setup_model_and_optimizer`, each of which an exception ends.
 
     Args:
         script: the script's arguments.
@@ -83,7 +82,7 @@ class ScriptUnits:
         self.is_building = False
         """Whether the model under construction is a unit, and not the script's model."""
         self.shapes_vary = False
-        """Whether the model's configuration says `variable_seq_lengths`; known once costs were asked for."""
+        """Whether `variable_seq_lengths` is set in the model's configuration; known after `measure`."""
 
     def measure(self, setup: Call, session: Session) -> ModelCosts:
         """Measure the units of the model that the call `setup` would build; a collective call of all ranks.
@@ -96,7 +95,7 @@ class ScriptUnits:
 
     @contextlib.contextmanager
     def _as_one_rank(self, setup: Call) -> Iterator[None]:
-        """Let the script's arguments, and a configuration it has made already, describe a pipeline of one rank."""
+        """Let the script's arguments, and any configuration already made from them, describe a pipeline of one rank."""
         for name in ("fp8", "fp4"):
             if value := getattr(self._script, name, None):
                 raise SessionError(
@@ -117,7 +116,7 @@ class ScriptUnits:
                 vars(owner).update(before)
 
     def _models(self, setup: Call) -> tuple[UnitModels, list[int]]:
-        """Return the builder of units with their data, and the kind of every layer."""
+        """Return the builder of the model's units, which also has data for them, and the kind of every layer."""
         arguments = self._arguments(setup)
         config, script = arguments["config"], self._script
         self.shapes_vary = config.variable_seq_lengths
@@ -156,16 +155,16 @@ class ScriptUnits:
         raise SessionError("costs are measured of models in DDP, and the script has built one without")
 
     def _begin(self, setup: Call) -> None:
-        """Let the script begin to build its model; what it prints would be misleading."""
+        """Let the script begin to build its model, and drop the script's output, which would be misleading."""
         with contextlib.redirect_stdout(io.StringIO()):
             setup.proceed()
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of a model: while `is_building`, build the requested unit instead."""
+        """Hook around the constructor of a model: while costs are measured, build the requested unit instead."""
         unit = self._unit
         if unit is None:
             raise _BuildsModel(call)
-        # The configuration may be the one of the script's model.
+        # The configuration may belong to the script's model.
         config = copy.copy(call["config"])
         config.num_layers = 1
         if not unit.is_last:
@@ -187,11 +186,11 @@ class ScriptUnits:
         keep_unit(call["self"], unit._replace(layer=None if unit.layer is None else 0))
 
     def select_layers(self, call: Call) -> tuple[list[str], int]:
-        """Hook around `select_pipeline_segment` while `is_building`: the layers of a pipeline of one rank."""
+        """Hook around `select_pipeline_segment`: while a unit is built, return the layers of a pipeline of one rank."""
         return list(call["main_pattern"]), 0
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Hook around the constructor of DDP while `is_building`: split the unit, wrap it and leave the script."""
+        """Hook around the constructor of DDP: while a unit is built, split and wrap the unit, and leave the script."""
         split_weight_gradients([call["module"]], self._store)
         # No communication but that of the forward and backward: replicas neither gather nor reduce.
         alone = {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -201,7 +200,7 @@ class ScriptUnits:
 
 
 def change_settings(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Change the attributes that `owner` has, and return their values before."""
+    """Change those attributes in `settings` that `owner` has, and return their previous values."""
     before = {name: value for name, value in vars(owner).items() if name in settings}
     vars(owner).update({name: settings[name] for name in before})
     return before
@@ -214,7 +213,7 @@ def _pattern(call: Call) -> HybridPattern | None:
 
 
 def _layers(call: Call) -> list[Any]:
-    """Return the spec or the symbol of every layer of a model under construction; nothing if all have one spec."""
+    """Return the spec or the symbol of every layer of a model under construction; empty if all share one spec."""
     pattern = _pattern(call)
     return list(pattern.symbols if pattern else getattr(call.get("transformer_layer_spec"), "layer_specs", []))
 

@@ -1,4 +1,4 @@
-"""The only code that touches megatron-core's internals."""
+"""Contains all code of `megatron.zero_bubble` that touches megatron-core's internals."""
 
 from megatron.zero_bubble.mcore.triton_stand_in import stand_in_for_triton
 

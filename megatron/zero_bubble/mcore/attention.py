@@ -1,6 +1,6 @@
-"""Local attention: through torch's fused kernels, and over a sequence that context-parallel ranks share.
+"""Local attention with torch's fused kernels, and for sequences that are divided among context-parallel ranks.
 
-megatron-core has these kinds of attention only with Transformer Engine.
+megatron-core has fused attention kernels and context parallelism only with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 _TAKES_GROUP = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
-"""Whether megatron-core cuts for the ranks of a given group, from 0.18 on; without one, for all ranks of the job."""
+"""Whether `get_batch_on_this_cp_rank` needs the context-parallel group, as it does from megatron-core 0.18 on; without
+a group it cuts a batch for all ranks of the job."""
 
 
 class ContextParallelAttention(DotProductAttention):
-    """Local attention over a sequence that context-parallel ranks share.
+    """Local attention over a sequence that is divided among context-parallel ranks.
 
-    Each rank gathers the keys and values of all ranks for its own queries, so it saves no memory for keys and values.
-    The sequence is cut as megatron-core cuts it (`get_batch_on_this_cp_rank`): into twice as many parts as ranks,
-    of which rank r holds the r-th from the front and the r-th from the back, for equal work under a causal mask.
-    Backward sums the gradients of keys and values over the ranks and leaves each rank its part.
+    Each rank gathers the keys and values of all ranks for its own queries, so the division saves no memory for keys and
+    values. megatron-core's `get_batch_on_this_cp_rank` cuts the sequence into twice as many parts as ranks. Rank r
+    holds the r-th part from the front and the r-th part from the back, for equal work under a causal mask. Backward
+    sums the gradients of keys and values over the ranks, and each rank gets the gradients of its own part.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ContextParallelAttention(DotProductAttention):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute attention as megatron-core's class does, for this rank's part of the sequence.
+        """Compute attention as `DotProductAttention` does, for this context-parallel rank's part of the sequence.
 
         Args:
             query, key, value: [sequence / ranks, batch, heads, channels]; key and value may have fewer heads.
@@ -83,17 +84,17 @@ def cut_batch(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the positions in the whole sequence of the `length` tokens that context-parallel rank `rank` holds."""
+    """Return the positions of the `length` tokens of context-parallel rank `rank` in the whole sequence."""
     half = length // 2
     first, last = rank * half, (2 * size - rank - 1) * half
     return torch.cat([torch.arange(start, start + half, device=device) for start in (first, last)])
 
 
 class LocalAttention(DotProductAttention):
-    """megatron-core's local attention. Values may have other channels than --kv-channels, as in latent attention.
+    """megatron-core's local attention, with any number of channels of values, as latent attention needs.
 
     Args:
-        v_channels: channels of a head's values; None for as many as the configuration says.
+        v_channels: number of channels of each head's values; None for the number in the configuration.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class LocalAttention(DotProductAttention):
 class TorchAttention(LocalAttention):
     """megatron-core's local attention, computed by `torch.nn.functional.scaled_dot_product_attention`.
 
-    On a GPU torch uses a kernel that never writes the matrix of scores to memory.
+    On a GPU, torch uses a kernel that never writes the matrix of attention scores to memory.
     """
 
     def forward(
@@ -125,7 +126,7 @@ class TorchAttention(LocalAttention):
         attention_bias: None = None,
         packed_seq_params: None = None,
     ) -> torch.Tensor:
-        """Compute attention as megatron-core's class does.
+        """Compute attention as `DotProductAttention` does.
 
         Args:
             query, key, value: [sequence, batch, heads, channels]; key and value may have fewer heads.
@@ -152,7 +153,7 @@ class TorchAttention(LocalAttention):
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Let each tensor-parallel rank draw its own dropout, as it already does under sequence parallelism."""
+        """Let each tensor-parallel rank draw its own dropout; under sequence parallelism, every rank already does."""
         if self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
@@ -160,11 +161,11 @@ class TorchAttention(LocalAttention):
 
 
 class ContextParallelTorchAttention(ContextParallelAttention, TorchAttention):
-    """Torch's fused attention over a sequence that context-parallel ranks share."""
+    """Torch's fused attention over a sequence that is divided among context-parallel ranks."""
 
 
 class ContextParallelLocalAttention(ContextParallelAttention, LocalAttention):
-    """megatron-core's local attention over a sequence that context-parallel ranks share."""
+    """megatron-core's local attention over a sequence that is divided among context-parallel ranks."""
 
 
 def core_attention(config: TransformerConfig, *, uses_torch: bool) -> type[DotProductAttention]:

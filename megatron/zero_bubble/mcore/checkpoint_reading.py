@@ -1,12 +1,13 @@
-"""Reads checkpoints in torch_dist format without running code that they hold.
+"""Reads checkpoints in torch_dist format without running code that the checkpoints contain.
 
-Reading a pickle calls any function that the pickle names, and a checkpoint has pickles in three places. Each is read
-here with an unpickler that allows only the classes which belong there:
+Reading a pickle calls any function that the pickle names, and a checkpoint has pickles in three places. This module
+reads each pickle with an unpickler that allows only the classes that belong in that place:
 
-- `.metadata`, which torch and megatron-core read with plain `pickle`: the classes in `_METADATA_NAMES`;
-- the objects in the `.distcp` files, which torch reads with plain `pickle`: `torch.load(weights_only=True)`;
-- `common.pt`, which megatron-core writes up to 0.18: the same, even where an environment variable switches
-  `weights_only` off.
+- `.metadata`, which torch and megatron-core read with plain `pickle`, may contain the classes in `_METADATA_NAMES`;
+- the objects in the `.distcp` files, which torch reads with plain `pickle`, are read with
+  `torch.load(weights_only=True)`;
+- `common.pt`, which megatron-core up to 0.18 writes, is also read with `torch.load(weights_only=True)`, even where an
+  environment variable switches `weights_only` off.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ def first_sentence(error: BaseException) -> str:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the list of a checkpoint's parts and of their places in its files, from `.metadata` in `folder`.
+    """Read the list of a checkpoint's parts, and the places of the parts in files, from `.metadata` in `folder`.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or does not describe a checkpoint.
+        CheckpointError: `.metadata` is missing or damaged, or does not describe a checkpoint.
     """
     with _reading(METADATA_FILE), open(folder / METADATA_FILE, "rb") as file:
         metadata: Metadata = _MetadataUnpickler(file).load()
@@ -96,7 +97,7 @@ def read_common(folder: str | Path) -> dict[str, Any]:
     """Read the part of a checkpoint that all ranks share: flags, iteration, hyperparameters.
 
     Raises:
-        CheckpointError: its file is missing or damaged, or names something that could run code.
+        CheckpointError: the file of this part is missing or damaged, or names a function that could run code.
     """
     folder = Path(folder)
     place = None
@@ -117,10 +118,10 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
     """Fill `request`, which names this rank's part of the state, from the checkpoint; a collective call.
 
     Args:
-        metadata: from `read_metadata`, of the same folder.
+        metadata: the result of `read_metadata` for the same folder.
 
     Raises:
-        CheckpointError: on every rank, if any rank finds its part missing, damaged or of another kind.
+        CheckpointError: raised on every rank, if any rank finds that its part is missing, damaged or of another kind.
     """
 
     def load_part() -> dict[str, Any]:
@@ -158,7 +159,7 @@ def _load_restricted(file: io.BytesIO) -> Any:
 def _reading(name: str) -> Iterator[None]:
     """Turn any error inside the `with` block into a `CheckpointError` that names the file.
 
-    Damaged bytes can raise anything.
+    Unpickling damaged bytes can raise any type of error.
     """
     try:
         yield
@@ -169,7 +170,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Describe an error of a file in one line. torch's own message advises to load the file all the same."""
+    """Describe in one line why a file cannot be read; torch's own message advises to set `weights_only=False`."""
     if isinstance(error, pickle.UnpicklingError):
         if name := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {name[1]}, which does not belong in a checkpoint and could run code"
@@ -179,7 +180,7 @@ def _why(error: Exception) -> str:
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of `.distcp` files, but given the metadata, which it does not unpickle; errors name the file."""
+    """torch's reader of `.distcp` files, with metadata that is already read, and with errors that name the file."""
 
     def __init__(self, metadata: Metadata, path: str) -> None:
         super().__init__(path)
@@ -201,7 +202,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(torch_dist.MCoreLoadPlanner):
-    """megatron-core's load planner, but missing parts are an error of one line, and unpickling is restricted."""
+    """megatron-core's load planner with an error of one line for missing parts, and with restricted unpickling."""
 
     def create_local_plan(self) -> LoadPlan:
         missing = [name for name in self.state_dict if name not in self.metadata.state_dict_metadata]
@@ -215,7 +216,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
         if "_extra_state" in read_item.dest_index.fqn:
             for part in objects:
                 _check_extra_state(read_item.dest_index.fqn, part)
-        # torch unpickles without restriction, so it gets only what was just pickled here.
+        # torch unpickles without restriction, so it gets only bytes that were just pickled here.
         harmless = io.BytesIO()
         torch.save(objects, harmless)
         harmless.seek(0)
@@ -242,7 +243,7 @@ def _restricted(metadata: Metadata) -> Iterator[None]:
 
 
 def _common_reader() -> tuple[Any, str]:
-    """Owner and name of the function with which megatron-core loads the part of a checkpoint that all ranks share."""
-    # A method up to 0.16, a function from 0.17 on, and another one from 0.19 on.
+    """Return owner and name of megatron-core's function that loads the part of a checkpoint that all ranks share."""
+    # It is a method up to megatron-core 0.16, a function from 0.17 on, and a function of another name from 0.19 on.
     owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
     return owner, "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"

@@ -1,4 +1,4 @@
-"""Writes checkpoints in torch_dist format, in threads of the process that saves; an error is raised on all ranks."""
+"""Writes checkpoints in torch_dist format in threads of the saving process; any error is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.runtime.joint import jointly
 
 _ONLY_ON_RANK_0 = (
-    # A method up to megatron-core 0.16, and a function up to 0.18; later versions write no such file.
+    # A method up to megatron-core 0.16, and a function up to 0.18; later versions write no `common.pt`.
     (getattr(common_strategies, "TorchCommonSaveStrategy", serialization), "save_common"),
     (filesystem_async.FileSystemWriterAsync, "finish"),
     (serialization, "save_config"),
 )
-"""The functions that write `common.pt`, `.metadata` and `metadata.json`, on rank 0 alone."""
+"""The functions that write `common.pt`, `.metadata` and `metadata.json`; only rank 0 writes these files."""
 
 
 def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) -> None:
     """Write each rank's part of `state` to an empty folder; a collective call of all ranks.
 
     Raises:
-        CheckpointError: on every rank, if any rank cannot write.
+        CheckpointError: raised on every rank, if any rank cannot write.
     """
     with _failures_after_the_end() as failures:
         try:
             dist_checkpointing.save(state, str(folder), content_metadata=content_metadata)
         except CheckpointException as error:
-            # Raised on every rank, because the ranks have exchanged the errors of their writers.
+            # The error is raised on every rank, because the ranks have exchanged the errors of their writers.
             failures += [_reason(failure) for failure, _ in error.failures.values()]
     jointly(lambda: _raise_first(failures))
 
@@ -61,9 +61,9 @@ def _raise_first(failures: list[str]) -> None:
 
 @contextmanager
 def _failures_after_the_end() -> Iterator[list[str]]:
-    """Collect the errors of the files that rank 0 alone writes in a list, instead of raising them.
+    """Suppress the errors of the files that only rank 0 writes, and collect the errors in the yielded list.
 
-    If rank 0 raised them, the other ranks would wait for it for ever in megatron-core's next collective call.
+    If rank 0 raised such an error, the other ranks would wait forever for rank 0 in the next collective call.
     """
     failures: list[str] = []
     with ExitStack() as stack:
@@ -91,13 +91,14 @@ _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 def write_in_threads(*, keep_results: bool) -> None:
     """Let megatron-core write each file of a checkpoint in a thread; call it before the first save.
 
-    megatron-core 0.16 forks a process for each file, and waits for ever when the system kills one that needs too much
-    memory. From 0.17 on it starts threads, but an error in one of them ends its rank while the others wait for it.
+    megatron-core 0.16 forks a process for each file, and waits forever when the system kills such a process for lack of
+    memory. From 0.17 on, megatron-core starts threads, but an error in a thread ends its rank while the other ranks
+    wait for that rank.
 
     Args:
-        keep_results: also return the results of the writers through a queue in this process. By default megatron-core
-            starts a server process for them at the first save: it takes 150 MB a rank, and nobody ends it when the rank
-            is killed. Asynchronous saves need that server.
+        keep_results: whether the writers also return their results through a queue in this process. By default
+            megatron-core starts a server process for the results at the first save. The server takes 150 MB a rank, and
+            survives when the rank is killed. Asynchronous saves need the server.
     """
     for name in _NAMES:
         if hasattr(FileSystemWriterAsync, name):
@@ -110,7 +111,7 @@ def write_files(transforms: list[Any], use_msc: bool, rank: int, buckets: list[A
     """Write the files of a rank, and put the results of each file, or the first error, into the queue `results`.
 
     Args:
-        transforms: of the bytes that are written.
+        transforms: transformations of the bytes that are written.
         use_msc: whether to write through multistorageclient.
         buckets: path and contents of each file.
     """

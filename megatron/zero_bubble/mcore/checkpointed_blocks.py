@@ -1,12 +1,12 @@
-"""Splits megatron-core's full recomputation into R, which runs a block's forward again, and its backward.
+"""Splits megatron-core's full recomputation into R, which runs a block's forward again, and the block's backward.
 
-megatron-core checkpoints blocks of whole layers: their forward keeps only its input, and their backward first runs the
-forward again. megatron-core recomputes with `CheckpointFunction`, which `split_checkpoints` replaces while an F of the
-executor runs. In its place a block drops its activations and hands its recomputation to the `RecomputationStore`, so
-that backward finds the graph that R has made, or keeps them. Forward, random states and gradients are megatron-core's,
-bit for bit.
+megatron-core checkpoints blocks of whole layers: the forward of a block keeps only the block's input, and its backward
+first runs the forward again. megatron-core recomputes with `CheckpointFunction`, which `split_checkpoints` replaces
+while an F of the executor runs. Under the replacement, a block either keeps its activations, or drops them and hands
+its recomputation to the `RecomputationStore`. The backward of a dropped block uses the graph that R has made. Outputs,
+random states and gradients are bitwise equal to megatron-core's.
 
-Checkpoints inside of a block and checkpoints of Transformer Engine (fp8 and fp4) do not change.
+Activation checkpoints inside of a block and Transformer Engine's checkpoints (fp8 and fp4) are not replaced.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def checkpoint_every_layer(config: Any) -> None:
 def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
     """Let the blocks whose forward runs inside the `with` block drop or keep their activations, as `store.mode` says.
 
-    Without a store or a mode their backward runs the forward again, as in megatron-core.
+    Without a store or a mode, the backward of a block runs the block's forward again, as in megatron-core.
     """
     if store is None or store.mode is None:
         yield
@@ -56,7 +56,7 @@ class _BlockRunner:
         self._checkpoint_function = checkpoint_function
 
     def apply(self, run_function: Callable[..., Any], distribute_saved_activations: bool, *inputs: Any) -> Any:
-        """Run a block that drops its activations or keeps them; checkpoints inside of it are megatron-core's."""
+        """Run a block that drops or keeps its activations; activation checkpoints in the block stay megatron-core's."""
         with replaced(random, "CheckpointFunction", self._checkpoint_function):
             if self._store.mode is ForwardMode.DROP:
                 return _DroppedBlock.apply(self._store, run_function, distribute_saved_activations, *inputs)
@@ -67,7 +67,7 @@ class _BlockRunner:
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """megatron-core's `CheckpointFunction`, whose forward R, or the store within B, runs again before its backward."""
+    """A `CheckpointFunction` whose forward is run again before its backward, by R or by the store within B."""
 
     @staticmethod
     def forward(
@@ -80,9 +80,9 @@ class _DroppedBlock(torch.autograd.Function):
         with store.suspended():
             outputs = random.CheckpointFunction.forward(ctx, run_function, distribute_saved_activations, *inputs)
         ctx.recomputed = None
-        # Saved tensors may be copies, if somebody's hooks pack them.
+        # Saved tensors may be copies, if saved-tensor hooks pack them.
         ctx.divided_input = inputs[0] if distribute_saved_activations else None
-        # Without a gradient to compute, backward never comes.
+        # Without a gradient to compute, backward never runs.
         if any(ctx.needs_input_grad):
             ctx.during_backward = store.put(partial(_recompute, ctx))
         return outputs
@@ -103,7 +103,7 @@ class _DroppedBlock(torch.autograd.Function):
 
 
 def _recompute(ctx: Any) -> None:
-    """Run R of one block: its forward again under autograd, with the random numbers of the first time."""
+    """Run R of one block: run its forward again under autograd, with the random numbers of the first forward."""
     inputs = ctx.saved_tensors
     if ctx.distribute_saved_activations:
         whole = random.gather_split_1d_tensor(inputs[0].data).view(ctx.input_0_shape)

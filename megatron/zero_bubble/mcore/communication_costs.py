@@ -1,4 +1,4 @@
-"""Measures the time of a message, and the time that communication takes from a rank that computes meanwhile."""
+"""Measures the time of a message, and how much communication slows down a rank that computes at the same time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from megatron.zero_bubble.runtime.message_times import measure_collective, measu
 from megatron.zero_bubble.schedule import Placement
 
 _ROUNDS, _CALLS, _PRODUCTS = 7, 4, 2
-"""Rounds of a measurement beside a computation; calls of the communication in a round; matrix products beside one."""
+"""Numbers of rounds of a measurement, of communication calls in a round, and of matrix products beside each call."""
 
 
 def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
 
-    Of all pairs of neighbours the slowest counts, because a schedule for faster messages waits there at every one.
+    The result is the time of the slowest pair of neighbours. A schedule for faster messages would make these two ranks
+    wait at every message.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     slowest = torch.zeros(1, device=torch.cuda.current_device())
@@ -52,7 +53,7 @@ def measure_collective_of_pipeline(spec: TensorSpec, timeout: timedelta) -> floa
 
 
 def exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Send a message to the next rank and receive one from the rank before, in a circle."""
+    """Send a message to the next rank of a group and receive one from the previous rank, in a ring."""
     size, rank = group.size(), group.rank()
     after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
     ops = [
@@ -63,7 +64,7 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
 
 
 def collective(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Add up a message over all ranks."""
+    """Sum a tensor over all ranks of a group."""
     work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None
     return [work]
@@ -74,18 +75,18 @@ def measure_beside_compute(
 ) -> float:
     """Measure how much longer a computation takes beside communication; a collective call of the whole job.
 
-    Messages and collectives run beside the computation, but take processor time, or cores of the device, from it. All
-    ranks compute and communicate at the same time, as in a training.
+    Messages and collectives run beside the computation, but take processor time, or cores of the device, from the
+    computation. All ranks compute and communicate at the same time, as in a training.
 
     Returns:
-        Milliseconds for one call of `communicate`, the median over rounds and ranks.
+        Additional milliseconds for one call of `communicate`, as the median over rounds and ranks.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return 0.0
     tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-    # In a type that every device multiplies fast: a CPU without instructions for bfloat16 takes 60 times as long for
-    # bfloat16.
+    # The matrix is in fp32, which every device multiplies fast: a CPU without instructions for bfloat16 takes 60 times
+    # as long for bfloat16.
     matrix = torch.zeros(512, 512, device=spec.device)
 
     def milliseconds(*, communicates: bool) -> float:

@@ -1,4 +1,4 @@
-"""Keeps a rank's channels and collectives open from the first step of a run to its end."""
+"""Keeps a rank's channels and collectives open from the first step of a run to the end of the run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
-"""Settings with which several streams pass between stages, so that a message is wider than the configuration says."""
+"""Settings under which several residual streams pass between stages, so that a message is wider than the configured
+hidden size."""
 
 
 class Connections:
-    """The channels to neighbouring stages, and with vocabulary shards the collectives of all ranks.
+    """The channels of a rank to neighbouring stages and, with vocabulary shards, the collectives of all ranks.
 
     Args:
         communicator: the class of the channels.
-        timeout: for one message or collective, by default megatron-core's.
+        timeout: time limit for one message or collective, by default megatron-core's.
         report: called with the channels' memory once they are open.
     """
 
@@ -50,9 +51,10 @@ class Connections:
         self.shapes_vary = False
 
     def prepare(self, chunks: Sequence[torch.nn.Module], placement: Placement, groups: ProcessGroupCollection) -> None:
-        """Read the model's settings, and open the collectives of its vocabulary shards if it has them.
+        """Read the model's settings, and open the collectives of the model's vocabulary shards, if there are any.
 
-        A collective call of a pipeline's ranks and their tensor-parallel ranks. Only the first call does anything.
+        This is a collective call of a pipeline's ranks and their tensor-parallel ranks. Calls after the first have no
+        effect.
         """
         if self._channels is None:
             config = get_model_config(chunks[0])
@@ -64,8 +66,8 @@ class Connections:
         """Return the channels that a schedule's messages go through; the first call opens them, on all ranks together.
 
         Raises:
-            ScheduleError: the model has its vocabulary in shards and the schedule does not work on them, or the other
-                way round.
+            ScheduleError: the model has vocabulary shards but the schedule has no operations on vocabulary shards, or
+                the schedule has such operations but the model has no vocabulary shards.
         """
         if schedule.is_vocabulary_parallel is (self._vocabulary is None):
             raise ScheduleError(
@@ -87,13 +89,13 @@ class Connections:
 
     @property
     def exchange_lane(self) -> ExchangeLane | None:
-        """Where collectives run beside the computation; None without vocabulary shards."""
+        """The lane on which collectives run beside the computation; None without vocabulary shards."""
         return None if self._vocabulary is None else self._vocabulary.lane
 
     def vocabulary_step(
         self, num_microbatches: int, message_shape: tuple[int, ...], *, forward_only: bool
     ) -> VocabularyStep | None:
-        """Return the state of one step's operations on the vocabulary shard; None without shards."""
+        """Return the state of one step's operations on the vocabulary shard; None without vocabulary shards."""
         if self._vocabulary is None:
             return None
         return VocabularyStep(self._vocabulary, num_microbatches, message_shape, forward_only=forward_only)
@@ -107,7 +109,7 @@ class Connections:
         return measure_edges(self._channels, placement, rank, message)
 
     def measure_collective(self, message: TensorSpec) -> float:
-        """Measure the milliseconds of a collective of vocabulary shards; 0 without shards. The whole job calls it."""
+        """Measure the milliseconds of a collective of vocabulary shards; 0 without shards. All ranks call it."""
         if self._vocabulary is None:
             return 0.0
         return measure_collective(self._vocabulary.collectives.pipeline, self._vocabulary.lane, message)

@@ -1,9 +1,9 @@
-"""Layers on the meta device with the memory and the operations of GPU kernels, where megatron-core's own layers differ.
+"""Gives layers on the meta device the memory and operations of GPU kernels, where megatron-core's own layers differ.
 
-All other layers of a model are counted as they are. The layers are megatron-core's local ones, also in a job with
-Transformer Engine, whose layers keep the same tensors (Transformer Engine 2.x, `pytorch/module/`). A norm with a linear
-layer saves the norm's input and output and a statistic for each token (`layernorm_linear.py`). A linear layer saves its
-input (`linear.py`). Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
+All other layers of a model are counted as they are. The counted layers are megatron-core's local layers, also for a job
+with Transformer Engine: the layers of Transformer Engine 2.x keep the same tensors (`pytorch/module/`). A norm with a
+linear layer saves the norm's input and output and a statistic for each token (`layernorm_linear.py`). A linear layer
+saves its input (`linear.py`). Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
 (`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's mask.
 The statistics of a norm are not counted.
 """
@@ -32,7 +32,7 @@ from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
 
 
 class AttentionKernel(Enum):
-    """An implementation of attention; their memory and their products differ."""
+    """An implementation of attention. Implementations differ in their memory and in their matrix products."""
 
     LOCAL = "megatron-core's own, which keeps the scores, and the softmax's output in fp32"
     TORCH = "a fused kernel of torch's scaled_dot_product_attention"
@@ -69,13 +69,13 @@ def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
 
 
 def expert_parameters(model: torch.nn.Module) -> dict[int, int]:
-    """Return the id of every parameter of a routed expert -> the number of the rank's experts that it stands for."""
+    """Return id of each parameter of a routed expert -> number of the rank's experts that the parameter represents."""
     experts = [module for module in model.modules() if isinstance(module, MergedExperts)]
     return {id(parameter): expert.num_merged for expert in experts for parameter in expert.parameters()}
 
 
 class MergedExperts(SequentialMLP):
-    """A rank's experts as a single expert, which gets the tokens of all."""
+    """Merges all experts of a rank into a single expert, which gets the tokens of all these experts."""
 
     def __init__(self, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(1, *args, **kwargs)
@@ -133,11 +133,11 @@ def rotated(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 class CountedAttention(torch.nn.Module):
     """Core attention that keeps the tensors and counts the operations of one kernel.
 
-    A fused kernel skips the pairs that a causal mask forbids, unless it gets the mask as a tensor. The backward of the
-    kernel computes one of the forward's two products again.
+    A fused kernel skips the pairs of query and key that a causal mask forbids, unless the kernel gets the mask as a
+    tensor. The backward of a fused kernel computes one of the two matrix products of the forward again.
 
     Args:
-        own: the layer's local attention.
+        own: the layer's local attention, which the new module replaces.
     """
 
     def __init__(self, own: Any, kernel: AttentionKernel) -> None:
@@ -149,7 +149,7 @@ class CountedAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Return [sequence, batch, heads * channels of a value] for tensors of [sequence, batch, heads, channels]."""
+        """Return [sequence, batch, heads * channels of a value]; the inputs are [sequence, batch, heads, channels]."""
         kernel, ranks = self._kernel, self._ranks
         (tokens, batch, heads, channels), of_value = query.shape, value.shape[-1]
         output, length = (tokens, batch, heads * of_value), tokens * ranks
@@ -179,7 +179,7 @@ class CountedAttention(torch.nn.Module):
 
 
 def _causal_pairs(length: int, window: tuple[int, int] | None) -> float:
-    """Number of pairs of a query and a key that a causal mask, and a window of keys if there is one, allow."""
+    """Return the number of pairs of query and key that a causal mask, and a window of keys if given, allow."""
     reach = length if window is None or window[0] < 0 else min(window[0], length)
     return length * reach - reach**2 / 2
 
@@ -191,7 +191,7 @@ _OPERATORS.impl("work", lambda like, flops: like.new_empty(0), "CompositeExplici
 
 @register_flop_formula(torch.ops.zero_bubble.work)
 def _flops_of_work(like: Any, flops: float, **_: Any) -> float:
-    """Let torch's counter count the operations of kernels that no operator of torch stands for."""
+    """Let torch's FLOP counter include the operations of kernels that correspond to no operator of torch."""
     return flops
 
 
@@ -237,7 +237,7 @@ def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
     """The convolution, the scan and the gate of Mamba in one kernel of `mamba_ssm`, and the norm after it.
 
-    The kernel keeps its input and its output before the gate. The number of operations is that of Megatron-LM.
+    Mamba's kernel keeps its input, and its output before the gate. The number of operations is Megatron-LM's estimate.
     """
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
@@ -253,7 +253,7 @@ def _delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """The gated delta rule in one kernel of `fla`, which keeps its inputs and a matrix of each chunk of 64 tokens.
 
-    The number of operations is that of Megatron-LM: four products of the vectors of a token with the state.
+    Megatron-LM counts the same operations: four products of a token's vectors with the state.
     """
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2

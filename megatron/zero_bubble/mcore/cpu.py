@@ -1,8 +1,9 @@
 """Lets megatron-core run on a machine without CUDA.
 
 megatron-core allocates on `torch.cuda.current_device()`, forks CUDA's random state, and compares types with
-`torch.cuda.FloatTensor`. `substitute_cuda()` replaces each of these by a function for the CPU, until it is undone;
-`substitutions()` lists them with their reasons. On a machine with CUDA it changes nothing.
+`torch.cuda.FloatTensor`. `substitute_cuda()` replaces each of these by a function for the CPU, until `restore()` is
+called. `substitutions()` lists the replacements with their reasons. On a machine with CUDA, `substitute_cuda()` changes
+nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "
 
 
 class Substitution(NamedTuple):
-    """One attribute, `owner.name`, the value that replaces it, and the reason."""
+    """The replacement of one attribute, `owner.name`, by another value, and the reason for the replacement."""
 
     owner: Any
     name: str
@@ -62,7 +63,7 @@ class CpuSubstitution:
 
     @property
     def is_applied(self) -> bool:
-        """Whether anything is replaced at present; on a machine with CUDA nothing is."""
+        """Whether any attribute is replaced at present; `substitute_cuda()` replaces none on a machine with CUDA."""
         return bool(self._originals)
 
     def restore(self) -> None:
@@ -152,8 +153,8 @@ def _random_state() -> Iterator[Substitution]:
 class _DeviceGenerator:
     """Emulates CUDA's random generator: torch's CPU generator draws, after it is given the emulated generator's state.
 
-    The state is separate because data loaders and datasets draw from the CPU generator, too: with one state for both,
-    opening a loader would change the dropout of a resumed run.
+    The emulated generator has its own state, because data loaders and datasets draw from the CPU generator, too. With
+    one state for both generators, opening a loader would change the dropout of a resumed run.
     """
 
     def __init__(self) -> None:
@@ -280,7 +281,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Tensor.type` that gives CPU tensors the type names of CUDA tensors, also if `type_of` does so."""
+    """Return a `Tensor.type` that gives CPU tensors the type names of CUDA tensors, even if `type_of` already does."""
 
     def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_of(self, *args, **kwargs)
@@ -290,7 +291,7 @@ def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """Stands for a CUDA stream on which all work is already complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -306,7 +307,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has already happened."""
+    """Stands for a CUDA event that has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

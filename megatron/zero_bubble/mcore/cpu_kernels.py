@@ -2,7 +2,7 @@
 
 These functions replace the kernels that megatron-core imports from `mamba_ssm` and `fla`. Mamba's scan runs over the
 whole sequence at once and not chunk by chunk, which takes memory that is quadratic in the sequence's length. The gated
-delta rule is megatron-core's own, which it otherwise takes where all must be deterministic.
+delta rule is megatron-core's own implementation, which megatron-core otherwise uses only in deterministic mode.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """An RMSNorm over groups of features, of an input that is multiplied with a gate before.
+    """An RMSNorm over groups of features; the input is first multiplied with a gate.
 
     Args:
         hidden_size: number of features.
-        group_size: features in a group; by default all.
+        group_size: number of features in a group; by default all features.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ def scan(
 ) -> torch.Tensor:
     """Compute `mamba_chunk_scan_combined`: the outputs of a selective state space model from a state of zeros.
 
-    The state of a head is `h_i = exp(dt_i a) h_(i-1) + dt_i b_i x_i`, its output `c_i h_i + D x_i`.
+    The state of a head is `h_i = exp(dt_i a) h_(i-1) + dt_i b_i x_i`, and the output of a head is `c_i h_i + D x_i`.
 
     Args:
         x: [batch, length, heads, size].
@@ -136,7 +136,7 @@ def convolve_and_scan(
 
 
 def delta_net_kernels(delta_rule: Callable[..., Any]) -> dict[str, Any]:
-    """Return the replacement for each name that megatron-core imports.
+    """Return replacements for the kernels of gated delta nets, by the names that megatron-core imports.
 
     Args:
         delta_rule: the gated delta rule in plain PyTorch.
@@ -150,28 +150,28 @@ def delta_net_kernels(delta_rule: Callable[..., Any]) -> dict[str, Any]:
 
 
 def delta_net_modules(package: ModuleType) -> list[ModuleType]:
-    """Return the modules that import the kernels: `package`, and from megatron-core 0.19 on the modules in it."""
+    """Return `package` and, from megatron-core 0.19 on, its modules, which import the kernels of gated delta nets."""
     inner = [value for value in vars(package).values() if isinstance(value, ModuleType)]
     return [package, *(module for module in inner if module.__name__.startswith(package.__name__))]
 
 
 def normalized(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
-    """Divide by the Euclidean norm over `dim`."""
+    """Divide `x` by its Euclidean norm over the dimension `dim`."""
     return (x.float() * torch.rsqrt(x.float().square().sum(dim, keepdim=True) + eps)).to(x)
 
 
 def convolved(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, **unused: Any
 ) -> tuple[torch.Tensor, None]:
-    """Convolve each feature with the steps before it.
+    """Convolve each feature over its current and its previous positions in the sequence, and apply an activation.
 
     Args:
         x: [batch, length, features].
         weight: [features, width].
-        activation: name of the function of the result: `silu` or `swish`, which are one.
+        activation: name of the activation function, `silu` or `swish`, which are the same function.
 
     Returns:
-        [batch, length, features], and no state.
+        A tensor of shape [batch, length, features], and None in place of a state.
     """
     assert activation in ("silu", "swish")
     padded = torch.nn.functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))

@@ -1,4 +1,4 @@
-"""The classes of megatron-core's models that are an embedding, a stack of layers and an output layer."""
+"""The classes of megatron-core's models that consist of an embedding, a stack of layers and an output layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 
 HYBRID_RECOMPUTES = find_spec("megatron.core.models.hybrid") is not None
-"""Whether models whose layers a pattern describes can recompute them, as they can from megatron-core 0.18 on."""
+"""Whether hybrid models, whose layers a pattern describes, support recomputation; True from megatron-core 0.18 on."""
 STACK_MODULE = "megatron.core.models.hybrid.hybrid_block" if HYBRID_RECOMPUTES else "megatron.core.ssm.mamba_block"
 """The module of megatron-core that defines a hybrid model's stack of layers."""
 ALLOCATION_MODULE = (
@@ -17,7 +17,7 @@ ALLOCATION_MODULE = (
     if HYBRID_RECOMPUTES
     else "megatron.core.ssm.mamba_hybrid_layer_allocation"
 )
-"""The module that reads patterns."""
+"""The module of megatron-core that reads the layer patterns of hybrid models."""
 
 
 HYBRID: Any = (
@@ -25,9 +25,9 @@ HYBRID: Any = (
     if HYBRID_RECOMPUTES
     else importlib.import_module("megatron.core.models.mamba.mamba_model").MambaModel
 )
-"""The class of models whose layers a pattern describes; before megatron-core 0.18 it is called `MambaModel`."""
+"""The class of hybrid models, whose layers a pattern describes; its name is `MambaModel` before megatron-core 0.18."""
 HYBRID_TAKES_STAGES = hasattr(importlib.import_module(ALLOCATION_MODULE), "select_pipeline_segment")
 """Whether hybrid models choose a stage's layers from a pattern with `|`, as they do from megatron-core 0.17 on."""
 
 DECODER_MODELS: tuple[Any, ...] = (GPTModel, HYBRID)
-"""Classes whose instances have `embedding`, `decoder.layers` and `output_layer` in the stages that hold these."""
+"""Model classes whose instances have `embedding`, `decoder.layers` and `output_layer` on the stages of these parts."""

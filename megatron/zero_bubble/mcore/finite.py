@@ -1,8 +1,9 @@
-"""Ends the training when a loss, gradient or weight is not finite, and names the first value that is not.
+"""Ends the training when a loss, gradient or weight is not finite, and names the first such value.
 
-megatron-core's own check waits for the device twice for each bucket of gradients. This check costs nothing while all
-values are finite: the optimizer reduces the norm of all gradients over all ranks before it steps, and the norm is
-finite only if every gradient is. If it is not, every rank learns so in the same step, and all look for the cause.
+megatron-core's own check waits for the device twice for each bucket of gradients. The check of this module costs
+nothing while all values are finite. The optimizer reduces the norm of all gradients over all ranks before its step, and
+the norm is finite only if every gradient is finite. If the norm is not finite, all ranks notice in the same step, and
+all ranks look for the cause.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+(?=\.)")
 
 
 def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
-    """Return `loss`, bitwise the same in value and gradient, but with a NaN gradient if it is infinite.
+    """Return a finite `loss` bitwise unchanged in value and gradient, and give an infinite loss a NaN gradient.
 
     The gradient of an infinite loss may be finite. A NaN gradient shows in the norm of all gradients, on all ranks.
     """
@@ -36,10 +37,10 @@ def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """A value that is not finite; of several findings the smallest is the likeliest cause."""
+    """A value that is not finite; of several findings, the smallest in sort order is the likeliest cause."""
 
     kind: int
-    """0 for a weight, 1 for a loss, 2 for a gradient."""
+    """Kind of the value: 0 for a weight, 1 for a loss, 2 for a gradient."""
     position: tuple[int, int]
     """Place of the value in the order in which values are computed."""
     rank: int
@@ -47,11 +48,11 @@ class _Finding:
 
 
 class FiniteCheck:
-    """Checks losses, gradients and weights, and raises an error on all ranks if one is not finite.
+    """Checks losses, gradients and weights, and raises an error on all ranks if any value is not finite.
 
     Args:
         chunks: this rank's modules in DDP.
-        placement: tells which stages the chunks are.
+        placement: maps this rank's chunks to stages.
         error: the type of error that is raised, with a message of one line.
         iteration: returns the number of the present iteration.
     """
@@ -72,7 +73,7 @@ class FiniteCheck:
         self.losses: Iterable[torch.Tensor] = ()
         """The losses of this iteration's microbatches on this rank."""
         self.steps_with: dist.ProcessGroup | None = None
-        """The ranks that get the same norm and look for its cause together; None for all ranks."""
+        """Ranks that share a norm of gradients, and together find the value that is not finite; None for all ranks."""
         for chunk in chunks:
             # FSDP has no buckets.
             for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
@@ -80,7 +81,7 @@ class FiniteCheck:
                 group.check_grads = partial(self._record_norms, group)
 
     def _record_norms(self, group: Any, **unused: bool) -> None:
-        """Keep the norms of this rank's gradients before they are reduced over replicas, without waiting for them."""
+        """Keep the norms of this rank's gradients before their reduction over replicas; does not wait for the norms."""
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:
@@ -101,7 +102,7 @@ class FiniteCheck:
         optimizer.prepare_grads, optimizer.get_grad_norm = prepare_grads, get_grad_norm
 
     def check_norm(self, norm: float | None) -> None:
-        """Check the norm of all gradients, the same on all ranks; None, where it was not computed, counts as wrong."""
+        """Check the norm of all gradients, the same on all ranks; None, for a norm not computed, is an error."""
         if norm is None or not math.isfinite(norm):
             finding = self._find_weight() or self._find_loss() or self._find_gradient()
             self._end(f"iteration {self._iteration()}", finding, self.steps_with)
@@ -133,7 +134,7 @@ class FiniteCheck:
         )
 
     def _find_weight(self) -> _Finding | None:
-        """Find the first weight that is not finite: everything computed after it is wrong because of it."""
+        """Find the first weight that is not finite; it makes all values wrong that are computed after it."""
         for position, name, parameter in self._parameters():
             if _is_wrong(parameter):
                 return _Finding(0, position, dist.get_rank(), f"the weight {name} ({_value(parameter)})")
@@ -146,10 +147,10 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the last parameter, in model order, whose gradient is not finite: backward computes it first."""
+        """Find the last parameter in model order with a gradient that is not finite: backward computes it first."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
-            return None  # the value that is not finite comes from a replica
+            return None  # the value that is not finite comes from another replica
         for (stage, index), name, parameter in reversed(list(self._parameters())):
             gradient = getattr(parameter, "main_grad", parameter.grad)
             if gradient is not None and _is_wrong(gradient):

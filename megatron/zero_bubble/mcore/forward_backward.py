@@ -38,7 +38,7 @@ class GradSync:
     """Keeps all operations inside megatron-core's `no_sync`, except the operations of the last microbatch.
 
     DDP counts a parameter as ready when its gradient arrives outside of `no_sync`. `no_sync` is entered or left before
-    each operation, because the W of an early microbatch may run after the B of the last one.
+    each operation, because the W of an early microbatch may run after the B of the last microbatch.
     """
 
     def __init__(self, no_sync: NoSync | list[NoSync] | None, num_chunks: int) -> None:
@@ -47,7 +47,7 @@ class GradSync:
         self._entered: dict[int, contextlib.AbstractContextManager[Any]] = {}
 
     def enable(self, chunk: int, enabled: bool) -> None:
-        """Leave `no_sync` of `chunk` if `enabled`, so that DDP counts its gradients as ready; else enter it."""
+        """Leave `no_sync` of `chunk` if `enabled`, so that DDP counts its gradients as ready; else enter `no_sync`."""
         if enabled and chunk in self._entered:
             self._entered.pop(chunk).__exit__(None, None, None)
         elif not enabled and chunk not in self._entered:
@@ -65,17 +65,17 @@ class MegatronStage:
 
     Attributes:
         forward_step_func: the user's forward step, as megatron-core takes it.
-        data_iterators: one a model chunk; None where a chunk needs no data.
+        data_iterators: one iterator for each model chunk; None for a chunk that needs no data.
         model_chunks: this rank's modules, by chunk.
         output_shape: shape of the tensor that passes between stages.
-        shapes_vary: whether the tensor has other shapes, which headers tell.
+        shapes_vary: whether the tensors between stages vary in shape, which headers then announce.
         cp_group_size: context-parallel size, by which megatron-core scales the loss.
         forward_data_store: results of the loss function, one for each microbatch, on the last stage.
         num_tokens: sum of the token counts that the loss function returned.
         finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
         num_early_forwards: number of forwards that all ranks together run before VALIDATE.
-        recomputation_store: the executor's; None if B recomputes whatever the model's configuration says.
+        recomputation_store: the store of the executor; None if B recomputes as the model's configuration says.
         vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not in shards.
     """
 
@@ -162,7 +162,7 @@ class MegatronStage:
             )
 
     def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
-        """Return the forward step of a microbatch: the user's, or the model's call that the user's has made before."""
+        """Return the user's forward step or, with vocabulary shards, its replacement on the first or the last stage."""
         stage = self.placement.stage_of(self.rank, chunk)
         if self.vocabulary is not None and stage == 0:
             return self.vocabulary.begin_first_stage(microbatch).forward_step
@@ -207,7 +207,7 @@ class MegatronStage:
         self.vocabulary.exchange(op)
 
     def _embed(self, microbatch: int) -> None:
-        """Run E; on the rank of the first stage it reads the microbatch, which F of that stage will use."""
+        """Run E; on the rank of the first stage, E first reads the microbatch, which the F of that stage uses, too."""
         assert self.vocabulary is not None
         if self.rank == self.placement.rank_of(0):
             chunk = self.placement.chunk_of(0)
@@ -217,7 +217,7 @@ class MegatronStage:
         self.vocabulary.embed(microbatch)
 
     def _compute_loss(self, microbatch: int) -> None:
-        """Run L: the user's loss function on the loss of every token, and the gradient of its result."""
+        """Run L: apply the user's loss function to the losses of all tokens, and compute gradients of these losses."""
         assert self.vocabulary is not None
         chunk = self.placement.chunk_of(self.placement.num_stages - 1)
         losses, loss_function = self.vocabulary.begin_loss(microbatch)
@@ -232,7 +232,7 @@ class MegatronStage:
     def _calc_loss(
         self, chunk: int, output: torch.Tensor, loss_function: Callable[..., Any] | None, *, is_last: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """End a forward as megatron-core does: with the loss on the last stage. Returns the output and its tokens."""
+        """End a forward as megatron-core does, with the loss on the last stage; return output and number of tokens."""
         return mcore.forward_step_calc_loss(
             self.model_chunks[chunk],
             output,
@@ -259,7 +259,7 @@ class MegatronStage:
             chunk.before_gradients(is_fused=OpKind.W in KINDS[op.kind].makes)
 
     def message_spec(self, op: Op) -> TensorSpec:
-        """Describe a message to this rank: all have the same shape unless they vary."""
+        """Describe a message to this rank. All messages have the same shape unless `shapes_vary` is set."""
         if not self.shapes_vary:
             return self.usual_message
         spec: AnnouncedSpec | AnswerSpec = AnnouncedSpec(self.usual_message.dtype, self.device)
@@ -270,11 +270,11 @@ class MegatronStage:
 
     @property
     def usual_message(self) -> TensorSpec:
-        """The message of a microbatch with the length and the size that the step's arguments say."""
+        """The message of a microbatch with the sequence length and the microbatch size in the arguments of the step."""
         return TensorSpec(self.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:
-        """Leave `no_sync`, as DDP expects between steps, and reduce the gradients, which are complete."""
+        """Leave `no_sync`, as DDP expects between steps, and reduce the complete gradients."""
         self._grad_sync.enable_all()
         self.finalize(self)
         for chunk in fully_sharded(self.model_chunks):

@@ -1,9 +1,10 @@
 """Shards a chunk's parameters, gradients and optimizer state over replicas (ZeRO-2 and ZeRO-3) under any schedule.
 
 The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
-its backward, and reduces the gradients there. With zero bubble W computes the gradients of weights, later and outside
-of autograd. FSDP2 therefore only accumulates in backward, and the gradients of a layer are reduced explicitly after its
-last W of a step, as torch's own pipelines do after the last backward. The sums equal DDP's, in the same order.
+the layer's backward, and reduces the gradients there. In a zero-bubble schedule, W computes the gradients of weights
+later and outside of autograd. FSDP2 therefore only accumulates gradients in backward. The gradients of a layer are
+reduced explicitly after the layer's last W of a step, as in torch's own pipelines after the last backward. The reduced
+gradients equal those of DDP, with sums in the same order.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from torch.distributed.tensor import DTensor
 
 
 class FullyShardedChunk(TorchFullyShardedDataParallel):
-    """A model chunk of which every replica holds a shard, and gathers a layer's parameters for F and for B.
+    """A model chunk that is sharded over replicas; each replica gathers a layer's parameters for F and for B.
 
     `split_weight_gradients` must have been called on the module.
 
     Args:
         module: the chunk, on its device, with all its parameters.
         keeps_parameters: whether a layer's parameters, once gathered, stay until the end of the step (ZeRO-2).
-        reduces_every_microbatch: whether gradients are reduced after every W of a layer, so that no replica holds whole
-            ones; otherwise after the last of a step.
+        reduces_every_microbatch: whether the gradients of a layer are reduced after every W of the layer, so that no
+            replica holds unsharded gradients; otherwise only after the layer's last W of a step.
         gradient_dtype: type in which gradients are summed over microbatches and replicas. The optimizer gets the sum in
-            the parameters' type, as FSDP2 has it.
+            the type of the parameters, as in FSDP2.
 
     Raises:
-        ValueError: a parameter's rows do not divide among the replicas.
+        ValueError: the number of rows of a parameter is not divisible by the number of replicas.
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._root._get_fsdp_state()._lazy_init()
 
     def _set_up_gathering(self) -> None:
-        """Let each layer gather its successor's parameters before it computes.
+        """Let each layer gather the parameters of the layer that runs next, before its own computation.
 
-        By default FSDP takes the order of the last forwards, which here belong to other microbatches.
+        By default FSDP gathers in the order of the last forwards, which in a pipeline belong to other microbatches.
         """
         order = [self._root, *self._layers]
         for before, after in pairwise(order):
@@ -108,14 +109,14 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._root.set_modules_to_backward_prefetch(order[-1:])
 
     def gather_ahead(self, *, is_forward: bool) -> None:
-        """Start to gather the first parameters of an F or B, while it waits for its message."""
+        """Start to gather the parameters that an F or B needs first, while the operation waits for its message."""
         first = self._layers[:1] if is_forward else self._layers[-1:]
         for part in (self._root, *first):
             if (group := _fsdp_group(part)) is not None:
                 group.unshard(async_op=True)
 
     def before_gradients(self, *, is_fused: bool) -> None:
-        """Prepare for an operation that adds to gradients: a fused BW is reduced by FSDP itself, within backward."""
+        """Prepare for an operation that adds to gradients; FSDP itself reduces the gradients of a fused BW."""
         reduces = is_fused and (self._is_last_microbatch or self._reduces_every_microbatch)
         if any(group.reduce_grads != reduces for group in self._groups):
             self._root.set_requires_gradient_sync(reduces)
@@ -152,7 +153,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
     def finish_grad_sync(self, *unused: Any, **also_unused: Any) -> None:
         """Reduce the remaining gradients, such as the embedding's, and wait for all reductions.
 
-        `finalize_model_grads` calls it at the end of a step, of megatron-core's own schedule, too.
+        `finalize_model_grads` calls this method at the end of each step, also under megatron-core's own schedules.
         """
         self._root.set_is_last_backward(True)
         for group in reversed(self._groups):
@@ -162,7 +163,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        """Free parameters that are still gathered; called when neither F nor B will need them before they change."""
+        """Free all gathered parameters; called when no F or B needs them before the parameters change."""
         for part in (self._root, *self._layers):
             part.reshard()
 
@@ -176,14 +177,14 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
                 yield from (gradient for gradient in gradients if gradient is not None)
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Scale all gradients, which are reduced."""
+        """Multiply all gradients, which are already reduced, by `scaling_factor`."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scaling_factor)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which `tensor` may be this replica's shard; then a collective call of the replicas."""
+    """Return the unsharded tensor; if `tensor` is a replica's shard, this is a collective call of the replicas."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -197,5 +198,5 @@ def _fsdp_group(module: Any) -> Any:
 
 
 def _owner_and_name(parameter: Any) -> tuple[int, str]:
-    """Return the module that holds the parameter, by its id, and the parameter's name there."""
+    """Return the id of the module that holds a parameter, and the parameter's name in the module."""
     return id(parameter._module_info.module), parameter._module_info.param_name

@@ -1,9 +1,9 @@
-"""The spec of a hybrid model with megatron-core's own layers; all of megatron-core's specs have Transformer Engine's.
+"""The spec of a hybrid model with megatron-core's own layers; megatron-core's hybrid specs use Transformer Engine.
 
     pretrain_hybrid.py --spec megatron.zero_bubble.mcore.hybrid_spec stack_spec --transformer-impl local
 
-The spec has the layers of `LOCAL_LAYERS` that this megatron-core has, and multi-token prediction. On a CPU, the kernels
-of Mamba and gated delta nets and the norm after the last layer are those that `cpu.py` substitutes.
+The spec has the layers of `LOCAL_LAYERS` that the installed megatron-core has, and multi-token prediction. On a CPU,
+`cpu.py` substitutes the kernels of Mamba and gated delta nets, and the norm after the last layer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES, STACK_M
 from megatron.zero_bubble.mcore.layer_spec import LocalNorm, allow_local_latent_attention
 
 _SOME = 8
-"""A number of experts: any but None makes the spec of a layer with experts."""
+"""A number of experts. For any number except None, megatron-core returns the spec of a layer with experts."""
 LOCAL_LAYERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "*": ("attention_layer", "attention"),
@@ -46,13 +46,13 @@ LOCAL_LAYERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "+": ("mla_layer", "latent attention"),
     }
 )
-"""For the symbol of each layer the name that megatron-core's specs have for it, and a name in words."""
+"""Symbol of a kind of layer in a pattern -> name of the layer in megatron-core's specs, and its name in words."""
 _SPARSE = "dsa_layer"
-"""megatron-core's name of sparse attention, `D`."""
+"""megatron-core's name of the layer of sparse attention, whose symbol in a pattern is `D`."""
 
 
 def local_layers() -> dict[str, str]:
-    """Return the symbols and names in words of the local layers that this megatron-core has."""
+    """Return the symbols and names in words of the local layers that the installed megatron-core has."""
     return {symbol: words for symbol, (name, words) in LOCAL_LAYERS.items() if name in _SUBMODULES.__dataclass_fields__}
 
 
@@ -71,7 +71,7 @@ _BLOCKS = importlib.import_module(STACK_MODULE)
 _NAME = "HybridStack" if hasattr(_BLOCKS, "HybridStack") else "MambaStack"
 _STACK, _SUBMODULES = getattr(_BLOCKS, _NAME), getattr(_BLOCKS, f"{_NAME}Submodules")
 HAS_FURTHER = "mtp_block_spec" in _SUBMODULES.__dataclass_fields__
-"""Whether hybrid models of this megatron-core have multi-token prediction, as they do from 0.17 on."""
+"""Whether hybrid models of the installed megatron-core have multi-token prediction, as they do from 0.17 on."""
 
 
 def _further() -> ModuleSpec:
@@ -129,7 +129,7 @@ def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
 
 
 def _attending(attention: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer that consists of a norm and `attention`, or a replacement of attention."""
+    """Return the spec of a layer that consists of a norm and `attention`, which may be a gated delta net."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -146,4 +146,4 @@ def transformer_engine_spec() -> ModuleSpec:
 
 
 stack_spec = local_spec()
-"""For `--spec`, which takes a module and the name of a spec in it."""
+"""The spec for the flag `--spec`, which takes a module and the name of a spec in the module."""

@@ -53,11 +53,12 @@ _NORMS_IN_ATTENTION = {"q_layernorm", "k_layernorm", "kv_layernorm"}
 
 
 class LocalNorm:
-    """A norm of torch with the settings that megatron-core's own wrapper refuses.
+    """A norm of torch that supports two settings that megatron-core's own wrapper refuses.
 
-    The settings are weights around zero (`--apply-layernorm-1p`) and sequence parallelism, where each tensor-parallel
-    rank normalises its slice of the sequence: the parameters are marked `sequence_parallel`, because their gradients
-    are partial, and megatron-core sums the gradients of marked parameters over the ranks at the end of a step.
+    The settings are weights around zero (`--apply-layernorm-1p`) and sequence parallelism. Under sequence parallelism,
+    each tensor-parallel rank normalises its slice of the sequence, so the gradients of the norm's parameters are
+    partial. These parameters are marked `sequence_parallel`. megatron-core sums the gradients of marked parameters over
+    the ranks at the end of a step.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
@@ -73,19 +74,20 @@ def _needs_local_norm(config: TransformerConfig) -> bool:
 
 
 def allow_local_latent_attention() -> None:
-    """Let megatron-core build latent attention without Transformer Engine where that is not installed.
+    """Let megatron-core build latent attention where Transformer Engine is not installed.
 
-    megatron-core asks whether its adapter of Transformer Engine can be imported, which needs no such package.
+    megatron-core tests only whether its adapter of Transformer Engine can be imported, which succeeds without
+    Transformer Engine.
     """
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
 
 
 def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> list[ModuleSpec]:
-    """Return the specs of all layers of the model; layers that are alike share one.
+    """Return the specs of all layers of the model; layers that are alike share one spec.
 
     Args:
-        uses_torch_attention: whether local layers attend through torch's fused kernels.
+        uses_torch_attention: whether local layers compute attention with torch's fused kernels.
     """
     is_local = config.transformer_impl == "local"
     layers = get_gpt_decoder_layer_specs(
@@ -105,7 +107,7 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
 def _completed_local_layer(
     config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]
 ) -> ModuleSpec:
-    """Return a copy of a local layer's spec with our attention and, where megatron-core's do not fit, our norms."""
+    """Return a copy of a local layer's spec with `attention`, and with `LocalNorm` if the configuration needs it."""
     layer = copy.deepcopy(layer)
     inside = layer.submodules.self_attention.submodules
     inside.core_attention = attention
@@ -137,7 +139,7 @@ def block_spec(
 def multi_token_spec(
     config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, *, is_last_stage: bool
 ) -> Any | None:
-    """Return the spec of the multi-token prediction layers, built like `layer`; None if the stage has none.
+    """Return the spec of the multi-token prediction layers, built like `layer`; None if the stage has no such layers.
 
     Raises:
         ValueError: the layout puts layers of multi-token prediction on another stage than the last.

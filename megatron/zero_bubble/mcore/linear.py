@@ -1,11 +1,12 @@
 """Splits the backward of megatron-core's linear layers into B and W.
 
 `split_weight_gradients` binds another `_forward_impl` to each ColumnParallelLinear and RowParallelLinear
-*instance* of a model; nothing is patched globally. Forward is megatron-core's own. Inside
+*instance* of a model; nothing is patched globally. The forward of a linear layer is megatron-core's own. Inside
 `WeightGradStore.deferring()`, backward computes only the gradients of the input and of the bias (a sum), and puts
-a function that computes the weight's gradient into the store. Outside, megatron-core's own fused backward runs.
+a function that computes the weight's gradient into the store. Outside of `WeightGradStore.deferring()`,
+megatron-core's own fused backward runs.
 
-Modules of Transformer Engine defer W themselves; `transformer_engine.py` makes them do so in the store's order.
+Modules of Transformer Engine defer W themselves; `transformer_engine.py` runs their W in the order of the store.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
 
 
 def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the output layer if it multiplies with the embedding's weight of its own stage, else None.
+    """Return the output layer if it multiplies with the weight of the embedding on the same stage, else None.
 
-    With multi-token prediction the last stage has an embedding, too. Megatron-LM's output layer has an unused weight of
-    its own there. Autograd adds up the gradient of the shared weight in B, so such a layer is not split.
+    With multi-token prediction, the last stage has an embedding, too, and Megatron-LM's output layer on the last stage
+    also has an unused weight. In B, autograd adds up the gradient of a weight that the output layer shares with the
+    embedding, so the output layer is not split.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
@@ -122,8 +124,8 @@ def _forward_impl(
 ) -> torch.Tensor:
     """Replaces `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`.
 
-    megatron-core 0.19 and 0.20 pass the last two arguments: for weights sharded layer by layer, and for logits of
-    another type. A layer that has either is not split.
+    megatron-core 0.19 and 0.20 pass `gtp_remat_size` for weights sharded layer by layer, and `output_dtype` for logits
+    of another type. No layer with either setting is split.
     """
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"
@@ -179,7 +181,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     # The rest needs no other rank and runs while the tensor-parallel ranks exchange the input's gradient.
     grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
     # Detached, because they would otherwise keep the graph of other layers alive until W, and W would be recorded. A
-    # gradient has a graph where a backward returns a tensor of its forward, as that of the loss does in fp32.
+    # gradient has a graph where a backward returns a tensor of its forward, as the loss's backward does in fp32.
     saved_input, grad_output = saved_input.detach(), grad_output.detach()
     deferred = DeferredWeightGrad(
         ctx.weight_grad,
@@ -214,13 +216,13 @@ class Gradients:
     """Numbers of parameters of one rank, by where their gradients are computed.
 
     Attributes:
-        total: all parameters that are trained.
+        total: number of all trained parameters.
         in_w: weights of split layers, whose gradient W computes.
-        embeddings: tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
-        vectors: norms and biases, whose gradient is a sum as well.
+        embeddings: embedding tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
+        vectors: parameters of norms and biases, whose gradient is a sum and not a matrix product.
         unsplit: all other weights, by `name (Class)` of their module, with `*` for the numbers of layers and experts.
-            Their gradient is a matrix product or unknown, and B computes it.
-        missed: entries of `unsplit` that are linear layers, or that could defer W by `backward_dw()` but do not.
+            B computes the gradient of these weights, which is a matrix product or of an unknown kind.
+        missed: entries of `unsplit` that could defer W but do not: linear layers and modules with `backward_dw()`.
     """
 
     total: int
@@ -269,7 +271,7 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
 def _trained_parameters(
     model_chunks: Iterable[torch.nn.Module],
 ) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
-    """Yield every trained parameter once, after the name of the module that holds it and the module."""
+    """Yield (name of the module, module, parameter) for every trained parameter once."""
     seen = set()
     for chunk in model_chunks:
         for name, module in chunk.named_modules():

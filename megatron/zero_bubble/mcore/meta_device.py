@@ -1,7 +1,7 @@
-"""Builds and runs models of megatron-core on torch's meta device, as one rank of any job.
+"""Builds and runs models of megatron-core on torch's meta device, as one rank of a job of any size.
 
-Tensors have shapes and no data, and collectives do nothing, so one process counts memory and work of one rank of a
-thousand.
+On the meta device, tensors have shapes and no data, and collectives do nothing. One process can therefore count the
+memory and the work of one rank of a large job.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm, delta_net_kerne
 def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int) -> Iterator[None]:
     """Let models be built and run on the meta device inside the `with` block, as rank 0 of a pipeline of one rank.
 
-    The process must not have a default process group; torch's fake one stands in for the ranks of these sizes.
+    The process must not have a default process group; torch's fake process group stands in for all ranks of the job.
 
     Args:
-        tensor: tensor-parallel ranks.
-        context: context-parallel ranks.
-        expert: expert-parallel ranks.
-        expert_tensor: ranks that share an expert.
+        tensor: number of tensor-parallel ranks.
+        context: number of context-parallel ranks.
+        expert: number of expert-parallel ranks.
+        expert_tensor: number of ranks that share an expert.
     """
     assert not dist.is_initialized(), "counted before a job's ranks meet, or after they have parted"
     random_state, shapes = torch.get_rng_state(), cast("Any", symbolic_shapes)
@@ -75,7 +75,7 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
 
 def _substitutions() -> Iterator[Substitution]:
     reason = "tensors must have no data"
-    for name in {*FACTORIES} - {"triu", "tensor"}:  # one takes a tensor, the other makes numbers that are read
+    for name in {*FACTORIES} - {"triu", "tensor"}:  # `triu` takes a tensor, `tensor` makes numbers that are read
         yield Substitution(torch, name, _without_data(getattr(torch, name)), reason)
     yield Substitution(torch.cuda, "current_device", lambda: "meta", reason)
     yield Substitution(torch.Tensor, "cuda", _itself, reason)

@@ -31,18 +31,18 @@ T = TypeVar("T")
 
 
 class StepData:
-    """The microbatches of a step, read from the iterators of this rank's chunks, None where a chunk needs no data."""
+    """The microbatches of a step, read from one iterator for each chunk of this rank; None for a chunk without data."""
 
     def __init__(self, iterators: Iterators, count: int) -> None:
         self._sources, self._count = iterators, count
         self._read = [None if source is None else list(islice(_items(source), count)) for source in iterators]
 
     def sizes(self) -> list[MicrobatchSize | None]:
-        """The size of every microbatch, None where it cannot be told."""
+        """Return the size of every microbatch; None for a microbatch whose data does not tell its size."""
         return [size_of(item) for item in next((items for items in self._read if items is not None), [])]
 
     def sizes_ahead(self) -> list[MicrobatchSize | None]:
-        """The sizes of the next microbatches, as many as there are in this step; none where they cannot be seen."""
+        """Return sizes of the next microbatches, as many as in this step; [] if the iterator cannot look ahead."""
         source = next((source for source in self._sources if source is not None), None)
         if isinstance(source, RerunDataIterator):
             if not isinstance(source.iterable, LookAhead):
@@ -51,7 +51,7 @@ class StepData:
         return [size_of(item) for item in source.peek(self._count)] if isinstance(source, LookAhead) else []
 
     def ordered(self, decision: StepDecision) -> list[Iterator[Any] | None]:
-        """Iterators over the microbatches in the order of a decision; data that ended too early stays in its order."""
+        """Return iterators over the microbatches in the decided order, or in the data's order if data is missing."""
         return [
             None
             if items is None
@@ -61,17 +61,17 @@ class StepData:
 
 
 def _items(source: Iterator[Any]) -> Iterator[Any]:
-    """The items of an iterator; Megatron-LM's `RerunDataIterator` has a `__next__` alone."""
+    """Yield the items of an iterator that may have only `__next__`, as Megatron-LM's `RerunDataIterator` does."""
     with suppress(StopIteration):
         while True:
             yield next(source)
 
 
 class JobPeers:
-    """All ranks of a megatron-core job, as the `Peers` of a `StepPlanner`; making it is a collective call of the job.
+    """All ranks of a megatron-core job, as the `Peers` of a `StepPlanner`; creation is a collective call of the job.
 
     Args:
-        timeout: for one message.
+        timeout: time limit for one message.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -89,7 +89,7 @@ class JobPeers:
         return connect(Membership(name, members, members.index(dist.get_rank()), torch.device("cpu"), self._timeout))
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the replica's first rank; return its result, or raise its `Infeasible`, on all of them."""
+        """Run `action` on the replica's first rank; return its result, or raise its `Infeasible`, on all ranks."""
         answer: T | Infeasible | None = None
         if self._is_first:
             try:
@@ -114,7 +114,7 @@ class JobPeers:
         return values
 
     def highest(self, level: int) -> int:
-        """Return the highest level of all replicas; called on their first ranks."""
+        """Return the highest memory level of all replicas; called on the first rank of each replica."""
         if self._firsts is None:
             return level
         highest = torch.tensor([level])
@@ -127,12 +127,12 @@ class StepPlans:
 
     Args:
         running: the plan of the run.
-        observer: of its steps.
-        planning: how the run is profiled; None if it is not.
-        timeout: for a message about a plan.
-        reorders: whether microbatches may run in another order than the data's; by default they may where the
-            model's configuration says `variable_seq_lengths`.
-        interlocks: whether iterations interlock.
+        observer: the observer of the run's steps.
+        planning: options of profiling and planning; None if the run is not profiled.
+        timeout: time limit for a message about a plan.
+        reorders: whether microbatches may run in another order than the data's; None to allow another order if the
+            model's configuration sets `variable_seq_lengths`.
+        interlocks: whether iterations interlock, as with post-validation.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class StepPlans:
         self._planner: StepPlanner | None = None
 
     def are_made(self, config: Any) -> bool:
-        """Whether the microbatches of a step are read before it, to plan it."""
+        """Tell whether the microbatches of a step are read before the step, so that the step can be planned."""
         return self._reorders(config) or (config.variable_seq_lengths and self._has_limit)
 
     def _reorders(self, config: Any) -> bool:
@@ -163,7 +163,7 @@ class StepPlans:
     def decide(
         self, step: int, config: Any, iterators: Iterators, num_microbatches: int
     ) -> tuple[StepDecision, list[Iterator[Any] | None]]:
-        """Plan a step; return the decision, and iterators over its data in the planned order. A collective call."""
+        """Plan a step; return the decision, and iterators over the data in the planned order. A collective call."""
         planner, data = self._prepare_planner(), StepData(iterators, num_microbatches)
         plan, profile, limits = self._running.plan, self._running.profile, None
         if self._has_limit and profile is not None and plan.request.limits:
@@ -182,7 +182,7 @@ class StepPlans:
         return self._planner
 
     def after_step(self, step: int) -> None:
-        """Fit the costs of sizes after the steps that measure them; a collective call of the job."""
+        """Fit costs to sizes of microbatches after the steps that measure costs; a collective call of the job."""
         if self._planner is not None:
             self._planner.after_step(step, self._usual_costs)
 
@@ -191,7 +191,7 @@ class StepPlans:
         return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
 
     def take_times(self) -> OrderTimes | None:
-        """Return the predicted times of the steps since the last call whose order was planned; None without any."""
+        """Return the predicted times of planned steps since the last call; None if `decide` was never called."""
         return None if self._planner is None else self._planner.take_times()
 
     def close(self) -> None:

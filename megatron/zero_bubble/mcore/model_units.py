@@ -1,4 +1,4 @@
-"""The units of a model: the embedding, each layer, and all that follows the layers; how they are built and fed."""
+"""The units of a model (the embedding, each layer, all modules after the layers), their builder and their data."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ class Unit(NamedTuple):
     """A part of a model that is built as a separate stage."""
 
     layer: int | None = None
-    """The layer of this unit, in a model that is built with one layer of every kind; None for a unit without layers."""
+    """Index of the unit's layer in a model that has one layer of each kind; None for a unit without layers."""
     embeds: bool = False
     is_last: bool = False
-    """Whether the stage has all that follows the layers: multi-token prediction, final norm, output layer and loss."""
+    """Whether the unit has all parts after the layers: multi-token prediction, final norm, output layer and loss."""
 
 
 @dataclass(frozen=True)
 class UnitModels:
-    """Builds the units of a model, and feeds them.
+    """Builds the units of a model, and provides their data.
 
     Attributes:
-        build: makes a unit, split with the given store and wrapped in megatron-core's DDP, for a pipeline of one rank.
+        build: makes a unit for a pipeline of one rank. The unit defers W to the given store and is wrapped in
+            megatron-core's DDP.
         forward_step: the forward step of the training, as megatron-core takes it.
         data: an endless iterator over microbatches for `forward_step`.
         message: the tensor that passes between stages.
-        context_parallel_size: by which megatron-core scales the loss.
-        state_bytes: bytes of the states of numbers of dense parameters and of expert parameters.
+        context_parallel_size: number of context-parallel ranks, by which megatron-core scales the loss.
+        state_bytes: (number of dense parameters, number of expert parameters) -> bytes of their model states.
     """
 
     build: Callable[[Unit, WeightGradStore], torch.nn.Module]
@@ -46,7 +47,7 @@ class UnitModels:
 
 
 def keep_unit(model: Any, unit: Unit) -> None:
-    """Drop all layers of a `GPTModel` but the unit's."""
+    """Drop all layers of a `GPTModel` except the layer of the unit."""
     layers = model.decoder.layers
     model.decoder.layers = torch.nn.ModuleList([] if unit.layer is None else [layers[unit.layer]])
 
@@ -54,10 +55,10 @@ def keep_unit(model: Any, unit: Unit) -> None:
 def random_microbatch(
     vocabulary: int, micro_batch_size: int, seq_length: int, *, has_mask: bool
 ) -> dict[str, torch.Tensor]:
-    """Return a microbatch as data loaders give it, of random tokens and on the host; the same at every call.
+    """Return a microbatch of random tokens on the host, with the fields of a data loader; every call returns the same.
 
     Args:
-        has_mask: whether the data has masks for attention.
+        has_mask: whether the microbatch has an attention mask.
     """
     sizes = (micro_batch_size, seq_length)
     tokens = torch.randint(vocabulary, sizes, generator=torch.Generator().manual_seed(0), device="cpu")
@@ -74,14 +75,14 @@ def random_microbatch(
 
 
 def release(chunks: Sequence[torch.nn.Module]) -> None:
-    """Make models that are no longer used collectable, so that this process does not keep their process groups.
+    """Let the garbage collector free models that are no longer used, and the process groups that the models hold.
 
     The hooks of megatron-core's DDP hold the model and its configuration, and graphs of autograd hold the hooks, where
-    Python's collector does not see them. The configuration holds the optimizer, whose shards are views of parameters.
-    Some modules, such as the dispatcher of experts, hold a tensor of the last forward, and with it a graph.
+    Python's collector does not see the hooks. The configuration holds the optimizer, whose shards are views of
+    parameters. Some modules, such as the dispatcher of experts, hold a tensor of the last forward, and with it a graph.
 
     Args:
-        chunks: the model's chunks of this rank, as they are wrapped.
+        chunks: this rank's chunks of the model, with their wrappers.
     """
     for chunk in chunks:
         get_model_config(chunk).grad_scale_func = None

@@ -1,7 +1,8 @@
-"""Reads and resets the losses of multi-token prediction, which megatron-core adds up in a global of the process.
+"""Reads and resets the losses of multi-token prediction, which megatron-core adds up in a global variable.
 
-The last stage predicts further tokens, each by a layer and a loss of its own. megatron-core computes these losses
-inside the model and adds their gradients to that of the last layer's output, so schedules need not handle them.
+With multi-token prediction, the last stage predicts further tokens, each with its own layer and loss. megatron-core
+computes these losses inside the model, and adds their gradients to the gradient of the last layer's output. Schedules
+therefore need not handle the losses.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 
 def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float, ...]:
-    """Return the last iteration's losses of multi-token prediction, and reset them; on other stages, nothing.
+    """Return the last iteration's losses of multi-token prediction, and reset them; () on stages before the last.
 
-    Each loss belongs to one token ahead and is a mean over microbatches and the ranks of `group`. Megatron-LM logs the
-    mean over all replicas. A collective call of the group on the last stage.
+    Each loss belongs to one further token, and is a mean over microbatches and the ranks of `group`. Megatron-LM logs
+    the mean over all replicas. This is a collective call of the ranks of `group` on the last stage.
     """
     tracked = tracked_sums()
     sums = tracked.get("values", tracked.get("loss_values"))  # `loss_values` from megatron-core 0.19 on
@@ -29,9 +30,9 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 
 
 def tracked_sums() -> dict[str, torch.Tensor]:
-    """Return megatron-core's sums over an iteration's microbatches, by name; empty on other stages.
+    """Return megatron-core's multi-token sums over an iteration's microbatches, by name; {} before the last stage.
 
-    The sums are of losses, and from megatron-core 0.19 on also of right and of all predictions.
+    The sums are sums of losses and, from megatron-core 0.19 on, numbers of correct and of all predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}
@@ -45,6 +46,6 @@ def track(sums: dict[str, torch.Tensor]) -> None:
 
 
 def forget_losses() -> None:
-    """Set the sums to zero. This is also called when the forwards of an iteration run again."""
+    """Set the sums of multi-token losses to zero; also called when the forwards of an iteration run again."""
     for sums in tracked_sums().values():
         sums.zero_()

@@ -1,9 +1,9 @@
-"""The parts of megatron-core's optimizers, and a fix that loads checkpoints of optimizers that use torch's Adam or SGD.
+"""Gives access to the parts of megatron-core's optimizers, and lets checkpoints of torch's Adam and SGD be loaded.
 
-Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot load it:
-it reads the number of steps from a state that a new optimizer does not have yet, and then looks for that number among
-the tensors of every shard, where it was not saved. megatron-core cannot load the state of SGD, because it has no
-function that allocates it.
+Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot load the
+state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have yet. It
+then looks for the number of steps among the tensors of every shard, where this number was not saved. megatron-core
+cannot load the state of SGD, because megatron-core has no function that allocates this state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers of torch, apex or Transformer Engine inside; none on a rank without parameters."""
+    """Return the optimizers of torch, apex or Transformer Engine in `optimizer`; [] on a rank without parameters."""
     return [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
 
 
@@ -60,10 +60,11 @@ def refuse_optimizer(optimizer: MegatronOptimizer) -> None:
 
 
 def allocate_states(optimizer: MegatronOptimizer) -> None:
-    """Create, for every parameter without optimizer state, the state that its first step would create.
+    """Create, for every parameter without optimizer state, the state that the first step would create.
 
-    A checkpoint then holds the same tensors before and after the first step. With a loss scale the first iterations
-    of a run are often skipped, and a checkpoint made before any step could otherwise not be loaded.
+    With allocated states, a checkpoint holds the same tensors before and after the first step. With a loss scale, the
+    first iterations of a run are often skipped; without allocated states, a checkpoint from before any step could not
+    be loaded.
     """
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
@@ -75,7 +76,7 @@ def allocate_states(optimizer: MegatronOptimizer) -> None:
 
 
 def _state_names(torch_optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of a parameter's state in torch's optimizers; others allocate theirs elsewhere."""
+    """Return the names of a parameter's states in torch's optimizers; other optimizers allocate states elsewhere."""
     if _is_torch_adam(torch_optimizer):
         return ("step", "exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if group.get("momentum") else ()
@@ -106,7 +107,7 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
             del adam.load_state_dict
         for shard in shards:
             del shard._set_main_param_and_optimizer_states
-            # Loading gives all parameters the same tensor, which every parameter's step would count up.
+            # Loading gives all parameters the same tensor `step`, which the step of every parameter would count up.
             for state in shard.optimizer.state.values():
                 state["step"] = state["step"].clone()
 
@@ -120,7 +121,7 @@ def _is_distributed(optimizer: Any) -> bool:
 
 
 def _loader_of_any_step(adam: torch.optim.Optimizer) -> Any:
-    """Return a `load_state_dict` that fills in a missing number of steps: megatron-core does not save a zero."""
+    """Return a `load_state_dict` that fills in a missing number of steps: megatron-core does not save the number 0."""
     load = adam.load_state_dict
 
     def load_any_step(states: dict[str, Any]) -> None:
@@ -151,7 +152,7 @@ Norm = float | torch.Tensor
 
 
 def norm_groups(optimizer: MegatronOptimizer) -> list[tuple[list[MegatronOptimizer], dist.ProcessGroup]]:
-    """Return, for each norm that megatron-core computes, the optimizers in it and the group it is reduced over."""
+    """Return, for each norm that megatron-core computes, the optimizers in the norm and the group that reduces it."""
     if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
         return [(parts(optimizer), optimizer.get_grad_stats_parallel_group())]
     return [([part], part.get_grad_stats_parallel_group()) for part in parts(optimizer)]
@@ -177,15 +178,15 @@ def squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
 
 
 def norm_of_all(squared_norms: Sequence[torch.Tensor]) -> Norm:
-    """Return the norm of all gradients from the reduced squared norm of each of `norm_groups`."""
+    """Return the norm of all gradients, given the reduced squared norm of each group in `norm_groups`."""
     norms = [_root(each) for each in squared_norms]
     return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
 
 
 def _root(squared_norm: torch.Tensor) -> Norm:
-    """Return the square root.
+    """Return the square root of a squared norm.
 
-    megatron-core from 0.17 on keeps the norm as a tensor if Transformer Engine has a kernel that scales by a tensor.
+    From 0.17 on, megatron-core keeps the norm as a tensor if Transformer Engine has a kernel that scales by a tensor.
     """
     if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None:
         return squared_norm.pow(0.5)

@@ -1,8 +1,9 @@
-"""Runs a forward and a backward as one, layer by layer, with the schedule plans of megatron-core's models.
+"""Runs a forward and a backward as one operation, layer by layer, with the schedule plans of megatron-core's models.
 
-megatron-core has these plans for `--overlap-moe-expert-parallel-comm`. A plan cuts a forward and its backward into
-nodes, such as the experts of a layer and the exchanges before and after them. `run` of two plans runs the nodes of a
-forward and of another microbatch's backward in turn, on one stream for computing and one for exchanges.
+megatron-core uses schedule plans for `--overlap-moe-expert-parallel-comm`. A schedule plan cuts a forward and its
+backward into nodes, such as the experts of a layer and the exchanges before and after them. Given the plans of a
+forward and of another microbatch's backward, `run` executes the nodes of both in turn, on one stream for computing and
+one for exchanges.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ FLAG = "--overlap-moe-expert-parallel-comm"
 
 
 def refuse_unpaired(config: Any, model_class: type[Any] | None = None) -> None:
-    """Check that a model can run a forward and a backward as one.
+    """Check that a model can run a forward and a backward as one operation.
 
     Raises:
-        ValueError: the model has no schedule plans, or a setting that they do not support.
+        ValueError: the model has no schedule plans, or its schedule plans do not support a setting.
     """
     if model_class is not None and not hasattr(model_class, "build_schedule_plan"):
         raise ValueError(
@@ -55,7 +56,7 @@ class _KeptPlan(NamedTuple):
 
     plan: Any
     loss: ScheduleNode | None
-    """The node of the loss, on the last stage."""
+    """The node that computes the loss; None except on the last stage."""
 
 
 class _Forward(NamedTuple):
@@ -74,12 +75,12 @@ class _Backward(NamedTuple):
 
 @dataclass
 class PairedStage(MegatronStage):
-    """A stage whose forwards and backwards run by schedule plans, alone or as one."""
+    """A stage that runs forwards and backwards by megatron-core's schedule plans, singly or in pairs."""
 
     recorder: OpRecorder | None = None
-    """Times the exchanges of tokens between experts, where operations are recorded."""
+    """Times the exchanges of tokens between experts; None if operations are not recorded."""
     _kept: dict[tuple[int, int], _KeptPlan] = field(default_factory=dict)
-    """Chunk and microbatch -> the plan that its backward continues."""
+    """(chunk, microbatch) -> the plan that the microbatch's backward continues."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +162,7 @@ class PairedStage(MegatronStage):
 
     @staticmethod
     def _time_exchanges(plan: Any, recorder: OpRecorder) -> None:
-        """Let the recorder time the nodes that exchange tokens between experts, forward and backward."""
+        """Let the recorder time the nodes that exchange tokens between experts, in the forward and in the backward."""
         for number in range(plan.num_layers()):
             layer = plan.get_layer(number)
             for node in (layer.moe_dispatch, layer.moe_combine):
@@ -183,7 +184,7 @@ class PairedStage(MegatronStage):
         return result
 
     def _gradient_of_output(self, backward: _Backward) -> tuple[Any, torch.Tensor]:
-        """The plan of a backward, and the gradient of its model's output; the backward of the last stage starts at its
+        """Return the plan of a backward and the gradient of the model's output, which the last stage computes from the
         loss."""
         plan, loss = self._kept.pop((backward.chunk, backward.microbatch))
         if backward.input_tensor is not None:

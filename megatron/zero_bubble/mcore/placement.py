@@ -1,10 +1,11 @@
 """Builds models and reduces gradients for placements that megatron-core does not have, such as a V.
 
 megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the odd chunks run
-back, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`: it is given a substitute for the pipeline group,
-of which megatron-core reads only the rank and the size. The first and the last stage then share rank 0. Embeddings that
-both have, tied to the output layer or for multi-token prediction, have two copies there, whose gradients are added
-locally; megatron-core all-reduces them between the first and the last rank.
+from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. The chunk's substitute
+for the pipeline group has only a rank and a size: megatron-core reads nothing else. In a V the first and the last stage
+share rank 0. An embedding in both stages (tied to the output layer, or for multi-token prediction) has two copies on
+rank 0, whose gradients are added locally. megatron-core itself would all-reduce these gradients between the first and
+the last rank.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], l
 
 
 def adopt_placement(placement: Placement) -> None:
-    """Change megatron-core's state to a placement that was chosen on the same ranks; a collective call.
+    """Set megatron-core's parallel state for a placement that was chosen after its initialization; a collective call.
 
-    Call it after `initialize_model_parallel` for a placement that has the first and the last stage on different ranks,
-    and before anything is built. The groups that reduce tied embeddings are created again if their ranks differ.
+    Call this function before any model is built. `initialize_model_parallel` must have been called for a placement with
+    the first and the last stage on different ranks. The groups that reduce tied embeddings are created again if the
+    chosen placement has both stages on one rank.
     """
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks)
@@ -90,9 +92,10 @@ def adopt_placement(placement: Placement) -> None:
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the embedding's weights to the last stage's copy of them if both are on this rank in different chunks.
+    """Copy the embedding weights of the first stage to the last, if they are two chunks of this rank that share
+    weights.
 
-    megatron-core starts the last stage's copy at zero and fills it by an all-reduce between ranks.
+    megatron-core sets the last stage's copy of the embedding to zero and fills it by an all-reduce between ranks.
     """
     tied = tied_weights(chunks)
     if tied is not None:
@@ -106,7 +109,7 @@ def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[t
     Layers of multi-token prediction do not count. Models of other classes than `DECODER_MODELS` are not checked.
 
     Raises:
-        ValueError: the chunks have another number of layers; raised on all ranks of the pipeline.
+        ValueError: the stages have another number of layers in all; raised on all ranks of the pipeline.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     if not all(isinstance(model, DECODER_MODELS) for model in models):
@@ -135,7 +138,7 @@ def finalize_gradients(
     """Run `config.finalize_model_grads_func` at the end of a step, for any placement; a collective call.
 
     Args:
-        num_tokens: scalar, known on the rank of the last stage; None unless the loss is per token.
+        num_tokens: number of tokens, a scalar that the rank of the last stage knows; None unless the loss is per token.
     """
     if placement.rank_of(placement.num_stages - 1) == placement.num_ranks - 1:
         config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
@@ -155,7 +158,7 @@ def _scale_by_tokens(
 ) -> None:
     """Divide the gradients by the number of tokens, as megatron-core does.
 
-    megatron-core's own function takes that number from the last rank, which need not hold the last stage.
+    megatron-core's own function takes the number of tokens from the last rank, which need not hold the last stage.
     """
     holder = dist.get_global_rank(groups.pp, placement.rank_of(placement.num_stages - 1))
     dist.broadcast(num_tokens, src=holder, group=groups.pp)
@@ -166,9 +169,9 @@ def _scale_by_tokens(
 
 
 def tied_weights(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
-    """Return the embedding's weights in the first and the last stage if they are two chunks of this rank.
+    """Return the embedding's weights in the first and the last stage, if these stages are two chunks of this rank.
 
-    The last stage has them in a tied output layer, or embeds tokens for multi-token prediction.
+    The last stage uses the embedding's weights in a tied output layer, or to embed tokens for multi-token prediction.
     """
     first = [chunk for chunk in chunks if get_attr_wrapped_model(chunk, "pre_process")]
     last = [chunk for chunk in chunks if get_attr_wrapped_model(chunk, "post_process")]
@@ -185,7 +188,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     Args:
         stages: the layers of each stage, in model order, in one of megatron-core's notations.
-        rank: the pipeline rank that asks, which need not be this process's.
+        rank: the pipeline rank whose layers are asked for; it need not be this process's rank.
     """
 
     layout: list[list[list[LayerType]]]
@@ -214,7 +217,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def place_layout(config: TransformerConfig, placement: Placement, rank: int) -> None:
-    """Make `config` read its layout, if it has one, as pipeline rank `rank` under our placement."""
+    """Replace the layout of `config`, if it has one, by the layout of pipeline rank `rank` under `placement`."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         config.pipeline_model_parallel_layout = PlacedLayout(layout.input_data, placement, rank)

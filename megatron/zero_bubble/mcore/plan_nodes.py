@@ -1,7 +1,7 @@
 """Completes megatron-core's schedule plans, so that they compute the same as the forwards of the model and its layers.
 
-A plan calls the parts of a layer and not the layer. So it leaves out the hooks of layers, the random state in which
-layers draw under sequence parallelism, and the final norm after a dense layer.
+A schedule plan calls the parts of a layer in place of the layer. The plan therefore omits the hooks of layers, the
+random state in which layers draw under sequence parallelism, and the final norm after a dense layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import make_viewless_tensor
 
 
 def complete_plan(model: Any, plan: Any) -> None:
-    """Make the plan of a forward compute the same as the model's forward. The model's own hooks run at once.
+    """Make the plan of a forward compute the same as the model's forward. Hooks of the model itself run in this call.
 
     Args:
         model: the model whose `build_schedule_plan` made the plan.
@@ -39,7 +39,7 @@ def complete_plan(model: Any, plan: Any) -> None:
             _wrap(planned.mlp, partial(_with_norm, model.decoder.final_layernorm))
         if config.num_moe_experts == config.expert_model_parallel_size:
             # A rank's only expert takes the tokens as they arrive, without a copy, and needs them in its backward.
-            # megatron-core frees them after the forward; from 0.18 on it knows this case.
+            # megatron-core frees the tokens after the forward; from 0.18 on it handles this case itself.
             planned.mlp.free_input = False
 
 
@@ -55,7 +55,7 @@ def _first_node(planned: Any) -> Any:
 
 
 def run_hooks(module: torch.nn.Module) -> None:
-    """Run the hooks that precede the forward of a module, without its inputs."""
+    """Run the forward pre-hooks of a module, with no inputs."""
     for number, hook in module._forward_pre_hooks.items():
         if number in module._forward_pre_hooks_with_kwargs:
             hook(module, (), {})
@@ -64,7 +64,7 @@ def run_hooks(module: torch.nn.Module) -> None:
 
 
 def _wrap(node: Any, around: Callable[..., Any]) -> None:
-    """Run the forward of a node, if the layer has it, as `around` does."""
+    """Replace the forward of a node by `around`, which gets the original forward; skip nodes that the layer lacks."""
     if isinstance(node, ScheduleNode):
         node.forward_func = partial(around, node.forward_func)
 

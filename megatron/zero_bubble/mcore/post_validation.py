@@ -3,9 +3,9 @@
 megatron-core's step reduces two values over all stages before it updates a parameter: the squared norm of the gradients
 and, with a loss scale, whether any gradient is not finite. With post-validation each stage checks its own gradients
 only, starts the same reductions in the background, and steps. The reductions complete during the next iteration's
-warmup and mostly confirm the step. If they show that gradients should have been clipped or the step skipped, the step
-is undone and the right one is taken. The numbers are bitwise megatron-core's: the reductions have the same inputs and
-group.
+warmup and mostly confirm the step. If the reductions show that gradients should have been clipped or the step skipped,
+the step is undone and the right step is taken. The results equal megatron-core's bit for bit: the reductions have the
+same inputs and group.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Pending:
 
     has_stepped: bool
     squared_norms: list[_Reduction]
-    """One for each optimizer, or one for all optimizers if they share a group."""
+    """Reductions of squared gradient norms: one for each optimizer, or one for all optimizers if they share a group."""
     found_inf: list[_Reduction]
     """For each loss scale two flags: [an Inf or NaN was found, a rank has stepped]."""
     scales: list[dict[str, Any]]
@@ -74,12 +74,12 @@ class PostValidation:
     """Takes the steps of a megatron-core optimizer without waiting for other stages, and validates them later.
 
     Args:
-        optimizer: as `get_megatron_optimizer` makes it.
-        rollback: undoes a step of its torch optimizers.
-        model_chunks: this rank's modules in DDP.
-        settled: called with every outcome, as soon as it is known and the parameters are right.
-        check_norm: called before a step is amended with the norm of all gradients, or None if an Inf or NaN was found;
-            may raise an error.
+        optimizer: the optimizer that `get_megatron_optimizer` has made.
+        rollback: undoes a step of the torch optimizers in `optimizer`.
+        model_chunks: this rank's model chunks, wrapped in DDP.
+        settled: called with the outcome of every step, as soon as the step is validated and, if it was wrong, amended.
+        check_norm: called with the norm of all gradients, before a wrong step is amended; the norm is None if an Inf or
+            NaN was found; may raise an error.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class PostValidation:
 
     @torch.no_grad()
     def validate(self, num_early_forwards: int = 0) -> bool:
-        """Wait until the state of all gradients is known, and amend the last step if it was wrong.
+        """Wait for the norm and the Inf flags of all gradients, and amend the last step if it was wrong.
 
         Args:
-            num_early_forwards: forwards that the ranks of a pipeline have run since the step, and must run again if it
-                was wrong.
+            num_early_forwards: number of forwards that the ranks of a pipeline have run since the step, and must run
+                again if the step was wrong.
 
         Returns:
             Whether the step was wrong on any rank: the same answer on every rank.
@@ -156,12 +156,12 @@ class PostValidation:
         return was_wrong
 
     def parameters_changed(self) -> None:
-        """Note that parameters have changed outside of a step: the next step is undone to the present parameters."""
+        """Note that parameters changed outside of a step: undoing the next step restores the present parameters."""
         assert self._pending is None, "the last step has to be validated first"
         self._rollback.prepare()
 
     def _amend(self, pending: _Pending, infinite: list[bool], norm: Norm | None) -> bool:
-        """Replace the step that was taken by the right one; return whether they differ on any rank."""
+        """Replace the step that was taken by the right step; return whether the two steps differ on any rank."""
         if any(infinite):
             self._skip(pending, infinite)
             has_stepped = any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
@@ -175,7 +175,7 @@ class PostValidation:
         return norm is not None and math.isnan(norm)
 
     def _scales_forwards(self, pending: _Pending) -> bool:
-        """Tell whether forwards have used a loss scale that has changed: only auxiliary losses read it in forward."""
+        """Tell whether forwards have used a loss scale that has changed: only auxiliary losses use it in a forward."""
         config = get_model_config(self._chunks[0])
         if config.num_moe_experts is None and not getattr(config, "mtp_num_layers", None):
             return False
@@ -185,7 +185,7 @@ class PostValidation:
     def _prepare_gradients(self) -> list[tuple[torch.Tensor, MixedPrecisionOptimizer]]:
         """Run megatron-core's `prepare_grads` without its reduction.
 
-        Returns for each loss scale a flag, whether an Inf or NaN was found on this rank, and the optimizer.
+        Returns a pair for each loss scale: a flag that tells whether this rank found an Inf or NaN, and the optimizer.
         """
         flags = []
         for optimizer in self._optimizers:
@@ -202,7 +202,8 @@ class PostValidation:
         return flags
 
     def _is_wrong(self, flags: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
-        """Tell whether this stage's gradients alone show that a step would be wrong; its ranks agree on the answer."""
+        """Tell whether the gradients of this rank or, with a distributed optimizer, of its stage show that a step would
+        be wrong."""
         zero = torch.zeros(1, device=norms[0].device)
         state = torch.cat([sum((flag for flag, _ in flags), zero), sum(norms, zero)])
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -250,7 +251,7 @@ class PostValidation:
             self._gather()
 
     def _gather(self) -> None:
-        """Gather the parameters from the replicas again, with a distributed optimizer."""
+        """With a distributed optimizer, gather the parameters from the replicas again."""
         if self._optimizer.config.use_distributed_optimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)

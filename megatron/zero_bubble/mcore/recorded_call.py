@@ -19,7 +19,7 @@ class ForwardStepError(ValueError):
 
 
 class RecordedCall(NamedTuple):
-    """The call of a model that a forward step has made, and the loss function that it has returned."""
+    """The call of the model in a forward step, and the loss function that the forward step has returned."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -36,10 +36,10 @@ class RecordedCall(NamedTuple):
 
 
 def record_call(forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> RecordedCall:
-    """Run a forward step, and return the call of its model, which does not run.
+    """Run a forward step with a recorder in place of the model, and return the recorded call of the model.
 
     Raises:
-        ForwardStepError: the forward step does not call the model once, or does not return the output as it is.
+        ForwardStepError: the forward step does not call the model exactly once, or changes the model's output.
     """
     recorder = _Recorder(model)
     try:

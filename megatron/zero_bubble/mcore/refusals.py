@@ -21,10 +21,10 @@ def refuse_with_schedule(settings: object, schedule: str) -> None:
 
     Args:
         settings: an object with the settings as attributes; a version of Megatron may lack some.
-        schedule: the schedule as the user asked for it.
+        schedule: the flag by which the user asked for a schedule, which the message names.
 
     Raises:
-        ValueError: the script has such an argument; the message names it, the reason, and an alternative.
+        ValueError: an argument is unsupported; the message names the argument, the reason and an alternative.
     """
     for name, value, row in unsupported(settings):
         raise ValueError(f"{_given(name, value)} does not work with {schedule}: {_explained(row)}")
@@ -34,7 +34,7 @@ def refuse_with_features(settings: object, features: Collection[Feature]) -> Non
     """Refuse the arguments that a feature in use does not support.
 
     Raises:
-        ValueError: there is such an argument; the message names it, the reason, and an alternative.
+        ValueError: a feature does not support an argument; the message has the argument, the reason and an alternative.
     """
     for feature in features:
         for name, value, row in _refused(settings, feature):
@@ -42,12 +42,13 @@ def refuse_with_features(settings: object, features: Collection[Feature]) -> Non
 
 
 def unsupported(settings: object) -> Iterator[tuple[str, Any, Refusal]]:
-    """Yield the name and value of each setting that no zero-bubble schedule supports, with its row of the table."""
+    """Yield each setting that no zero-bubble schedule supports: its name, its value, and the `Refusal` with the
+    reason."""
     yield from _refused(settings, None)
 
 
 def works_with(settings: object, feature: Feature) -> bool:
-    """Tell whether a feature supports all settings."""
+    """Tell whether a feature supports all values in `settings`."""
     return next(_refused(settings, feature), None) is None
 
 

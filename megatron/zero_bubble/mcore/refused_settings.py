@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Feature(Enum):
-    """A feature of this project, by its flag. Some settings work without the feature and are refused with it."""
+    """A feature of this project, named by its flag. Some settings work without the feature and are refused with it."""
 
     POST_VALIDATION = "--zero-bubble-post-validation"
     SCRIPT_POST_VALIDATION = "--zero-bubble-post-validation under the launcher"
@@ -23,11 +23,11 @@ class Feature(Enum):
 
 
 class Condition(NamedTuple):
-    """Whether a setting is refused, from its value and an object with all settings as attributes."""
+    """Condition under which a setting is refused, given its value and an object with all settings as attributes."""
 
     holds: Callable[[Any, Any], bool]
     words: str = ""
-    """The refused values, or the other settings that may not be on beside this one; empty if every value but off is
+    """The refused values, or the other settings with which the setting is refused; empty if every value but off is
     refused."""
 
 
@@ -44,7 +44,7 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """There are more shards of weights than tensor ranks; the setting `name` is the number of these ranks."""
+    """Condition that the value, a number of weight shards, exceeds the number of tensor ranks in the setting `name`."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 
@@ -70,8 +70,8 @@ class Refusal:
 
     Attributes:
         names: the names of configuration fields and of Megatron-LM's arguments, separated by white space.
-        reason: why the settings are refused, as words after the colon of a message.
-        instead: the remedy, as words after the semicolon of a message; empty if the setting can only be left out.
+        reason: why the settings are refused; the words after the colon of an error message.
+        instead: the remedy, after the semicolon of an error message; empty if the setting can only be left out.
         when: values, or other settings, with which the settings are refused.
         features: features with which the settings are refused; empty if every zero-bubble schedule refuses them.
     """
@@ -84,7 +84,7 @@ class Refusal:
 
 
 def _with(features: list[Feature], *rows: Refusal) -> Iterator[Refusal]:
-    """Yield rows that are refused with these features only."""
+    """Yield copies of refusals that hold only with these features."""
     return (replace(row, features=tuple(features)) for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""Replaces an attribute of megatron-core or torch for a while."""
+"""Replaces an attribute of megatron-core or torch temporarily."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Give `owner` another attribute `name` inside the `with` block."""
+    """Replace the attribute `name` of `owner` inside the `with` block."""
     original = getattr(owner, name)
     setattr(owner, name, replacement)
     try:

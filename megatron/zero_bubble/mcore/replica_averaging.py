@@ -1,7 +1,7 @@
 """Hierarchical SGD for megatron-core: replicas step on their own gradients, and their parameters are averaged.
 
-The optimizer's parameters are averaged, in mixed precision the fp32 parameters. The model's are copies of
-them.
+The parameters of the optimizer are averaged; in mixed precision these are the fp32 parameters. The model's parameters
+are copies of the optimizer's parameters.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 
 class ReplicaAveraging:
-    """Averages the replicas of this rank's part of the model, in place of their gradients; made before the first step.
+    """Averages the parameters of the replicas of this rank in place of their gradients; created before the first step.
 
     Args:
-        optimizer: as `get_megatron_optimizer` makes it.
-        chunks: this rank's modules in DDP.
-        iteration: the iteration after which the job begins.
+        optimizer: the optimizer that `get_megatron_optimizer` has made.
+        chunks: this rank's model chunks, wrapped in DDP.
+        iteration: number of the last iteration before the first step of this job.
         changed: called when parameters or moments have been averaged.
 
     Raises:
-        ValueError: the optimizer has no parameters of its own to average.
+        ValueError: a part of the optimizer is of a class whose parameters cannot be averaged.
     """
 
     def __init__(
@@ -60,8 +60,10 @@ class ReplicaAveraging:
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """Average the parameters of the groups that are due after the step of `iteration`, which must be valid; a
-        collective call of the group."""
+        """Average parameters over the group that is due after `iteration`, if any; a collective call of that group.
+
+        The step of `iteration` must have been validated.
+        """
         size = self.hierarchy.group_size_after(iteration)
         if size is not None:
             self._averager.average(self._parameters(), iteration)
@@ -74,8 +76,8 @@ class ReplicaAveraging:
         """Give all replicas the mean of their parameters after `iteration`; a collective call of all ranks.
 
         Args:
-            with_states: average the optimizer's moments, too, so that a checkpoint holds the state of all replicas, and
-                a job that loads it goes on like the one that saved it.
+            with_states: average the optimizer's moments, too. A checkpoint then holds the state of all replicas, and a
+                job that loads the checkpoint continues like the job that saved it.
         """
         if self._averaged_at != iteration:
             self._averager.average_over_all(self._parameters())
@@ -106,8 +108,8 @@ class ReplicaAveraging:
                 yield from group["params"]
 
     def _moments(self) -> Iterator[torch.Tensor]:
-        """Yield the optimizer's state tensors of each parameter, except its count of steps, which is the same
-        everywhere."""
+        """Yield the optimizer's state tensors of each parameter, except the number of steps, which is the same on all
+        replicas."""
         for optimizer in torch_optimizers(self._optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -131,7 +133,7 @@ def _averaging_groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dis
 
 @torch.no_grad()
 def _unify_tied_embeddings(chunks: Sequence[Any]) -> None:
-    """Give the last stage the first stage's copy of tied embeddings: the two were averaged in different orders."""
+    """Copy tied embeddings from the first stage to the last: the two copies were averaged in different orders."""
     tied = tied_weights(chunks)
     if tied is not None:
         embedding, last = tied

@@ -31,7 +31,7 @@ class RewindableIterator:
         return item
 
     def rewind(self) -> None:
-        """Go back to the beginning; allowed once, because from here on nothing is kept."""
+        """Go back to the first item; allowed once, because later items are not kept."""
         assert self._kept is not None
         self._again.extend(self._kept)
         self._kept = None
@@ -44,7 +44,7 @@ class RewindableIterator:
 def make_rewindable(
     iterators: Sequence[Iterator[Any] | None],
 ) -> tuple[list[Iterator[Any] | None], list[RewindableIterator]]:
-    """Wrap iterators to be rewindable: return one for each chunk, and a list of the distinct ones.
+    """Wrap iterators in a `RewindableIterator`; return a wrapper for each chunk, and a list of the distinct wrappers.
 
     Chunks that share an iterator share its wrapper.
     """
@@ -61,8 +61,8 @@ class Restart:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Restore the saved state, so that buffers in which a forward counts (an expert's tokens) do not count it
-        twice."""
+        """Restore the saved states. Otherwise a buffer that counts in a forward, such as an expert's tokens, would
+        count the same forward twice."""
         random._set_all_rng_states(*self._random)
         for buffer, before in self._buffers:
             buffer.copy_(before)

@@ -51,17 +51,16 @@ class ForwardBackward:
 
     Args:
         connections: the channels; by default over torch.distributed, with megatron-core's timeout.
-        planning: profile the run and plan again from measured costs; None keeps the plan.
-        report: called with each decision of that planning, on every rank.
-        post_validation: takes the optimizer's steps within the schedule; None if they come after it.
-        pairs: whether a forward and a backward may run as one (see `PairedStage`).
-        orders_microbatches: whether the microbatches of a step that differ in size run in an order that is planned for
-            their sizes (see `StepPlanner`); by default they do where the model's configuration says
-            `variable_seq_lengths`.
+        planning: options for profiling the run and planning again from measured costs; None keeps the plan.
+        report: called on every rank with each decision of the planning during the run.
+        post_validation: takes the optimizer's steps within the schedule; None if steps follow the schedule.
+        pairs: whether a forward and a backward may run as one operation (see `PairedStage`).
+        orders_microbatches: whether microbatches of different sizes run in an order that is planned for their sizes
+            (see `StepPlanner`); by default, whether the model's configuration sets `variable_seq_lengths`.
 
     Attributes:
-        warms_up: whether each stage computes once before the next training step (see `mcore/warm_up.py`): at first, and
-            only on a GPU.
+        warms_up: whether each stage computes once before the next training step (see `mcore/warm_up.py`): true before
+            the first step on a GPU, false otherwise.
     """
 
     def __init__(
@@ -125,11 +124,12 @@ class ForwardBackward:
         return self._running.profile
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of a training step, as it runs at present."""
+        """Return the current schedule of a training step with `num_microbatches` microbatches."""
         return self._running.schedule(num_microbatches)
 
     def position(self) -> Position | None:
-        """Return where this rank is in a step, None between two steps; a `Watchdog` calls it from another thread."""
+        """Return the position of this rank in a step, None between steps; a `Watchdog` calls this from another
+        thread."""
         executor = self._last_executor
         if executor is None:
             return None
@@ -139,10 +139,10 @@ class ForwardBackward:
         return Position(self._num_calls, self._num_steps, executor.schedule, executor.rank, index, has_inputs)
 
     def measured_time(self, mean_step: StepTime | None = None) -> PipelineTime:
-        """Return the measured time of a step and the idle share of the pipeline; a collective call of its ranks.
+        """Return the measured time of a step and the pipeline's idle share; a collective call of the pipeline's ranks.
 
         Args:
-            mean_step: the result of `observer.take_mean()` on this rank; None calls it.
+            mean_step: the result of `observer.take_mean()` on this rank; None calls `take_mean`.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         steps: list[StepTime] = [mean_step or self.observer.take_mean()] * group.size()
@@ -154,7 +154,7 @@ class ForwardBackward:
         return self._running.prediction(num_microbatches)
 
     def predicted_idle(self, num_microbatches: int) -> Idle | None:
-        """Return the idle share of that prediction."""
+        """Return the idle share in the simulation of the current schedule; None before costs are measured."""
         prediction = self.prediction(num_microbatches)
         return None if prediction is None else prediction.idle
 
@@ -164,7 +164,7 @@ class ForwardBackward:
         return self._connections.shapes_vary
 
     def take_order_times(self) -> OrderTimes | None:
-        """Return the predicted times of the steps since the last call whose order of microbatches was planned."""
+        """Return the predicted times of the steps with a planned order of microbatches since the last call."""
         return self._step_plans.take_times()
 
     def __call__(self, **arguments: Any) -> list[Any]:
@@ -204,7 +204,7 @@ class ForwardBackward:
         return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
 
     def _prepare(self, call: StepCall) -> None:
-        """Make the last step valid or the next plan the current one, and open the connections."""
+        """Validate the last step (evaluation) or adopt the next plan (training step), and open the connections."""
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
         if call.forward_only:

@@ -1,9 +1,9 @@
 """Lets megatron-core save and load parameters and optimizer state that torch's FSDP2 shards.
 
-megatron-core saves each replica's rows of a parameter as a part of the whole, under the name that it has without
-sharding. Such a checkpoint can be loaded by any number of replicas, sharded or not. Three things are mended here: how
-the optimizer's state is matched to the parameters, where the rows of gated layers belong, and that loading gives
-shards.
+megatron-core saves each replica's rows of a parameter as a part of the whole parameter, under the parameter's name
+without sharding. Any number of replicas, sharded or not, can load the checkpoint. This module corrects three steps: the
+matching of the optimizer's state to the parameters, the places of rows of gated layers, and the conversion of loaded
+tensors to shards.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the chunk's `sharded_state_dict`, in which gated layers have their rows in the same places as without
-    sharding."""
+    """Return the chunk's `sharded_state_dict`, with the rows of gated layers in the same places as without sharding."""
     state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)
     for name, parameter in chunk.named_parameters():
         part = state.get(name)
@@ -46,9 +45,10 @@ def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFactory:
-    """Return the part of a checkpoint that saves this replica's rows of a gated layer's weight or bias at their places.
+    """Return the part of a checkpoint that saves this replica's rows of a gated weight or bias at the right places.
 
-    megatron-core cuts each shard into a gate's rows and an input's, as if it were the whole of its rank.
+    megatron-core cuts each shard into rows of the gate and rows of the input projection, as if the shard were its
+    rank's whole tensor.
     """
     build, mesh = part.build_fn, parameter.device_mesh
     ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
@@ -76,10 +76,11 @@ def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFacto
 
 
 def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: int) -> tuple[list[int], int]:
-    """Return where in a gated layer's whole weight the equal pieces of one replica's shard are, and of how many places.
+    """Return the places of a replica's equal pieces in a gated layer's unsharded weight, and the number of places.
 
-    The whole has all rows of the gate and then all of the input. A tensor-parallel rank has its part of the gate's rows
-    and then of the input's, and its replicas divide these rows.
+    The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
+    tensor-parallel rank has its part of the gate's rows, followed by its part of the input's rows; its replicas divide
+    these rows.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2
@@ -98,10 +99,11 @@ def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the loaded `state` of a part of the optimizer; the state of sharded parameters becomes shards.
 
     Args:
-        part: megatron-core's optimizer in fp32 or with fp32 copies of the parameters, but not its distributed one.
+        part: a megatron-core optimizer in fp32, or with fp32 copies of the parameters, but no distributed optimizer.
     """
     parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-    # With fp32 copies torch's state is a part of the whole. The entry with the number of steps has no integer key.
+    # With fp32 copies, torch's state is the entry `optimizer` of `state`. The entry with the number of steps has no
+    # integer key.
     for index, values in state.get("optimizer", state)["state"].items():
         if isinstance(index, int):
             values.update({name: shard_like(parameters[index], value) for name, value in values.items()})

@@ -1,4 +1,4 @@
-"""One call of the forward-backward function, and the settings that schedules cannot honour in it."""
+"""The arguments of one call of the forward-backward function, and checks for settings that schedules do not support."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepCall:
 
     @property
     def data_iterators(self) -> list[Iterator[Any] | None]:
-        """By chunk."""
+        """This rank's data iterators, by chunk."""
         data = self.data_iterator
         return list(data) if isinstance(data, Sequence) else [data]
 
@@ -112,10 +112,10 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
 
 
 def refuse_unsplit_recomputation(config: Any, model_class: type[Any] | None = None) -> None:
-    """Raise `ValueError` if the schedule is to recompute a model that does not, or whose B does.
+    """Raise `ValueError` if the schedule has recomputations, but the model recomputes nothing or only within B.
 
     Args:
-        model_class: the class of the model, if it is not known to recompute.
+        model_class: the class of the model; None if the class is known to support recomputation.
     """
     if model_class is not None and issubclass(model_class, HYBRID) and not HYBRID_RECOMPUTES:
         raise ValueError(
@@ -130,7 +130,7 @@ def refuse_unsplit_recomputation(config: Any, model_class: type[Any] | None = No
 
 
 def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:
-    """Raise an error if DDP would lose W's gradients: without `delay_wgrad_compute` it takes gradients in B only."""
+    """Raise an error if DDP would lose W's gradients: without `delay_wgrad_compute` DDP takes gradients in B only."""
     ddp_config: Any = getattr(chunk, "ddp_config", None)
     if ddp_config is None or ddp_config.delay_wgrad_compute:
         return

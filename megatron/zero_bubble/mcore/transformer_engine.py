@@ -1,7 +1,7 @@
 """Runs the deferred W of Transformer Engine's modules in the order of the weight-gradient store.
 
-Transformer Engine itself defers the weight gradient of a module that was built with `delay_wgrad_compute`: backward
-keeps the inputs of W in a queue of the module, and `backward_dw()` runs the oldest W and calls the hooks that DDP
+Transformer Engine itself defers the weight gradient of a module that was built with `delay_wgrad_compute`. The backward
+of the module puts the inputs of W into a queue, and `backward_dw()` runs the oldest W and calls the hooks that DDP
 registered. Zero bubble only decides when `backward_dw()` is called.
 """
 
@@ -17,7 +17,7 @@ from packaging.version import Version
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
-"""The oldest supported version of Transformer Engine, which Megatron-LM's arguments demand, too: from it on
+"""The oldest supported version of Transformer Engine; Megatron-LM's arguments demand it, too. Since this version,
 `delay_wgrad_compute` works without fused accumulation of gradients and with overlapped reduction."""
 
 
@@ -34,14 +34,14 @@ def check_transformer_engine() -> None:
 def defer_weight_gradients(config: Any) -> None:
     """Set `delay_wgrad_compute`, so that modules built with this megatron-core config leave W to `backward_dw()`.
 
-    The config is changed after its construction, whose own check allows the setting only together with megatron-core's
-    schedule for overlapping the communication of experts.
+    The setting is changed after the construction of the config, because the constructor allows the setting only
+    together with megatron-core's schedule for overlapping the communication of experts.
     """
     config.delay_wgrad_compute = True
 
 
 def defers_by_itself(module: torch.nn.Module) -> bool:
-    """Tell whether this is a module of Transformer Engine that was built to defer its weight gradient."""
+    """Tell whether `module` is a module of Transformer Engine that was built to defer its weight gradient."""
     offers = hasattr(module, "backward_dw") and hasattr(module, "register_wgrad_accumulation_and_reduce_hooks")
     return offers and any(deferred_parameters(module))
 
@@ -56,7 +56,7 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
 
 
 def put_into_store(module: Any, store: WeightGradStore) -> None:
-    """Make each backward of `module` put its W into `store`, or run it at the end of a fused backward."""
+    """Make each backward of `module` put its W into `store`, or run W at the end of a fused backward."""
     parameters = [getattr(module, name) for name in deferred_parameters(module)]
 
     def compute_weight_grad() -> None:
@@ -85,13 +85,13 @@ def is_in_main_grad(parameter: Any) -> bool:
 def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
     """Return zeros in the shape of `weight`, in the memory of one number, for a gradient already in `main_grad`.
 
-    DDP's hook expects a gradient, and adds it if `zero_out_wgrad` is set.
+    DDP's hook expects a gradient, and adds this gradient to `main_grad` if `zero_out_wgrad` is set.
     """
     return weight.detach().new_zeros(1).expand_as(weight)
 
 
 def _drop_dummy_gradient(parameter: torch.Tensor) -> None:
-    """Drop the dummy that B returns for a gradient that W will add to `main_grad`: it is as large as the weight."""
+    """Drop the dummy gradient of B where W adds the gradient to `main_grad`: the dummy is as large as the weight."""
     if is_in_main_grad(parameter):
         parameter.grad = None
 

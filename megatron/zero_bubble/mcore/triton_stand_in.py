@@ -1,4 +1,4 @@
-"""Lets megatron-core be imported where torch was built for CPUs, and has not brought triton, the compiler of kernels.
+"""Lets megatron-core be imported without triton, the compiler of GPU kernels, which torch for CPUs does not install.
 
 Importing a module of `mcore` or `trainer` is enough: their packages call `stand_in_for_triton()`.
 """
@@ -13,13 +13,13 @@ from importlib.util import find_spec
 from types import ModuleType
 
 _NEED_TRITON = ("batch_invariant_kernels", "paged_stash", "attention_context.triton.tensor_ops")
-"""Modules of megatron-core that cannot be imported without triton in some versions. Their kernels need GPUs."""
+"""Modules of megatron-core that cannot be imported without triton in some versions. The kernels in them need GPUs."""
 _KERNELS = ("megatron.core.ssm.ops.common.", "megatron.core.ssm.ops.mamba2.")
-"""Packages of megatron-core 0.20 that are kernels throughout, and are imported with Mamba."""
+"""Packages of megatron-core 0.20 that contain only kernels, and are imported with Mamba."""
 
 
 def stand_in_for_triton() -> None:
-    """Let the modules that need triton import a stand-in from now on. Does nothing where triton is installed."""
+    """Let modules that need triton import a stand-in from now on, unless triton is installed."""
     if find_spec("triton") is None and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -39,7 +39,7 @@ class _Finder(MetaPathFinder):
 
 
 class _LoaderWithTriton(Loader):
-    """Loads a module that finds a stand-in when it imports triton."""
+    """Loads a module of megatron-core with a stand-in for triton, which the module can import."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -1,8 +1,8 @@
 """Measures the costs of each unit of a model on this process's device, before the model is built.
 
-A unit is the embedding, one layer, or all that follows the layers. Each is built as a pipeline stage of its own, which
-the executor runs between made-up neighbours. F, B and W are therefore the same as in a training, and are measured in
-the same way.
+A unit is the embedding, one layer, or all that follows the layers. Each unit is built as a pipeline stage of its own,
+which the executor runs between made-up neighbours. F, B and W of a unit are therefore the same as in a training, and
+are measured in the same way.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megatron.zero_bubble.runtime.pair_times import duration_ratio
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 SECONDS = 2.0
-"""Default time for building all units and all passes through them."""
+"""Default seconds for building all units and running all passes through them."""
 _MOST_PASSES = 15
-"""Most passes through a unit that are timed."""
+"""Maximum number of timed passes through a unit."""
 _GAP_PASSES = 2
-"""Passes through a unit in which the time between operations is measured."""
+"""Number of passes through a unit in which the time between operations is measured."""
 
 
 def measure_model(
@@ -56,23 +56,24 @@ def measure_model(
 
     This is a collective call of the whole job, with the same result on every rank.
 
-    Every rank measures every unit, all at the same time. Their median counts: ranks that measure the same differ by
-    noise, of which the slowest would have most. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of
-    a layer are the time and the restored memory of its full recomputation. Random states are the same afterwards.
+    All ranks measure every unit at the same time, and the median over ranks counts: ranks differ only by noise, and the
+    slowest rank would have the most noise. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of a
+    layer are the time and the restored memory of its full recomputation. Random states are restored afterwards.
 
     Args:
-        kinds: for each layer of the model which layer of `Unit.layer` it is like.
+        kinds: for each layer of the model, the `Unit.layer` with the same costs.
         communicator: the class of the channels over which a message is measured.
-        timeout: for one message.
-        seconds: time for all units; each is timed at least once, however long that takes.
-        pairs: whether the model may run forwards and backwards as one (see `PairedStage`), so that each unit runs one
-            pair, too. Exchanges of tokens between experts count as far as the pair hides them.
+        timeout: time limit for one message.
+        seconds: time for all units; each unit is timed at least once, even if this takes longer.
+        pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`); each unit then
+            runs one such pair, too. The exchange times of a unit are the times of exchanges between experts that the
+            pair hides.
 
     Returns:
-        The costs, and how many times as long F and B take as one operation as one after the other; None without pairs.
+        The costs, and the time of a pair divided by the time of its F and B one after the other; None without pairs.
 
     Raises:
-        ValueError: the model is to have pairs, and cannot.
+        ValueError: `pairs` is set, but the model cannot run a forward and a backward as one operation.
     """
     with _undisturbed():
         measured = _measure_units(models, _units(kinds), seconds, pairs=pairs)
@@ -104,7 +105,7 @@ def measure_model(
 
 
 def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
-    """Build all units to count the bytes of the states of the embedding, of every layer and of the output, in order."""
+    """Build all units, and return the bytes of states of the embedding, of every layer and of the output, in order."""
     units = _units(kinds)
     states = []
     with _undisturbed():
@@ -117,7 +118,7 @@ def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
 
 
 def _units(kinds: Sequence[int]) -> list[Unit]:
-    """The units that differ, in model order."""
+    """One unit of each kind, in model order: the embedding, every kind of layer, and the output."""
     layers = [Unit(layer=kind) for kind in range(max(kinds) + 1)]
     return [Unit(embeds=True), *layers, Unit(is_last=True)]
 
@@ -130,7 +131,7 @@ def _median(measured: Sequence[UnitCosts]) -> UnitCosts:
 
 
 def _fused_backward(everyone: Sequence[Sequence[MeasuredUnit]], kinds: Sequence[int]) -> float:
-    """The time of backwards of the model that compute both gradients at once, divided by the time of B and W."""
+    """The time of the model's backwards that compute both gradients at once, divided by the time of its B and W."""
     copies = [1, *(kinds.count(kind) for kind in range(max(kinds) + 1)), 1]
     fused = split = 0.0
     for number, replicas in zip(copies, zip(*everyone, strict=True), strict=True):
@@ -156,10 +157,10 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
-    """Measure all units on this rank; a collective call, because ranks that share a unit must pass it equally often.
+    """Measure all units on this rank; a collective call, because ranks that share a unit must run it equally often.
 
-    Each round passes every unit once, so that a device which is slower for a while is so for all units. Each operation
-    finds cold caches, as in a training.
+    Each round runs every unit once, so that a temporary slowdown of the device affects all units. Each operation starts
+    with cold caches, as in a training.
     """
     end = time.perf_counter() + seconds
     unit_runs = [UnitRun(models, units, index, pairs=pairs) for index in range(len(units))]
@@ -183,7 +184,7 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
 
 
 def _agreed_passes(fitting: float) -> int:
-    """Return how many more passes all ranks run; a collective call. `fitting` is how many this rank has time for."""
+    """Return the number of further passes on all ranks; a collective call. This rank has time for `fitting` passes."""
     passes = torch.tensor(max(0, min(_MOST_PASSES - 1, math.floor(fitting))), device=torch.cuda.current_device())
     dist.all_reduce(passes, op=dist.ReduceOp.MIN)
     return int(passes.item())

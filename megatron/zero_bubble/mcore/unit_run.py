@@ -33,7 +33,7 @@ from megatron.zero_bubble.schedule.model_costs import UnitCosts
 
 
 class MeasuredUnit(NamedTuple):
-    """The costs of a unit, and how its operations ran."""
+    """The costs of a unit, and further measurements of its operations."""
 
     costs: UnitCosts
     spread: float
@@ -48,20 +48,20 @@ class MeasuredUnit(NamedTuple):
 
 
 def clear_losses() -> None:
-    """Forget the sums of losses, which megatron-core makes anew at a model's first forward, in that model's size."""
+    """Clear megatron-core's sums of losses; a model's first forward creates them again, in the size of this model."""
     MTPLossLoggingHelper.tracker.clear()
     _losses_of_experts().clear()
 
 
 def _losses_of_experts() -> dict[str, Any]:
-    """Return where megatron-core adds up the losses by which experts are balanced."""
+    """Return the dictionary in which megatron-core adds up the losses that balance experts."""
     if find_spec(f"{moe_utils.__package__}.moe_logging") is None:  # before megatron-core 0.18
         return moe_utils.get_moe_layer_wise_logging_tracker()
     return importlib.import_module(f"{moe_utils.__package__}.moe_logging").get_moe_metrics_tracker().metrics
 
 
 def _with_a_pair(placement: Placement, own: int) -> Schedule:
-    """A schedule of two microbatches in which rank `own` runs F and B alone, and the other F and B as a pair."""
+    """A schedule of two microbatches: rank `own` runs one F and one B alone, and the other F and B as a pair."""
     f, b = ((Op(kind, 0), Op(kind, 1)) for kind in (OpKind.F, OpKind.B))
     weights = (Op(OpKind.W, 0), Op(OpKind.W, 1))
     paired = (*f, Op(OpKind.PB, 0), b[1], *weights)
@@ -78,10 +78,10 @@ class UnitRun:
         self._store = WeightGradStore()
         self._model: Any = models.build(units[index], self._store)
         self._placement = Placement("linear", len(units))
-        schedule = _with_a_pair(self._placement, index) if pairs else generate("zb-h1", len(units), 1)
-        self._executor = Executor(lower(schedule), index, MadeUpNeighbours(), self._store)
-        fused = generate("1f1b", len(units), 1)
-        self._fused_executor = Executor(lower(fused), index, MadeUpNeighbours(), self._store)
+        split, fused = (generate(name, len(units), 1) for name in ("zb-h1", "1f1b"))
+        self._split_executor, self._fused_executor = self._executor_of(split), self._executor_of(fused)
+        self._executor = self._executor_of(_with_a_pair(self._placement, index)) if pairs else self._split_executor
+        """The executor of the measured operations."""
         self._profiler = Profiler(self._placement, index)
         self._gaps: list[float] = []
         """Milliseconds between two operations."""
@@ -95,6 +95,9 @@ class UnitRun:
         if pairs:
             refuse_unpaired(self._config, type(unwrap_model(self._model)))
 
+    def _executor_of(self, schedule: Schedule) -> Executor:
+        return Executor(lower(schedule), self._index, MadeUpNeighbours(), self._store)
+
     def run_for_gaps(self) -> None:
         """Measure the time between two operations."""
         recorder = OpRecorder(device_clock(self._device))
@@ -102,7 +105,7 @@ class UnitRun:
         self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(recorder.take())]
 
     def run_measured(self, caches: ColdCaches, *, with_memory: bool = False) -> None:
-        """Measure the operations; before each one the caches are evicted."""
+        """Measure the operations of a pass; the caches are evicted before each operation."""
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter, caches.evict)
         caches.evict()
@@ -114,11 +117,11 @@ class UnitRun:
 
         The caches are evicted only before F and before the backward, because both backwards are compared.
         """
-        self._split_backwards.append(self._time_of_backward(caches, self._executor))
+        self._split_backwards.append(self._time_of_backward(caches, self._split_executor))
         self._fused_backwards.append(self._time_of_backward(caches, self._fused_executor))
 
     def _time_of_backward(self, caches: ColdCaches, executor: Executor) -> float:
-        """Milliseconds of all operations after the first one, a forward."""
+        """Milliseconds from the start of the second operation to the end of the last; the first one is a forward."""
         evictions = [caches.evict]
 
         def evict_once() -> None:
@@ -132,9 +135,9 @@ class UnitRun:
         return (backward[-1].end - backward[0].start) * 1e3
 
     def _run(self, recorder: OpRecorder, executor: Executor) -> None:
-        """Run F, B and W of one microbatch, or of two with a pair.
+        """Run F, B and W of one microbatch, or of two microbatches if pairs are measured.
 
-        Another one seems to follow, because DDP reduces gradients with the last one.
+        The stage counts one more microbatch than it runs, because DDP reduces gradients with the last microbatch.
         """
         stage_class = partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
         stage = stage_class(
@@ -167,7 +170,8 @@ class UnitRun:
             time_w=times[OpKind.W],
             memory_f=kept,
             memory_b=waiting - kept,
-            # All is released then: what is left on a device are messages, which a stage has one of and not every unit.
+            # W releases all memory of a unit; memory left on a device is messages, of which a stage has one, not each
+            # unit.
             memory_w=-waiting,
             time_r=times[OpKind.F] if is_layer else 0.0,
             memory_r=max(0.0, kept - input_bytes) if is_layer else 0.0,

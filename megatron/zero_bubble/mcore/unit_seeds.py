@@ -1,9 +1,9 @@
-"""Draws a model's initial weights and its dropout from seeds of its units, so that they do not depend on their places.
+"""Draws a model's initial weights and its dropout from seeds of its units, so that they do not depend on the layout.
 
-megatron-core seeds each pipeline rank once. The random numbers of a layer then depend on the rank, and on all previous
-draws of the rank. Here each unit has its own seeds for its weights and for the dropout of each microbatch. A unit is
-the embedding, a layer, a layer of multi-token prediction, or the output layer. As in megatron-core, tensor-parallel and
-expert-parallel ranks derive equal or different numbers from that seed.
+megatron-core seeds each pipeline rank once, so that the random numbers of a layer depend on the rank and on all
+previous draws of the rank. Here each unit has its own seeds for its weights and for the dropout of each microbatch. A
+unit is the embedding, a layer, a layer of multi-token prediction, or the output layer. As in megatron-core,
+tensor-parallel and expert-parallel ranks derive equal or different numbers from the seed of a unit.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megatron.zero_bubble.mcore.replaced import replaced
 _MICROBATCH = "zero-bubble-microbatch"
 """Name of the running microbatch's seed among the random states that megatron-core tracks.
 
-megatron-core saves and restores these states for recomputation, which therefore draws the forward's numbers again."""
+megatron-core saves and restores all tracked states for recomputation, which therefore repeats the forward's draws."""
 
 
 _DEFAULT = "default-rng"
-"""megatron-core's name of the state that the device's generator has outside of forks."""
+"""megatron-core's name for the random state of the device's generator outside of forks."""
 
 
 class _UnitKind(IntEnum):
@@ -53,7 +53,7 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
     """Let the units of the one model that is built inside the `with` block draw their weights from their own seeds.
 
     Args:
-        first_layer: number of layers before the model's, if it is a stage that is built as a whole model.
+        first_layer: number of layers before the model's first layer, if the model is one stage built as a whole model.
     """
     before = random._get_all_rng_states()
     construction = _Construction(seed)
@@ -85,7 +85,7 @@ class _Construction:
     def around(
         self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]
     ) -> AbstractContextManager[None]:
-        """Make the constructor of the class `owner` begin a unit, unless it builds a part of one."""
+        """Make the constructor of the class `owner` begin a unit, unless it runs inside the construction of a unit."""
         original = owner.__init__
         signature = inspect.signature(original)
 
@@ -108,7 +108,7 @@ class _Construction:
 
 
 def _layer_number(call: dict[str, Any]) -> int:
-    """The number of a layer in the whole model, from the arguments of its constructor, which may count in its stage."""
+    """The number of a layer in the whole model; the arguments of its constructor may have its number in the stage."""
     if not call.get("add_layer_offset", True):
         return call["layer_number"]
     groups = call["pg_collection"]
@@ -120,8 +120,8 @@ def _layer_number(call: dict[str, Any]) -> int:
 def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Callable[[], int]) -> Iterator[None]:
     """Inside the `with` block each unit draws its dropout of a microbatch from its own seed.
 
-    The seed follows from `seed`, the iteration, the microbatch's number in it, the data-parallel rank and the unit.
-    A model without dropout is left as it is.
+    A unit's seed follows from `seed`, the iteration, the microbatch's number in the iteration, the data-parallel rank
+    and the unit. A model without dropout stays unchanged.
 
     Args:
         chunks: this rank's models, wrapped or not.
@@ -201,7 +201,7 @@ def _generator_states(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _microbatch_told() -> AbstractContextManager[None]:
-    """Let every forward step tell its number to the model as well; megatron-core tells it to the layers alone."""
+    """Let every forward step tell the model its microbatch's number, which megatron-core tells only the layers."""
     original = schedules.set_current_microbatch
 
     def tell(model: torch.nn.Module, microbatch_id: int) -> None:
@@ -212,6 +212,6 @@ def _microbatch_told() -> AbstractContextManager[None]:
 
 
 def _mixed(*numbers: int) -> int:
-    """A seed of 63 bits that differs, as far as can be, for different numbers."""
+    """A seed of 63 bits, a hash of the numbers; different numbers almost surely have different seeds."""
     digest = blake2b(repr([*map(int, numbers)]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,11 +1,12 @@
-"""Cuts a model's vocabulary into one shard a rank: each has as many rows of the embedding and of the output layer.
+"""Cuts a model's embedding and output layer into vocabulary shards, one shard of equal size for each rank.
 
-`shard_vocabulary` changes model chunks that megatron-core has built, before `split_weight_gradients` and DDP. The
-pipeline's ranks then compute embedding and output layer together, as operations of the schedule (see
-`vocabulary_stage.py`); the first stage begins with their sum, and the last stage ends with its hidden states.
+`shard_vocabulary` changes model chunks that megatron-core has built, before `split_weight_gradients` and DDP. All ranks
+of the pipeline then compute embedding and output layer together, as operations of the schedule (see
+`vocabulary_stage.py`). The first stage begins with the sum of the ranks' embeddings, and the last stage ends with its
+hidden states.
 
-With p pipeline ranks and t tensor ranks, shard number `tensor rank * p + pipeline rank` of p t is on that rank. So each
-tensor rank's part of the vocabulary in Megatron is spread over its pipeline.
+With p pipeline ranks and t tensor ranks, each rank has the shard number `tensor rank * p + pipeline rank` of p t
+shards. Thus each tensor rank's part of Megatron's vocabulary is spread over the pipeline of the tensor rank.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron.zero_bubble.schedule import Placement
 _NAME = "vocabulary_shard"
 """Name of the shard among the modules of a rank's first chunk."""
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-"""megatron-core's names of the weights, in checkpoints, too."""
+"""megatron-core's names of the embedding's and the output layer's weight, in models and in checkpoints."""
 
 
 class VocabularyShard(torch.nn.Module):
@@ -42,7 +43,7 @@ class VocabularyShard(torch.nn.Module):
 
     Args:
         embedding: the rows of the embedding.
-        output: the rows of the output layer, the same object if the weights are tied.
+        output: the rows of the output layer; the same object as `embedding` if the weights are tied.
         index: number of this shard in the vocabulary.
         count: number of shards.
     """
@@ -62,14 +63,14 @@ class VocabularyShard(torch.nn.Module):
         return [self.embedding] if self.embedding is self.output else [self.embedding, self.output]
 
     def forget_gradients(self) -> None:
-        """Clear the sums that are kept outside of the parameters' gradients."""
+        """Clear the sums of gradients that are kept outside of the parameters' gradients."""
         for weight in self.weights:
             weight.forget_gradient()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return the rows as parts of the tensors that megatron-core's own layers save and load."""
+        """Return the shard's rows as parts of the tensors that megatron-core's own layers save and load."""
         assert not sharded_offsets, "the shard is outside of the layers"
         group = (metadata or {}).get("dp_cp_group") or parallel_state.get_data_parallel_group(
             with_context_parallel=True
@@ -89,11 +90,11 @@ class VocabularyShard(torch.nn.Module):
 
 
 class SummedEmbedding(torch.nn.Module):
-    """Takes the place of a `VocabParallelEmbedding`: returns rows that were looked up before, reduced as it does.
+    """Takes the place of a `VocabParallelEmbedding`: returns rows that were looked up before, reduced in the same way.
 
     Attributes:
-        looked_up: [batch, sequence, hidden], the rows of this tensor rank's vocabulary, of the microbatch whose forward
-            comes next; zeros for the tokens of other tensor ranks.
+        looked_up: [batch, sequence, hidden], the embeddings of the next microbatch's tokens that are in this tensor
+            rank's vocabulary; zeros for other tokens.
     """
 
     def __init__(self, replaced: Any) -> None:
@@ -116,16 +117,16 @@ class LossInputs(NamedTuple):
     """The inputs of a model's loss."""
 
     hidden: torch.Tensor
-    """[sequence, batch, hidden]; with sequence parallelism this rank's part of the sequence."""
+    """Hidden states, [sequence, batch, hidden]; with sequence parallelism this rank's part of the sequence."""
     labels: torch.Tensor
-    """[batch, sequence]."""
+    """Token numbers of the labels, [batch, sequence]."""
 
 
 class HiddenOutput(torch.nn.Module):
-    """Replaces an output layer and the loss after it: keeps their inputs.
+    """Replaces an output layer and the loss after it: keeps their inputs without computing.
 
     Attributes:
-        loss_inputs: the inputs of the loss in the last forward, None if it had no labels.
+        loss_inputs: the inputs of the loss in the last forward; None if this forward had no labels.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class HiddenOutput(torch.nn.Module):
 
 
 class _Weight(NamedTuple):
-    """The facts about one rank's weight that all ranks must know."""
+    """Shape, type and attributes of one rank's weight, which all ranks must know."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -150,14 +151,15 @@ class _Weight(NamedTuple):
 
 
 def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | None = None) -> VocabularyShard:
-    """Spread the rows of embedding and output layer over the pipeline; a collective call of its ranks.
+    """Spread the rows of embedding and output layer over the pipeline; a collective call of the pipeline's ranks.
 
-    The rows keep their values, as megatron-core has initialized or the caller has loaded them. Call it once the chunks
-    are on their device and before `split_weight_gradients` and DDP; `Float16Module` may be around them already.
+    The rows keep the values that megatron-core has initialized or the caller has loaded. Call this function when the
+    chunks are on their device, before `split_weight_gradients` and DDP; the chunks may already be wrapped in
+    `Float16Module`.
 
     Args:
         chunks: all model chunks of this rank.
-        placement: by default megatron-core's, linear or with interleaved chunks.
+        placement: by default megatron-core's placement: linear, or interleaved with several chunks.
 
     Raises:
         ValueError: the model cannot be sharded; raised on all ranks of the pipeline.
@@ -192,17 +194,17 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
 
 
 def vocabulary_shard_of(chunks: Sequence[torch.nn.Module]) -> VocabularyShard | None:
-    """Return this rank's shard, None if the model's vocabulary is not sharded; the chunks may be wrapped."""
+    """Return this rank's shard, or None if the model's vocabulary is not sharded; the chunks may be wrapped."""
     return getattr(unwrap_model(chunks[0]), _NAME, None)
 
 
 def embedding_of_first_stage(chunks: Sequence[torch.nn.Module]) -> SummedEmbedding | None:
-    """Return the replacement of the embedding in the first stage, None if it is on another rank."""
+    """Return the replacement of the embedding in the first stage, or None if the first stage is on another rank."""
     return _only(SummedEmbedding, chunks)
 
 
 def output_of_last_stage(chunks: Sequence[torch.nn.Module]) -> HiddenOutput | None:
-    """Return the replacement of the output layer in the last stage, None if it is on another rank."""
+    """Return the replacement of the output layer in the last stage, or None if the last stage is on another rank."""
     return _only(HiddenOutput, chunks)
 
 
@@ -211,13 +213,13 @@ def _only(kind: type[Any], chunks: Sequence[torch.nn.Module]) -> Any:
 
 
 def _model_of_stage(models: Sequence[Any], placement: Placement, stage: int) -> Any:
-    """Return the model of a stage, None if it is on another rank."""
+    """Return the model of a stage, or None if the stage is on another rank."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return models[placement.chunk_of(stage)] if placement.rank_of(stage) == rank else None
 
 
 def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any) -> str | None:
-    """Return why these chunks cannot be sharded, in one line, or None."""
+    """Return the reason why these chunks cannot be sharded, in one line; None if they can."""
     flag = "--zero-bubble-vocabulary-parallel"
     config = get_model_config(models[0])
     kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}
@@ -264,7 +266,7 @@ def _scatter(
     """Return this rank's part of the rows that the pipeline rank `source` has."""
     rows, hidden = weight.shape
     part = torch.empty(rows // group.size(), hidden, dtype=weight.dtype, device=device)
-    # As bytes, because gloo does not know every type.
+    # The rows are sent as bytes, because gloo does not know every type.
     parts = (
         None if whole is None else [own.contiguous().view(torch.uint8) for own in whole.detach().chunk(group.size())]
     )
@@ -273,7 +275,7 @@ def _scatter(
 
 
 def _replace_layers(models: Sequence[Any], first: Any, last: Any) -> None:
-    """Take embedding and output layer out of the models, which then have no tied weights either."""
+    """Replace embedding and output layer of the models, and mark the models as having no tied weights."""
     for model in models:
         # With tied weights megatron-core would all-reduce the gradients of the first and the last stage.
         model.share_embeddings_and_output_weights = False
@@ -288,5 +290,5 @@ def _replace_layers(models: Sequence[Any], first: Any, last: Any) -> None:
 def _sharded_state_dict(
     model: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Stand in for a GPT's method of this name, which needs an output layer with a weight."""
+    """Replace the method `sharded_state_dict` of a GPT, which needs an output layer with a weight."""
     return MegatronModule.sharded_state_dict(model, prefix, sharded_offsets, metadata)

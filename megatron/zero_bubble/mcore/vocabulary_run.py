@@ -29,14 +29,14 @@ class VocabularyRun:
     """This rank's part of a run with vocabulary shards.
 
     Attributes:
-        lane: where the collectives run, beside the computation.
+        lane: the lane in which the collectives run, beside the computation.
         first_rank: pipeline rank of the first stage.
         last_rank: pipeline rank of the last stage.
-        tensor_group: the tensor-parallel ranks, for gathering on the side of the computation.
-        is_sequence_parallel: whether each of them has a part of the sequence between layers.
+        tensor_group: the tensor-parallel group, for gathers that are part of the computation and not of the lane.
+        is_sequence_parallel: whether each tensor-parallel rank has a part of the sequence between layers.
         is_fused: whether gradients of the output layer are added straight into `main_grad` (apex).
-        embedding_layer: of this rank's first stage; None if that is on another rank.
-        output_layer: of this rank's last stage; None if that is on another rank.
+        embedding_layer: replaces the embedding in the first stage; None if the first stage is on another rank.
+        output_layer: replaces the output layer in the last stage; None if the last stage is on another rank.
     """
 
     shard: VocabularyShard
@@ -51,7 +51,7 @@ class VocabularyRun:
     output_layer: HiddenOutput | None
 
     def close(self) -> None:
-        """Wait for the lane and leave the groups, before the job's process groups are destroyed."""
+        """Wait for the lane and close the collectives, before the job's process groups are destroyed."""
         self.lane.close()
         self.collectives.close()
 
@@ -63,13 +63,13 @@ def open_vocabulary(
     device: torch.device,
     timeout: timedelta,
 ) -> VocabularyRun | None:
-    """Prepare a run of these model chunks, or return None if their vocabulary is not in shards.
+    """Prepare a run of these model chunks, or return None if their vocabulary is not sharded.
 
     A collective call of the ranks of a pipeline and of their tensor-parallel ranks.
 
     Args:
         chunks: all model chunks of this rank, wrapped or not.
-        timeout: for one collective.
+        timeout: time limit for one collective.
     """
     shard = vocabulary_shard_of(chunks)
     if shard is None:
@@ -92,14 +92,14 @@ def open_vocabulary(
 
 @dataclass(frozen=True)
 class ShardCollectives:
-    """This rank's groups; they are used by an `ExchangeLane` alone, so they are not megatron-core's."""
+    """Collectives of this rank's groups. Only an `ExchangeLane` uses these groups: they are not megatron-core's."""
 
     pipeline: Collectives
     tensor: Collectives | None
     """Collectives of the tensor-parallel group; None without tensor parallelism."""
 
     def gather_statistics(self, statistics: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all shards in their order, [shards, *statistics.shape]."""
+        """Return the statistics of all shards, in the order of shards, [shards, *statistics.shape]."""
         gathered = statistics.new_empty(self.pipeline.size, *statistics.shape)
         self.pipeline.gather_all(statistics, gathered)
         if self.tensor is None:
@@ -109,13 +109,13 @@ class ShardCollectives:
         return of_all.flatten(0, 1)
 
     def sum_to(self, terms: torch.Tensor, root: int, *, splits_sequence: bool) -> torch.Tensor:
-        """Return the sum of all shards' terms on the pipeline rank `root`, on other ranks anything.
+        """Return the sum of all shards' terms on the pipeline rank `root`; the result on other ranks is undefined.
 
         The sum over the pipeline ranks comes first, then the sum over the tensor ranks, both in the order of ranks.
 
         Args:
             terms: [tokens, hidden], changed in place.
-            splits_sequence: return a tensor rank's own part of the tokens alone, as sequence parallelism has it.
+            splits_sequence: return only this tensor rank's part of the tokens, as sequence parallelism needs it.
         """
         self.pipeline.sum_to(terms, root)
         if self.tensor is None or self.pipeline.rank != root:
@@ -124,21 +124,21 @@ class ShardCollectives:
             parts = terms.chunk(self.tensor.size)
             for rank, part in enumerate(parts):
                 self.tensor.sum_to(part, rank)
-            # A copy, because a part would keep the whole in memory.
+            # A copy, because a part would keep the whole tensor in memory.
             return parts[self.tensor.rank].clone()
         self.tensor.sum_to(terms, 0)
         self.tensor.broadcast(terms, 0)
         return terms
 
     def close(self) -> None:
-        """Leave the groups; this rank has no collective under way, and any that others have then fails."""
+        """Leave the groups; this rank must have no collective under way, and those of other ranks then fail."""
         self.pipeline.close()
         if self.tensor is not None:
             self.tensor.close()
 
 
 def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeout: timedelta) -> ShardCollectives:
-    """Make groups of the same ranks as megatron-core's; a collective call of these ranks."""
+    """Create groups with the same ranks as megatron-core's groups; a collective call of these ranks."""
 
     def like(group: dist.ProcessGroup) -> TorchCollectives:
         return TorchCollectives(dist.get_process_group_ranks(group), group.rank(), device, timeout)
@@ -147,7 +147,7 @@ def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeo
 
 
 def made_up_collectives(real: ShardCollectives) -> ShardCollectives:
-    """Return groups of the same sizes without communication: other ranks send zeros or this rank's tensors."""
+    """Return collectives of the same sizes without communication: zeros or this rank's tensors replace messages."""
     tensor = None if real.tensor is None else _MadeUpRanks(real.tensor)
     return ShardCollectives(_MadeUpRanks(real.pipeline), tensor)
 

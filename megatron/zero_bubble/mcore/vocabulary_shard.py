@@ -14,12 +14,12 @@ With g = dLoss/dl of each token, and G_d, which is 1 in the label's row of the s
     dX = g sum_d (alpha_d P_d - G_d) W_d,   dW_d = (g (alpha_d P_d - G_d))^T X.
 
 This is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288): the product with W_d needs no other
-shard, so one exchange is enough. Here it is written as
+shard, so one exchange is enough. Here the difference is written as
 
     alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d   with   D_d = P_d - G_d,
 
-and D_d W_d is multiplied. Where the model is sure of a label, alpha_d P_d is almost G_d, and in 16 bits most of their
-difference would be rounded away; both terms of the other form are then small.
+and the product D_d W_d is computed. Where the model is sure of a label, alpha_d P_d is almost G_d, and rounding to 16
+bits would lose most of their difference; alpha_d D_d and (alpha_d - 1) G_d are both small there.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad
 from megatron.zero_bubble.runtime.collectives import sum_in_order
 
 _SCALES = {torch.float16: 1024.0}
-"""Factor of D_d by the type it is kept in: most probabilities are smaller than fp16's smallest normal number, 6e-5."""
+"""Factor of D_d, by its type: most probabilities are smaller than the smallest normal number of fp16, 6e-5."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one shard: the numbers of its tokens in the vocabulary."""
+    """The rows of one shard, as a range of token numbers in the vocabulary."""
 
     first: int
     count: int
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row of every token in this shard, and whether it is there; if not, the row is any of the shard.
+        """Return a row of this shard for every token, and whether the token is in this shard; else the row is
+        arbitrary.
 
-        Tokens of other shards get different rows, because a GPU adds gradients of one row one after the other.
+        Tokens of other shards get different rows, because a GPU adds the gradients of one row sequentially.
         """
         row = tokens - self.first
         return torch.remainder(row, self.count), (row >= 0) & (row < self.count)
@@ -61,17 +62,17 @@ def statistics_type(weight: torch.Tensor) -> torch.dtype:
 
 @dataclass
 class ShardSoftmax:
-    """The softmax of n tokens on one shard. Tensors but `statistics` are None in an evaluation.
+    """The softmax of n tokens on one shard. `difference`, `product` and `label_weights` are None in an evaluation.
 
     Attributes:
-        statistics: [3, n], m_d, s_d and z_d, in `statistics_type`.
-        rows: [n], the label's row in this shard.
+        statistics: [3, n], the maximum m_d, the sum s_d and the label's logit z_d, in `statistics_type`.
+        rows: [n], the label's row in this shard; arbitrary if another shard has the label.
         is_own: [n], whether the label is in this shard.
-        difference: [n, rows of the shard], D_d times `scale`, in the type of the weights.
+        difference: [n, rows of the shard], D_d = P_d - G_d, times `scale`, in the type of the weights.
         product: [n, hidden], the product of `difference` and the weights; None once the input gradient is made.
-        label_weights: [n, hidden], the weights of the label's row, zeros where another shard has it; None when
-            `product` is.
-        scale: the factor of D_d.
+        label_weights: [n, hidden], the weights of the label's row, zeros if another shard has the label; None when
+            `product` is None.
+        scale: the factor of D_d in `difference`.
     """
 
     statistics: torch.Tensor
@@ -84,12 +85,13 @@ class ShardSoftmax:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensors that are there."""
+        """The bytes of all tensors that are not None."""
         tensors = (self.statistics, self.rows, self.is_own, self.difference, self.product, self.label_weights)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def take_input_gradient(self, alpha: torch.Tensor) -> torch.Tensor:
-        """Return this shard's term of dX for g = 1, in `statistics_type` [n, hidden]; drop its own inputs."""
+        """Return this shard's term of dX for g = 1, [n, hidden] in `statistics_type`; drop `product` and
+        `label_weights`."""
         assert self.product is not None
         assert self.label_weights is not None
         gradient = self.product.to(alpha.dtype).mul_((alpha / self.scale).unsqueeze(1))
@@ -98,10 +100,10 @@ class ShardSoftmax:
         return gradient
 
     def logits_gradient(self, alpha: torch.Tensor, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return g (alpha_d P_d - G_d), [n, rows of the shard], in the weights' type. dW_d is its transpose times X.
+        """Return g (alpha_d P_d - G_d), [n, rows of the shard], in the weights' type; its transpose times X is dW_d.
 
         Args:
-            alpha: [n], in `statistics_type`.
+            alpha: [n], alpha_d in `statistics_type`.
             loss_gradient: [n], g in `statistics_type`.
         """
         assert self.difference is not None
@@ -116,12 +118,12 @@ def softmax(
 ) -> ShardSoftmax:
     """Compute the softmax of a shard, and the values that its gradients need.
 
-    The logits are made in the type of the weights and used in `statistics_type`, as megatron-core does.
+    The logits are computed in the type of the weights and used in `statistics_type`, as in megatron-core.
 
     Args:
         weight: [rows of the shard, hidden].
         hidden: [n, hidden], X in the type of the weights.
-        labels: [n], numbers of tokens.
+        labels: [n], the labels' token numbers.
     """
     local, is_own = rows.locate(labels)
     each = torch.arange(len(labels), device=labels.device)
@@ -142,18 +144,18 @@ def softmax(
 
 
 def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of every token, and alpha of one shard, both [n].
+    """Return the loss of every token, and alpha_d of one shard, both [n].
 
-    Sums over shards are made in their order, so that bits do not depend on who makes them.
+    Sums over shards are taken in the order of shards, so that all ranks get the same bits.
 
     Args:
-        statistics: [shards, 3, n], of all shards.
+        statistics: [shards, 3, n], `ShardSoftmax.statistics` of all shards.
     """
     maxima, totals, label_logits = statistics.unbind(dim=1)
     maximum = maxima.amax(dim=0)
     shares = totals * (maxima - maximum).exp()
     total = sum_in_order(shares, torch.empty_like(maximum))
-    # The label's logit less the maximum is what megatron-core subtracts, too.
+    # megatron-core, too, subtracts the label's logit less the maximum.
     loss = total.log() - (sum_in_order(label_logits, torch.empty_like(maximum)) - maximum)
     return loss, shares[shard] / total
 
@@ -161,18 +163,18 @@ def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.T
 def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
     """Return the embedding of every token in this shard, and zeros for other tokens: [*tokens.shape, hidden].
 
-    Summed over shards this is the whole embedding, exactly, because all terms but one are zeros.
+    The sum of the results over shards is exactly the whole embedding, because all terms but one are zeros.
     """
     local, is_own = rows.locate(tokens)
     return weight[local] * is_own.unsqueeze(-1)
 
 
 def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add the gradient of every token's embedding to the token's row, if this shard has it; every run gives the same
-    bits.
+    """Add the gradient of every token's embedding to the token's row, if this shard has the row; every run gives the
+    same bits.
 
     Args:
-        total: [rows of the shard, hidden], any floating type.
+        total: [rows of the shard, hidden], the sums of gradients, any floating type.
         gradient: [*tokens.shape, hidden], any floating type.
     """
     local, is_own = rows.locate(tokens.reshape(-1))
@@ -182,19 +184,19 @@ def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor
 
 
 class ShardWeight(torch.nn.Module):
-    """The rows of one shard as a parameter. Calling the module returns it, so that DDP's forward hooks run.
+    """The rows of one shard as a parameter. Calling the module returns the parameter, so that DDP's forward hooks run.
 
-    The gradient is added up in `main_grad` if DDP has made one, else in `weight.grad`. DDP is told by its own hook, as
-    for W (see `weight_grad.py`), once the gradient of the last microbatch is there.
+    The gradient is added up in `main_grad` if DDP has made one, else in `weight.grad`. DDP's own hook is called, as for
+    W (see `weight_grad.py`), once the gradients of all microbatches are added.
 
     Args:
-        values: [rows, hidden], copied.
-        rows: their place in the vocabulary.
-        attributes: of megatron-core's parameter, which this one takes over.
-        num_uses: 2 for tied weights, which have the gradients of the embedding and of the output layer, else 1.
+        values: [rows, hidden], the weights, which are copied.
+        rows: place of the rows in the vocabulary.
+        attributes: attributes of megatron-core's parameter, which the new parameter takes over.
+        num_uses: 2 for tied weights, which get gradients of the embedding and of the output layer, else 1.
 
     Attributes:
-        embedding_sum: where gradients of the embedding are added up, if not in `main_grad`; None between steps.
+        embedding_sum: sum of the embedding's gradients, if they are not added up in `main_grad`; None between steps.
     """
 
     def __init__(self, values: torch.Tensor, rows: Rows, attributes: Mapping[str, Any], num_uses: int) -> None:
@@ -214,7 +216,7 @@ class ShardWeight(torch.nn.Module):
         return self.weight
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Take the hook by which DDP counts the gradient as ready; DDP calls this."""
+        """Take the hook by which DDP counts the gradient as ready; DDP calls this method."""
         self._hook = hook
 
     def add_output_gradient(self, logits_gradient: torch.Tensor, hidden: torch.Tensor, *, is_fused: bool) -> None:
@@ -235,10 +237,10 @@ class ShardWeight(torch.nn.Module):
         add_embedding_gradient(self._sum_of_embedding(), self.rows, tokens, gradient)
 
     def _sum_of_embedding(self) -> torch.Tensor:
-        """Where the gradients of the embedding are added up.
+        """Return the tensor in which the gradients of the embedding are added up.
 
-        That is a buffer of its own for tied weights, because schedules interleave the gradients of embedding and output
-        layer differently, and bits must not depend on that; also where `main_grad` has only 16 bits.
+        Tied weights have a buffer for this sum, because schedules interleave the gradients of embedding and output
+        layer differently, and bits must not depend on the schedule. A `main_grad` of 16 bits needs the buffer, too.
         """
         total = self._total()
         if self.num_uses == 1 and total.dtype is torch.float32:
@@ -255,7 +257,7 @@ class ShardWeight(torch.nn.Module):
         return self.weight.grad
 
     def complete(self) -> None:
-        """Note that one use has added the gradients of all microbatches; after the last use tell DDP."""
+        """Note that one use of the weight has added the gradients of all microbatches; tell DDP after the last use."""
         self._num_complete += 1
         if self._num_complete < self.num_uses:
             return
@@ -268,5 +270,5 @@ class ShardWeight(torch.nn.Module):
             self._hook()
 
     def forget_gradient(self) -> None:
-        """Begin a new step; gradients in `main_grad` stay there."""
+        """Drop sums outside of `main_grad` for a new step; `main_grad` keeps its gradients."""
         self.embedding_sum, self._num_complete = None, 0

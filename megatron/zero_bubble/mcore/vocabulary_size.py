@@ -1,4 +1,4 @@
-"""Whether a vocabulary can be cut into one shard a rank. Imports neither torch nor megatron.core."""
+"""Checks whether a vocabulary can be cut into one shard a rank. This module imports neither torch nor megatron.core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_vocabulary_size(
         divisible_by: the value of `--make-vocab-size-divisible-by`.
 
     Raises:
-        ValueError: the vocabulary cannot be divided; the message names a divisor with which it can be.
+        ValueError: the vocabulary cannot be divided; the message names a sufficient value of `divisible_by`.
     """
     if not divides(padded_vocab_size, pipeline_ranks, tensor_ranks):
         raise ValueError(

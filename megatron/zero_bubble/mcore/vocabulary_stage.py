@@ -1,12 +1,12 @@
-"""Runs a step's operations on one rank's vocabulary shard, and its part in their collectives.
+"""Runs a step's operations on one rank's vocabulary shard, and the rank's part in the collectives between shards.
 
-`VocabularyStep` keeps the intermediate results between operations, by microbatch. `MegatronStage` runs it between the
-forwards and backwards of megatron-core.
+`VocabularyStep` keeps the intermediate results between operations, by microbatch. `MegatronStage` calls
+`VocabularyStep` between the forwards and backwards of megatron-core.
 
 Tensors pass between the computation and the lane of collectives. On a GPU computation and collectives are two streams,
-and memory that one frees must not be reused while the other still reads it. Tensors made in the lane are safe, because
-each collective waits for all computation before it. Tensors made for the lane are kept until this rank has waited for a
-later collective, or are marked by `record_stream`.
+and memory that one stream frees must not be reused while the other stream still reads it. Tensors made in the lane are
+safe, because each collective waits for all computation before it. Tensors made for the lane are kept until this rank
+has waited for a later collective, or are marked by `record_stream`.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from megatron.zero_bubble.schedule import Op, OpKind
 
 @dataclass
 class _Microbatch:
-    """Intermediate results that operations pass to each other. n is batch times sequence, counted as in [sequence,
-    batch]."""
+    """Intermediate results that operations pass to each other. n counts tokens: batch times sequence, in the order
+    [sequence, batch]."""
 
     call: RecordedCall | None = None
     """The call of the model in the first stage, until its forward runs."""
     loss_function: Callable[..., Any] | None = None
     tokens: torch.Tensor | None = None
-    """[batch, sequence]"""
+    """Token numbers, [batch, sequence]."""
     looked_up: torch.Tensor | None = None
-    """[batch, sequence, hidden]: this shard's embedding; on the first rank, after EMBEDDED, the pipeline's sum."""
+    """[batch, sequence, hidden]: this shard's embeddings; on the first rank, after EMBEDDED, their sum over the
+    pipeline."""
     embedding_gradient: torch.Tensor | None = None
-    """[batch, sequence, hidden]"""
+    """Gradient of the first stage's embedding, [batch, sequence, hidden]."""
     hidden: torch.Tensor | None = None
     """[sequence, batch, hidden]: output of the last stage; with sequence parallelism a part of the sequence."""
     labels: torch.Tensor | None = None
-    """[batch, sequence]"""
+    """Token numbers of the labels, [batch, sequence]."""
     softmax: ShardSoftmax | None = None
     losses: torch.Tensor | None = None
-    """[n]"""
+    """Loss of every token, [n]."""
     alpha: torch.Tensor | None = None
-    """[n]"""
+    """Share of this shard in the softmax's sum of every token, [n]."""
     input_gradient: torch.Tensor | None = None
     """[n, hidden], on the last rank: gradient of the last stage's output for a loss gradient of 1."""
     loss_gradient: torch.Tensor | None = None
-    """[n]"""
+    """Gradient with respect to the loss of every token, [n]."""
 
 
 class VocabularyStep:
-    """The operations of one step on a shard.
+    """The operations of one step on a vocabulary shard.
 
     Args:
         message_shape: [sequence, batch, hidden] of the messages between stages.
@@ -73,16 +74,16 @@ class VocabularyStep:
         self.restart()
 
     def rehearsal(self, num_microbatches: int) -> VocabularyStep:
-        """Return a step whose collectives make up the contributions of other ranks."""
+        """Return a `VocabularyStep` whose collectives use made-up tensors as contributions of other ranks."""
         run = replace(self._run, collectives=made_up_collectives(self._run.collectives))
         return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 
     def restart(self) -> None:
-        """Forget all microbatches, whose forwards run again; no collective is under way."""
+        """Forget all microbatches, because their forwards run again; no collective may be under way."""
         self._microbatches = [_Microbatch() for _ in range(self._num_microbatches)]
 
     def kept_bytes(self, microbatch: int) -> int:
-        """Return the bytes that S of a microbatch has left for T."""
+        """Return the bytes of the tensors that S of a microbatch keeps for T."""
         kept = self._microbatches[microbatch].softmax
         return 0 if kept is None else kept.nbytes
 
@@ -94,7 +95,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def exchange(self, op: Op) -> None:
-        """Take part in the collective `op`, in the lane."""
+        """Run this rank's part in the collective `op`; the lane calls this method."""
         microbatch = self._microbatches[op.microbatch]
         _EXCHANGES[op.kind](self, microbatch)
 
@@ -116,7 +117,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def embed(self, microbatch: int) -> None:
-        """Look the tokens up in this shard: E."""
+        """Look up a microbatch's tokens in this shard: operation E."""
         state = self._microbatches[microbatch]
         weight = self._shard.embedding()
         state.looked_up = look_up(weight, self._shard.embedding.rows, _there(state.tokens))
@@ -130,7 +131,7 @@ class VocabularyStep:
         self._pipeline.sum_to(_there(state.looked_up), self._run.first_rank)
 
     def begin_first_stage(self, microbatch: int) -> RecordedCall:
-        """Give the first stage its embedding; return the call that its F makes."""
+        """Give the first stage its embedding; return the call of the model that F of the first stage makes."""
         state, layer = self._microbatches[microbatch], self._run.embedding_layer
         assert layer is not None
         layer.looked_up = _there(state.looked_up)
@@ -149,7 +150,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def add_embedding_gradient(self, microbatch: int) -> None:
-        """Add the gradient of this shard's embedding: EW."""
+        """Add the gradient of this shard's embedding: operation EW."""
         state = self._microbatches[microbatch]
         self._shard.embedding.add_embedding_gradient(_there(state.tokens), _there(state.embedding_gradient))
         state.tokens = state.embedding_gradient = None
@@ -166,7 +167,7 @@ class VocabularyStep:
         return call.forward_step(data_iterator, model)
 
     def end_last_stage(self, microbatch: int) -> torch.Tensor:
-        """Take the output of the last stage's forward for S; return it with its graph for B."""
+        """Keep the output of the last stage's forward for S; return this output with its autograd graph for B."""
         state, layer = self._microbatches[microbatch], self._run.output_layer
         assert layer is not None
         if layer.loss_inputs is None:
@@ -190,7 +191,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def compute_softmax(self, microbatch: int) -> None:
-        """Compute the softmax on this shard: S."""
+        """Compute the softmax on this shard: operation S."""
         state, output = self._microbatches[microbatch], self._shard.output
         labels = _there(state.labels).t().reshape(-1)
         hidden = self._whole_hidden(state)
@@ -224,14 +225,14 @@ class VocabularyStep:
             state.input_gradient = total
 
     def begin_loss(self, microbatch: int) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-        """Return the loss of every token, a leaf [batch, sequence], and the loss function: the input of L."""
+        """Return the inputs of L: the loss of every token, a leaf [batch, sequence], and the loss function."""
         state = self._microbatches[microbatch]
         batch, sequence = self._token_shape
         losses = _there(state.losses).view(sequence, batch).t().contiguous()
         return losses.requires_grad_(not self._forward_only), state.loss_function
 
     def end_loss(self, microbatch: int, gradient: torch.Tensor | None) -> None:
-        """Take the gradient of L's input; None stands for zeros."""
+        """Keep the gradient of L with respect to the loss of every token; None stands for zeros."""
         state = self._microbatches[microbatch]
         losses = _there(state.losses)
         state.loss_gradient = (
@@ -245,7 +246,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def gradient_of_last_stage(self, microbatch: int) -> torch.Tensor:
-        """Return the gradient of the last stage's output, with which its B begins."""
+        """Return the gradient of the last stage's output, with which B of the last stage begins."""
         state = self._microbatches[microbatch]
         loss_gradient, total = _there(state.loss_gradient), _there(state.input_gradient)
         state.input_gradient = None
@@ -257,7 +258,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def add_output_gradient(self, microbatch: int) -> None:
-        """Add the gradient of this shard's output layer: T."""
+        """Add the gradient of this shard's output layer: operation T."""
         state, output = self._microbatches[microbatch], self._shard.output
         gradient = _there(state.softmax).logits_gradient(_there(state.alpha), _there(state.loss_gradient))
         state.softmax = None
@@ -304,7 +305,7 @@ def _there(value: Any) -> Any:
 
 
 def _mark_as_read(*tensors: torch.Tensor | None) -> None:
-    """Keep the memory of tensors that the current stream is about to read, until it has; on a CPU nothing waits."""
+    """Keep the memory of tensors until the current stream has read them; on a CPU this does nothing."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())

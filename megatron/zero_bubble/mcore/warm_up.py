@@ -1,8 +1,10 @@
-"""Runs F, B and W of every stage once before the first step, without messages, so that no first use blocks the step.
+"""Runs F, B and W of every stage once, without messages, before the first step, which first uses of kernels could
+block.
 
 On a GPU the first launch of a kernel, the allocator's growth and the creation of a communicator may wait for the whole
-device. In a step the device also waits for receives that are posted ahead, whose messages may depend on this very
-rank: the pipeline would hang. Before the first step nothing is posted. The warm-up restores all state that it changes.
+device. In a step the device also waits for receives that are posted ahead. Their messages may depend on this very rank,
+so that the pipeline would hang. Before the first step no receives are posted. The warm-up restores all state that it
+changes.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from megatron.zero_bubble.schedule import Op, OpKind
 def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCollection) -> None:
     """Compute one microbatch on each of this rank's stages and discard the results; a collective call of all ranks.
 
-    The warm-up runs at the start of the first training step, when gradients are zero, and leaves them zero. The step
-    reads the same data again. With fp8, whose scaling remembers every forward, and with varying shapes, which a stage
-    learns from the previous stage, only communicators are created.
+    The warm-up runs at the start of the first training step, when gradients are zero, and leaves them zero. The first
+    step reads the same data again. With fp8, whose scaling remembers every forward, and with varying shapes, which a
+    stage learns from the previous stage, only communicators are created.
     """
     _make_communicators(groups, stage.device)
     if get_model_config(stage.model_chunks[0]).fp8 or stage.shapes_vary:
@@ -46,7 +48,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
         post_validation=None,
         vocabulary=None if stage.vocabulary is None else stage.vocabulary.rehearsal(2),
     )
-    # Taken away, because without DDP W would add to them.
+    # Gradients are taken away, because without DDP W would add to them.
     gradients = [(parameter, parameter.grad) for chunk in stage.model_chunks for parameter in chunk.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -73,9 +75,9 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
 
 
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:
-    """Run one all-reduce in every group that may communicate in a step: the first creates the group's communicator.
+    """Run one all-reduce in every group that may communicate in a step: the first use creates the communicator.
 
-    All ranks take the kinds of groups in the same order, and each rank is in one group of a kind.
+    All ranks go through the kinds of groups in the same order, and each rank is in one group of each kind.
     """
     expert_groups = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),

@@ -43,17 +43,17 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the sum that the W of this layer's current B adds to."""
+        """Return the sum to which W adds its term for the layer's current B."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
-        """Add a term to the sum of a microbatch; once complete, add the sum to `weight.grad` and call DDP's hook.
+        """Add a term to the sum of a microbatch; once the sum is complete, add it to `weight.grad` and call DDP's hook.
 
         Args:
-            weight: the weight of the forward: the layer's parameter, or its gathered copy.
+            weight: the weight that the forward used: the layer's parameter, or a gathered copy of the parameter.
         """
         total = into.add(grad)
         if total is None:
@@ -71,7 +71,8 @@ class LayerWeightGrad:
 class MicrobatchSum:
     """Sums the weight gradient of one microbatch, which has several terms if a forward uses the layer several times.
 
-    Multi-token prediction uses the output layer so. Terms are added in the order of B, as autograd does.
+    Multi-token prediction uses the output layer several times in a forward. Terms are added in the order of B, as
+    autograd does.
     """
 
     def __init__(self) -> None:
@@ -91,8 +92,8 @@ class DeferredWeightGrad:
     """W of one layer for one microbatch.
 
     With sequence parallelism only this rank's slice of the input is kept, and the buffer that megatron-core gathers
-    into is overwritten before W. W therefore gathers the input again over `gather_group`, while the W before it
-    multiplies.
+    into is overwritten before W. W therefore gathers the input again over `gather_group`, while the previous W
+    computes.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class DeferredWeightGrad:
 
 
 def add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
-    """Add the product to `main_grad` in one pass, by apex' kernel; return a placeholder for the gradient."""
+    """Add the weight gradient to `main_grad` in one pass, by apex' kernel; return a placeholder for the gradient."""
     import fused_weight_gradient_mlp_cuda as apex
 
     wide = weight.main_grad.dtype == torch.float32

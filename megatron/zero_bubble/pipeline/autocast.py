@@ -1,4 +1,4 @@
-"""Keeps autocast to the forwards: backward computes in the types that forward chose, as outside of autocast."""
+"""Limits autocast to forwards: backwards compute in the types that forwards chose, as outside an autocast block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast of a `with torch.autocast(...)` block around a step."""
+    """The settings of a `with torch.autocast(...)` block around a step."""
 
     device_type: str
     is_enabled: bool
@@ -24,12 +24,12 @@ class Autocast:
         return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
     def forward(self, *, keeps_casts: bool = True) -> torch.autocast:
-        """Compute the `with` block under this autocast. Without gradients casts must not be kept for later forwards."""
+        """Compute the `with` block under this autocast. Casts made without gradients must not be kept for later use."""
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=self.caches and keeps_casts)
 
     @contextmanager
     def only_in_forwards(self) -> Iterator[None]:
-        """Switch autocast off inside the `with` block, and forget casts of weights from before it and inside it."""
+        """Switch autocast off inside the `with` block, and clear the cache of cast weights before and after it."""
         torch.clear_autocast_cache()
         try:
             with torch.autocast(self.device_type, self.dtype, enabled=False):

@@ -63,7 +63,7 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
 def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
     """The sizes of microbatches: the lengths in `cu_seqlens` of a mapping, or the elements of the largest tensor.
 
-    The first dimension of that tensor counts its sequences.
+    The first dimension of the largest tensor counts the sequences.
     """
     sizes = []
     for value in inputs:
@@ -78,7 +78,7 @@ def common_form(inputs: list[Any]) -> tuple[MessageSpec, bool]:
     """Return the form of the inputs of the first microbatch, and whether other microbatches have other shapes.
 
     Raises:
-        ValueError: their structures or types differ.
+        ValueError: the inputs of two microbatches differ in structure or type.
     """
     forms = [StageMessage.of(value).spec for value in inputs]
     for microbatch, form in enumerate(forms):

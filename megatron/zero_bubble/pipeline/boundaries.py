@@ -1,4 +1,4 @@
-"""Decides which layers each stage gets: cuts weights into consecutive parts with the smallest maximum."""
+"""Decides which layers each stage gets: cuts layer weights into consecutive parts whose largest sum is smallest."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 Boundaries = tuple[int, ...]
-"""The first layer of every stage, and the number of layers at the end."""
+"""The first layer of every stage, followed by the number of layers."""
 
 
 def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """Split `weights` into consecutive parts, none of them empty, whose largest sum is the smallest possible.
 
-    Of such partitions it takes one whose parts are most alike: with the smallest sum of squares of their weights, and
-    then of their lengths.
+    Among such partitions, the function chooses the one with the smallest sum of the parts' squared weights, and then of
+    their squared lengths.
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
-    """The smallest possible largest sum of as many parts as the loop has run, by the end of the last part."""
+    """For every end of the last part: the smallest possible largest sum of a part, with the parts that the loop has
+    added."""
     for _ in range(num_parts - 1):
         smallest = [
             min((max(smallest[first], total - before[first]) for first in range(end)), default=math.inf)
@@ -32,7 +33,8 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
     """Return the most even partition without a part above `limit`, by dynamic programming over the ends of parts."""
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
-    """For each part and end, the best partition up to there: sums of squared weights and lengths, first layer."""
+    """For each part and its end, the best partition up to that end: sums of squared weights and lengths, first layer of
+    the part."""
     for part in range(num_parts):
         ends: dict[int, tuple[float, float, int]] = {}
         for first, (squares, lengths, _) in best[-1].items():
@@ -66,7 +68,7 @@ def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Bounda
 
 
 def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
-    """Return 1 for each class that the regular expression is found in, case ignored, and 0 for the others.
+    """Return 1 for each class name in which the regular expression is found, ignoring case, and 0 for other names.
 
     Raises:
         ValueError: the text is not a regular expression, or matches no class.

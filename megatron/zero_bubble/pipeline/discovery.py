@@ -1,4 +1,4 @@
-"""Finds out which messages the stages of a pipeline exchange, by sending one microbatch through all of them."""
+"""Finds out which messages the stages of a pipeline exchange, by sending one microbatch through all stages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron.zero_bubble.schedule import Placement
 
 
 class StepMessages:
-    """The messages of a pipeline's steps; making one is a collective call of all ranks.
+    """The messages of a pipeline's steps; creating an instance is a collective call of all ranks.
 
-    Once a step has had microbatches of several shapes, headers tell the shapes of all activations.
+    From the first step with microbatches of several shapes on, headers announce the shapes of all activations.
 
     Args:
         shapes_vary: whether shapes vary from the first step on.
@@ -37,7 +37,7 @@ class StepMessages:
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         self.communicator = MessageCommunicator(interconnect.communicator(placement))
         self._trained_form: tuple[str, bool] | None = None
-        """Facts about this rank on which its messages depend, if the last step was a training step."""
+        """Everything on which this rank's messages depended in the last step; None if that was not a training step."""
         self.shapes_vary = False
         if shapes_vary:
             self._open_headers()
@@ -67,10 +67,10 @@ class StepMessages:
         self._trained_form = described[self._interconnect.rank] if trains else None
 
     def begin_as_before(self, load: Callable[[], Microbatches], autocast: Autocast) -> None:
-        """Give the stage the data of a training step without asking other ranks; `begin` must have run in an earlier
-        step.
+        """Give the stage the data of a training step without asking other ranks.
 
-        Data that cannot be used fail the step as a forward that fails does.
+        `begin` must have run in an earlier step. If the data cannot be used, the step fails as it does after a failed
+        forward.
         """
         try:
             if self._describe(load, autocast) != self._trained_form:
@@ -84,11 +84,11 @@ class StepMessages:
 
     @property
     def can_begin_as_before(self) -> bool:
-        """Whether the last step was a training step, the same on all ranks."""
+        """Whether the last step was a training step; the value is the same on all ranks."""
         return self._trained_form is not None
 
     def _describe(self, load: Callable[[], Microbatches], autocast: Autocast) -> tuple[str, bool]:
-        """Give the stage its data; return all that the messages depend on, and whether shapes differ."""
+        """Give the stage its data; return everything on which the messages depend, and whether shapes differ."""
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])
         self._stage.begin(microbatches, autocast)
@@ -101,7 +101,7 @@ class StepMessages:
         """Return the message spec of each stage except the last; a collective call of all ranks.
 
         Raises:
-            ValueError: a layer fails, on all ranks.
+            ValueError: on all ranks, if a layer fails.
         """
         specs: dict[int, MessageSpec] = {}
         incoming: StageMessage | None = None

@@ -35,7 +35,7 @@ class DroppingLayer:
             self._store.keep(given.tensors, StageMessage.of(output).tensors)
             return output
         call = _DroppedCall(self._layer, given.spec, self._store, Autocast.current(self._device.type))
-        # One input always needs a gradient: without it a layer whose other inputs need none would have no backward.
+        # An extra input always needs a gradient: a layer whose other inputs need none would otherwise have no backward.
         wanted = torch.empty(0, requires_grad=True)
         outputs = _Dropped.apply(call, wanted, *given.tensors)
         assert call.returned is not None
@@ -65,7 +65,7 @@ class _DroppedCall:
         return output.tensors
 
     def recompute(self) -> None:
-        """Run R."""
+        """Run R: run the layer again from the kept inputs and random states, with gradients."""
         self._inputs = [
             tensor.detach().requires_grad_(needs)
             for tensor, needs in zip(self._tensors, self._needs_gradient, strict=True)
@@ -86,7 +86,7 @@ class _DroppedCall:
 
 
 class _Dropped(torch.autograd.Function):
-    """A call of a checkpointed layer, which R, or the store within B, runs again before its backward."""
+    """A call of a checkpointed layer; R, or the store within B, reruns the layer before the backward of the call."""
 
     @staticmethod
     def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -16,9 +16,9 @@ from megatron.zero_bubble.schedule import Placement
 
 
 class TiedLayer:
-    """Keeps the copies of a tied layer alike: they start with the first one's weights and get equal gradients.
+    """Keeps the copies of a tied layer equal: all copies start with the first copy's weights and get equal gradients.
 
-    Making one is a collective call of the ranks that hold a copy.
+    Creating an instance is a collective call of the ranks that hold a copy.
 
     Args:
         stages: the stages with a copy, ascending; several may be on one rank.
@@ -59,7 +59,7 @@ class TiedLayer:
         return len(next(iter(self._own.values())))
 
     def begin_step(self) -> None:
-        """Set aside the gradients of earlier steps, which are sums of all copies already."""
+        """Set aside the gradients of earlier steps, which are already sums over all copies."""
         self._before = {parameter: parameter.grad for copy in self._own.values() for parameter in copy}
         for parameter in self._before:
             parameter.grad = None
@@ -81,7 +81,7 @@ class TiedLayer:
         self._before = {}
 
     def _contiguous_copy(self, stage: int, k: int, *, of_gradient: bool = False) -> torch.Tensor:
-        """Return the values of parameter `k` on a stage, or of its gradient; zeros if this rank does not have them."""
+        """Return parameter `k` of a stage's copy, or the parameter's gradient; zeros if this rank does not have it."""
         result = torch.zeros_like(next(iter(self._own.values()))[k], memory_format=torch.contiguous_format)
         if stage in self._own:
             value = self._own[stage][k].grad if of_gradient else self._own[stage][k]
@@ -90,7 +90,7 @@ class TiedLayer:
         return result
 
     def _broadcast(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the rank with `stage` has; `tensor` itself where all copies are on one rank."""
+        """Return the tensor of the rank that holds `stage`; `tensor` itself if all copies are on one rank."""
         if self._collectives is not None:
             self._collectives.broadcast(tensor, self._roots[stage])
         return tensor
@@ -138,7 +138,7 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 
 
 def total_norm(norms: Sequence[LayerNorm], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all ranks' gradients, with the bits that one process has.
+    """Return the norm of all ranks' gradients, equal bit by bit to the norm in a single process.
 
     The norms of the layers are combined in the order of the model's parameters, as `torch.nn.utils.clip_grad_norm_`
     does.
@@ -156,7 +156,7 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale this rank's gradients down to a norm over all ranks; return the norm before.
+    """Scale this rank's gradients for a norm over all ranks of at most `max_norm`; return the norm before scaling.
 
     Args:
         parameters: all parameters of this rank.

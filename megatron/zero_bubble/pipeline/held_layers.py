@@ -28,9 +28,9 @@ class HeldLayers:
     """The layers of one rank."""
 
     chunks: list[list[HeldLayer]]
-    """By model chunk."""
+    """The layers of each model chunk."""
     tied: dict[str, dict[int, nn.Module]]
-    """Key of a tied layer -> stage -> the copy on it, for the stages of this rank."""
+    """Key of a tied layer -> stage -> the copy on that stage, for the stages of this rank."""
     unsplit: Unsplit
 
     @property
@@ -41,7 +41,7 @@ class HeldLayers:
 
 @dataclass(frozen=True)
 class LayerBuilder:
-    """Builds layers; arguments as of `Pipeline`."""
+    """Builds layers; `layers` and `options` have the same meaning as in `Pipeline`."""
 
     layers: Sequence[Any]
     device: torch.device
@@ -67,7 +67,7 @@ class LayerBuilder:
         return HeldLayers(chunks, tied, unsplit)
 
     def _build(self, indices: Iterable[int]) -> tuple[list[HeldLayer], dict[str, nn.Module]]:
-        """Build one stage; tied layers within it are one module."""
+        """Build the layers of one stage; layers of the stage that are tied to each other are one module."""
         chunk: list[HeldLayer] = []
         copies: dict[str, nn.Module] = {}
         for index in indices:
@@ -115,7 +115,7 @@ def stages_of_ties(layers: Sequence[Any], layout: StageLayout) -> dict[str, tupl
 
 @dataclass(frozen=True)
 class Summary:
-    """Partition and schedule of a pipeline, and the layers without split."""
+    """Partition and schedule of a pipeline, and the layers whose W is not split off."""
 
     layout: StageLayout
     num_microbatches: int
@@ -143,7 +143,7 @@ class Summary:
         return "\n".join(lines)
 
     def notice(self) -> str | None:
-        """Return one line on the layers whose W stays in B, None if there are none."""
+        """Return one line on the layers whose W stays in B; None if there are no such layers."""
         shares = ", ".join(f"{name} ({share} of the parameters)" for name, share in self._unsplit_shares())
         return f"Pipeline: W stays in B for {shares}; split_layers=[...] splits more" if shares else None
 

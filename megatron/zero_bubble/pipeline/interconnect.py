@@ -22,7 +22,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 class Interconnect(Protocol):
-    """One rank's connections; ranks are counted in the pipeline, not in the job."""
+    """The connections of one rank; ranks are numbered within the pipeline, not within the job."""
 
     @property
     def rank(self) -> int: ...
@@ -32,7 +32,7 @@ class Interconnect(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where layers and messages are."""
+        """The device of layers and messages."""
         ...
 
     def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
@@ -40,7 +40,7 @@ class Interconnect(Protocol):
         ...
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives among `members`, for tensors on `device`; a collective call of them, in ascending order."""
+        """Open collectives for tensors on `device` among the ascending `members`; a collective call of all members."""
         ...
 
     def close(self) -> None:
@@ -52,9 +52,9 @@ class TorchInterconnect:
     """Connections over torch.distributed.
 
     Args:
-        group: the ranks of the pipeline, in its order.
-        device: where layers and messages are.
-        timeout: for a message or a collective.
+        group: the ranks of the pipeline, in pipeline order.
+        device: the device of layers and messages.
+        timeout: the longest time that a message or a collective may take.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
@@ -90,8 +90,8 @@ def connect_ranks(
 
     Args:
         group: the ranks of the pipeline, by default all of the job.
-        device: where layers and messages are, by default this process's GPU with NCCL and else the CPU.
-        timeout: after which a missing message, or a rank that is missing in a collective, fails the job.
+        device: the device of layers and messages; by default this process's GPU with NCCL, otherwise the CPU.
+        timeout: the time after which a missing message, or a rank that is missing in a collective, makes the job fail.
 
     Raises:
         ValueError: torch.distributed is not initialized.
@@ -105,10 +105,10 @@ def connect_ranks(
 
 
 class Agreement:
-    """Lets all ranks of a pipeline know values of one another, and fail together.
+    """Exchanges values among all ranks of a pipeline, and makes all ranks fail together.
 
     Args:
-        collectives: of all ranks, on the host.
+        collectives: collectives of all ranks, for tensors on the host.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -116,7 +116,7 @@ class Agreement:
 
     @classmethod
     def among_all(cls, interconnect: Interconnect) -> Agreement:
-        """An agreement of all ranks over collectives of its own; a collective call."""
+        """Make an agreement of all ranks, with collectives that only it uses; a collective call."""
         return cls(interconnect.collectives(range(interconnect.size), HOST))
 
     def gather(self, value: T) -> list[T]:
@@ -137,19 +137,19 @@ class Agreement:
         """Run `action` on every rank and return the results of all; a collective call.
 
         Raises:
-            ValueError: or `OSError`, on every rank, if `action` raises it on any rank: the error of the first such
-                rank.
+            ValueError: `action` raises `ValueError` or `OSError` on any rank. Every rank raises the error of the first
+                such rank.
         """
         outcomes = self.gather(attempt(action))
         raise_first(error for _, error in outcomes)
         return [cast(T, result) for result, _ in outcomes]
 
     def together(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank and return this rank's result, which no other needs; raises as `collect` does."""
+        """Run `action` on every rank and return only this rank's result; raises the same errors as `collect`."""
         results: list[T] = []
         self.collect(lambda: results.append(action()))
         return results[0]
 
     def on(self, rank: int, action: Callable[[], T]) -> T:
-        """Run `action` on one rank and return its result on every rank; raises as `collect` does."""
+        """Run `action` on one rank and return the result on every rank; raises the same errors as `collect`."""
         return cast(T, self.collect(lambda: action() if self._collectives.rank == rank else None)[rank])

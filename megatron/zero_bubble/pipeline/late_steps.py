@@ -1,8 +1,10 @@
 """Takes the optimizer's step of a pipeline before the norm of all gradients is known, and amends a step that was wrong.
 
-A rank whose own gradients are complete reports their norms in the background, steps, and goes on with the next step's
-forwards. Before their first backward it has the reports of all ranks. If the gradients had to be clipped, it undoes the
-step, clips, steps, and runs these forwards again. Parameters, losses and norms have the bits of a step that waits.
+A rank with complete gradients reports their norms in the background, takes the optimizer's step, and goes on with the
+forwards of the next training step. Before the first backward of the next step, the rank waits for the reports of all
+ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips, steps again, and runs the
+forwards of the next step again. Parameters, losses and norms are the same, bit by bit, as in a step that waits for the
+norm.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class TrainingOutcome:
     """The result of a training step, the same on all ranks."""
 
     loss: torch.Tensor
-    """The mean over the microbatches."""
+    """The mean loss over the microbatches."""
     grad_norm: torch.Tensor
     """The norm of all gradients before clipping."""
     was_amended: bool = False
@@ -56,7 +58,7 @@ class SteppingLayerStage(LayerStage):
             self._states.append(torch.cuda.get_rng_state(self.device))
 
     def step(self) -> None:
-        """Do nothing: the step needs the sums over tied layers and replicas, which follow the operations."""
+        """Do nothing: the optimizer's step needs gradient sums over tied layers and replicas, which are made later."""
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -94,9 +96,9 @@ class LateSteps:
     """Runs one rank's training steps, whose optimizer steps it validates later.
 
     Args:
-        agreement: of all ranks, which nothing else uses: it is called in a thread.
-        executor: of a schedule with post-validation.
-        parameters: this rank's.
+        agreement: an agreement of all ranks that nothing else uses, because it is called in a thread.
+        executor: the executor of a schedule with post-validation.
+        parameters: the parameters of this rank.
     """
 
     def __init__(
@@ -145,10 +147,10 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
-        """Report to the other ranks and step, unless this rank alone knows already that a step would be wrong.
+        """Report to the other ranks, and take the optimizer's step unless this rank knows that it would be wrong.
 
         Args:
-            norms: of this rank's gradients, which are complete.
+            norms: the norms of this rank's complete gradients.
         """
         assert self._pending is None, "the last step has to be validated first"
         failure, loss = min(self._stage.failures, default=None), self._stage.end()
@@ -165,10 +167,11 @@ class LateSteps:
         """Wait for the reports of all ranks, amend the last step if it was wrong, and drop its gradients.
 
         Returns:
-            Whether it was wrong on any rank: the same answer on every rank.
+            Whether the step was wrong on any rank; the value is the same on every rank.
 
         Raises:
-            ValueError: on all ranks, if a forward of the step has failed; the optimizer has not stepped then.
+            ValueError: on all ranks, if a forward of the step has failed; the optimizer's step is then not taken, or
+                undone.
         """
         if self._pending is None:
             return False
@@ -203,5 +206,5 @@ class LateSteps:
 
 
 def _clips(norm: torch.Tensor, max_norm: float) -> bool:
-    """Tell whether `clip_grads_with_norm_` changes gradients of this norm; it multiplies them with 1 otherwise."""
+    """Tell whether `clip_grads_with_norm_` changes gradients of this norm, instead of multiplying them by 1."""
     return not bool(max_norm / (norm + 1e-6) >= 1.0)

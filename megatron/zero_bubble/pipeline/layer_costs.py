@@ -1,4 +1,4 @@
-"""Measures how long F, B and W take: of single layers, for partitions, and of the stages of a running pipeline."""
+"""Measures the times of F, B and W: of single layers to balance a partition, and of stages in a running pipeline."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measure_layers(
     device: torch.device,
     split_layers: Sequence[type[nn.Module]] = (),
 ) -> list[LayerTimes]:
-    """Return the median times of every layer, run one after the other; the loss counts to the last layer.
+    """Return the median times of every layer; the times of the loss are added to the times of the last layer.
 
     The layers themselves stay as they are: copies are measured, one at a time.
 
@@ -102,7 +102,7 @@ def _measure(
 def stage_times(ops: Sequence[MeasuredOp], placement: Placement, rank: int) -> dict[int, LayerTimes]:
     """Return the median times of one microbatch for each stage of `rank`, from the operations of a step.
 
-    Where B and W are one operation, or a layer runs again in R, that time counts as B's.
+    The times of R, and of an operation that combines B and W, count as time of B.
     """
     profiler = Profiler(placement, rank)
     profiler.add(ops)

@@ -32,7 +32,7 @@ class HeldLayer:
 
 
 class Failure(NamedTuple):
-    """A forward that has failed; the smallest of several is their cause."""
+    """A failed forward. The smallest of several failures is the cause of the others."""
 
     microbatch: int
     stage: int
@@ -42,8 +42,8 @@ class Failure(NamedTuple):
 class LayerStage:
     """Computes F and B of the layers of one rank; a `Stage` whose messages are `StageMessage`.
 
-    The error of a failed forward is recorded, and zeros replace its output: the step goes on to its end, so that no
-    rank waits for another and all can raise the same error.
+    The error of a failed forward is recorded, and zeros replace the output. The step continues to its end, so that no
+    rank hangs and all ranks can raise the same error.
 
     Args:
         chunks: the layers of each of the rank's stages.
@@ -74,17 +74,17 @@ class LayerStage:
         self._changes_input: set[int] = set()
 
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
-        """Take the data of a step, whose messages are not known yet."""
+        """Take the data of a step; `expect` sets the specs of the step's messages later."""
         self._microbatches, self.autocast, self._places = microbatches, autocast, ()
         self.losses, self.failures, self.cause = {}, [], None
 
     @property
     def inputs(self) -> list[Any]:
-        """The inputs of the step's microbatches, where the rank has them."""
+        """The inputs of the step's microbatches; empty on ranks without the data."""
         return self._microbatches.inputs
 
     def reorder(self, places: Sequence[int]) -> None:
-        """Take the step's microbatches in another order: place -> number in the data."""
+        """Reorder the step's microbatches; `places` contains for each place the microbatch's number in the data."""
         self._places = places
         if self._microbatches.targets:
             inputs, targets = self._microbatches
@@ -96,7 +96,7 @@ class LayerStage:
         self._announced = {stage: spec.announced() for stage, spec in sent.items()} if shapes_vary else {}
 
     def trained_parameters(self) -> list[bool]:
-        """Return, for every parameter, whether it requires a gradient, on which the gradients of messages depend."""
+        """Return for every parameter whether it requires a gradient; the gradients in messages depend on that."""
         layers = [layer for chunk in self.chunks for layer in chunk]
         return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
 
@@ -105,7 +105,7 @@ class LayerStage:
         self.losses, self.failures, self.cause, self._gradients = {}, [], None, {}
 
     def end(self) -> torch.Tensor | None:
-        """Forget the data of the step and return its loss, None where the last stage is not on this rank."""
+        """Forget the data of the step and return the step's loss; None if the last stage is not on this rank."""
         losses = [self.losses[microbatch] for microbatch in sorted(self.losses)]
         self._microbatches, self.losses, self._gradients = Microbatches([], []), {}, {}
         return sum(losses[1:], start=losses[0]) if losses else None
@@ -122,7 +122,7 @@ class LayerStage:
         if stage == self._last:
             self.losses[microbatch] = output.tensors[0].detach()
         elif self._announced:
-            # Their gradients will have the same shapes.
+            # The gradients of these tensors will have the same shapes.
             wanted = zip(output.tensors, output.spec.needs_gradient, strict=True)
             self._gradients[stage, microbatch] = [spec_of(tensor) for tensor, needs in wanted if needs]
         return output
@@ -134,7 +134,7 @@ class LayerStage:
             for layer in self.chunks[chunk]:
                 value = _checked_call(layer, value)
             if stage == self._last:
-                # Divided before its backward, as one process does that accumulates gradients.
+                # Divided before its backward, as in a single process that accumulates gradients.
                 return StageMessage.of(self._checked_loss(value, microbatch) / len(self._microbatches.targets))
         output, expected = StageMessage.of(value), self._sent[stage]
         if not output.spec.has_form_of(expected, shapes_vary=bool(self._announced)):
@@ -149,7 +149,7 @@ class LayerStage:
         return problem
 
     def _zeros(self, stage: int) -> StageMessage:
-        """Return the output of a stage that has failed."""
+        """Return zeros in the form of a stage's output, after the stage's forward has failed."""
         if stage == self._last:
             return StageMessage.of(torch.zeros((), device=self.device))
         specs = self._sent[stage].tensors
@@ -211,7 +211,7 @@ class LayerStage:
             for layer in self.chunks[chunk]:
                 value = _checked_call(layer, value)
             if message is not None and versions != [tensor._version for tensor in copies]:
-                # Autograd refuses that for a received tensor, so that the layers get a copy of it.
+                # Autograd refuses in-place changes of a received tensor, so the layers get a copy.
                 self._changes_input.add(chunk)
             if stage == self._last:
                 value = self._checked_loss(value, 0)

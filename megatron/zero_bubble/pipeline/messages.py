@@ -1,7 +1,7 @@
 """Messages between stages: tensors in tuples, lists and dicts, sent one after the other on one channel.
 
-The executor only hands messages on. It gets a `StageMessage` in place of a tensor, and a `MessageCommunicator` in place
-of a communicator.
+The executor only hands messages on. The executor gets a `StageMessage` in place of a tensor, and a
+`MessageCommunicator` in place of a communicator.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Constant = None | bool | int | float | str
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """All that a receiver must know of a message before it arrives."""
+    """Everything that a receiver must know about a message before the message arrives."""
 
     template: Any
-    """The output of a layer, with the spec of a message in place of each tensor."""
+    """The output of a layer, with a tensor's spec in place of each tensor."""
     needs_gradient: tuple[bool, ...]
-    """For each tensor, whether the stage that sends it needs its gradient."""
+    """For each tensor, whether the sending stage needs the tensor's gradient."""
 
     @cached_property
     def _flat(self) -> tuple[list[AnySpec | Constant], Any]:
         return pytree.tree_flatten(self.template)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out derived fields, because specs are sent to other ranks."""
+        """Pickle the spec without derived fields, because specs are sent to other ranks."""
         return MessageSpec, (self.template, self.needs_gradient)
 
     @cached_property
@@ -49,7 +49,7 @@ class MessageSpec:
         return [leaf for leaf in self._flat[0] if isinstance(leaf, AnySpec)]
 
     def gradients(self) -> MessageSpec:
-        """Return the spec of the message that goes back: the gradients of the tensors that need one."""
+        """Return the spec of the message that the receiver sends back: the gradients of tensors that need one."""
         wanted = tuple(spec for spec, needs in zip(self.tensors, self.needs_gradient, strict=True) if needs)
         return MessageSpec(wanted, (False,) * len(wanted))
 
@@ -59,7 +59,7 @@ class MessageSpec:
         return replace(self, template=template)
 
     def value_of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the tensors of such a message in the structure in which a layer returned them."""
+        """Return the tensors of a message with this spec, in the structure in which a layer returned them."""
         given = iter(tensors)
         leaves, structure = self._flat
         return pytree.tree_unflatten([next(given) if isinstance(leaf, AnySpec) else leaf for leaf in leaves], structure)
@@ -70,7 +70,7 @@ class MessageSpec:
         return replace(self, template=announced)
 
     def answering(self, find: Callable[[], Sequence[TensorSpec] | None]) -> MessageSpec:
-        """Return the spec of such a message of gradients, whose shapes `find` returns once they are known."""
+        """Return the spec of a message of gradients whose shapes `find` returns once they are known."""
 
         def later(k: int) -> AnswerSpec:
             return AnswerSpec(lambda: None if (specs := find()) is None else specs[k])
@@ -92,8 +92,8 @@ class StageMessage:
     """A message between neighbouring stages: tensors, and the structure in which layers return them.
 
     Args:
-        spec: as the receiver knows it.
-        tensors: in the order of the spec's.
+        spec: the spec of the message, as the receiver knows it.
+        tensors: the tensors of the message, in the order of the spec.
     """
 
     def __init__(self, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
@@ -105,7 +105,7 @@ class StageMessage:
 
     @classmethod
     def of(cls, value: Any) -> StageMessage:
-        """The message with the output of a layer.
+        """Make a message from the output of a layer.
 
         Raises:
             ValueError: the output holds something that cannot be sent, or no tensor.
@@ -122,24 +122,24 @@ class StageMessage:
 
     @property
     def value(self) -> Any:
-        """The value that layers take and return."""
+        """The content of the message as the value that layers take and return."""
         return self.spec.value_of(self.tensors)
 
     def backward_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Return where backward begins in the graph that made this message, and with which gradients."""
+        """Return the graph edges at which the backward of this message begins, and the gradients at these edges."""
         pairs = [
             (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
         ]
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
     def requires_grad_(self) -> None:
-        """Let autograd compute the gradients that the sender needs; the executor calls it on a received message."""
+        """Let autograd compute the gradients that the sender needs; the executor calls this on a received message."""
         for tensor, needs in zip(self.tensors, self.spec.needs_gradient, strict=True):
             if needs:
                 tensor.requires_grad_()
 
     def detach(self) -> StageMessage:
-        """Return the same values without their graph, for a stage on the same rank."""
+        """Return a message with the same values but without autograd graph, for a stage on the same rank."""
         return StageMessage(self.spec, [tensor.detach() for tensor in self.tensors])
 
     def release(self) -> None:
@@ -147,12 +147,12 @@ class StageMessage:
         self.tensors = ()
 
     def spread(self, gradients: StageMessage) -> list[torch.Tensor | None]:
-        """Return a gradient or None for each tensor, from the message that came back."""
+        """Return a gradient or None for each tensor of this message, from the received message `gradients`."""
         given = iter(gradients.tensors)
         return [next(given) if needs else None for needs in self.spec.needs_gradient]
 
     def take_gradients(self) -> StageMessage:
-        """Return the gradients of a received message, zeros where no layer has used a tensor."""
+        """Return the gradients of a received message, with zeros for tensors that no layer has used."""
         wanted = [tensor for tensor, needs in zip(self.tensors, self.spec.needs_gradient, strict=True) if needs]
         grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted]
         return StageMessage(self.spec.gradients(), grads)

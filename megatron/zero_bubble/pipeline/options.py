@@ -23,23 +23,24 @@ class PipelineOptions:
     """Options of a `Pipeline`, the same on all ranks.
 
     Args:
-        partition: which layers a stage gets. "uniform" balances layers, "parameters" parameters, "type:REGEX" the
-            layers whose class matches, "profile" their measured times; a list has the first layer of every stage but
-            the first.
+        partition: which layers a stage gets. "uniform" balances the number of layers, "parameters" the number of
+            parameters, "type:REGEX" the number of layers whose class matches, and "profile" the measured times of the
+            layers. A list contains the first layer of every stage except the first stage.
         example: inputs and targets of one microbatch, for the partition "profile".
-        num_chunks: stages of a rank, by default as many as the schedule has.
-        memory_limit: most activations of a rank, in microbatches of a whole rank; for all ranks or one a rank. By
-            default as much as the schedule of that name needs.
-        offload: speed of a rank's host link in each direction: microbatches copied in the time of one forward. A
-            planned schedule then copies activations to the host and back where that is faster under `memory_limit`,
-            and microbatches keep their order. None copies nothing.
-        checkpoint: whether all layers drop their activations in F and run again in R. A spec says so of one layer.
+        num_chunks: number of stages of a rank; by default the number that the schedule has.
+        memory_limit: largest activation memory of a rank, in activations of one microbatch on a whole rank; one number
+            for all ranks, or one per rank. By default as much as the named schedule needs.
+        offload: speed of a rank's host link in each direction, as the number of microbatches copied in the time of one
+            forward. A planned schedule then copies activations to the host and back where that is faster under
+            `memory_limit`, and microbatches keep their order. None disables copies to the host.
+        checkpoint: whether all layers drop their activations in F and run again in R. The argument `checkpoint` of a
+            `LayerSpec` sets this for one layer.
         split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
-        variable_shapes: whether layers return other shapes for a microbatch than for another one with the same shapes
-            of inputs, as one that drops padding does. Microbatches whose inputs differ are noticed without it.
-        microbatch_order: "planned" for the order in which microbatches that differ in shape take the least time, from
-            the times of the first steps that have such; "data" for the order in which they come.
-        post_validation: whether `train_step` steps before the norm of all gradients is known.
+        variable_shapes: whether layers can return different shapes for two microbatches with equal input shapes, as a
+            layer that drops padding does. Different input shapes are noticed without this option.
+        microbatch_order: "planned" runs microbatches of different shapes in the order with the least predicted time,
+            based on measured times of the first steps with different shapes; "data" keeps the order of the data.
+        post_validation: whether `train_step` takes the optimizer's step before the norm of all gradients is known.
 
     Raises:
         ValueError: `microbatch_order` is unknown, shapes vary together with post-validation, or `offload` is not above
@@ -77,7 +78,7 @@ class PipelineOptions:
 
 
 Words = dict[str, str | list[str]]
-"""Argument of `Pipeline` -> its value in words; a list for arguments with an entry a layer."""
+"""Argument of `Pipeline` -> its value in words; a list for arguments with one entry per layer."""
 
 
 def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Mapping[str, Any]) -> None:

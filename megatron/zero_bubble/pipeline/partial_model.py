@@ -13,7 +13,7 @@ from megatron.zero_bubble.pipeline.interconnect import Agreement
 
 
 class PartialModel(nn.Module):
-    """The layers of this rank, by their names in `torch.nn.Sequential` of all layers."""
+    """The layers of this rank, under their names in a `torch.nn.Sequential` of all layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class PartialModel(nn.Module):
 
     @property
     def placeholder(self) -> nn.Parameter:
-        """The empty parameter of a rank whose layers have none: every optimizer takes it."""
+        """An empty parameter, which every optimizer accepts, for a rank whose layers have no parameters."""
         return self._placeholders[0]
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters; where there are none, `placeholder`."""
+        """Yield this rank's parameters, or `placeholder` if the rank has no parameters."""
         named = tuple(super().named_parameters(*arguments, **options))
         yield from named or [("placeholder", self.placeholder)]
 
@@ -49,7 +49,7 @@ class PartialModel(nn.Module):
         """Return the state of the whole model on every rank, in host memory; `torch.nn.Sequential` can load it.
 
         For large models save `state_dict()` with `torch.distributed.checkpoint`, which writes and reads the ranks'
-        parts: its names do not depend on the partition, nor on the number of ranks.
+        parts. The names in `state_dict()` depend neither on the partition nor on the number of ranks.
         """
         own = {
             name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self.state_dict().items()

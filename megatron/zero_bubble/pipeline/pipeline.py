@@ -47,7 +47,7 @@ class Pipeline(PartialModel):
         layers: modules, functions, `LayerSpec` or `TiedLayerSpec`, the same on all ranks.
         loss_fn: called with the last layer's output and the targets of a microbatch; returns one number.
         schedule: name of a schedule (see `megatron.zero_bubble.schedule.names()`), or a schedule.
-        num_microbatches: microbatches of a step.
+        num_microbatches: number of microbatches of a step.
         options: partition, memory, shapes and post-validation.
         group: the ranks of the pipeline, by default all of the job.
         replicas: the ranks that hold the same stages of other pipelines; gradients are averaged over them.
@@ -81,7 +81,7 @@ class Pipeline(PartialModel):
         check_same_arguments(self._agreement, layers, arguments)
         size, device = interconnect.size, interconnect.device
         request = LayoutRequest(layers, loss_fn, schedule, num_microbatches, options, size, device)
-        # One rank plans: all get the same schedule, and its mistakes are raised on all.
+        # One rank plans, so that all ranks get the same schedule or raise the same error.
         self.layout = self._agreement.on(0, request.layout)
         self._steps = RankSteps(layers, loss_fn, self.layout, options, interconnect, self._agreement)
         self._hold(self._steps.held, len(layers))
@@ -110,12 +110,12 @@ class Pipeline(PartialModel):
     def train_batch(self, batch: Any = None) -> torch.Tensor:
         """Run forward and backward of one step; return the mean loss of its microbatches, on all ranks.
 
-        Adds to the parameters' `.grad` the gradients of that mean, averaged over replicas.
+        The gradients of the mean loss, averaged over replicas, are added to the parameters' `.grad`.
 
         Args:
             batch: a pair (inputs, targets), split into microbatches along the first dimension of all tensors, or an
-                iterator of the pairs of single microbatches. Ranks without the first and the last stage ignore the
-                batch.
+                iterator of the pairs of single microbatches. A rank that holds neither the first nor the last stage
+                ignores the batch.
 
         Raises:
             ValueError: on all ranks, if the batch cannot be used.
@@ -127,9 +127,9 @@ class Pipeline(PartialModel):
     ) -> TrainingOutcome | None:
         """Run `train_batch`, clip, take the optimizer's step and drop the gradients; return loss and norm.
 
-        With post-validation the ranks do not wait for each other, and the outcome belongs to the previous step; None
-        for the first step. A step that cannot be done is a `ValueError` of the next one; the pipeline cannot be used
-        after it.
+        With post-validation the ranks do not wait for each other, and the returned outcome belongs to the previous
+        step; None for the first step. A failed step raises a `ValueError` in the next call, after which the pipeline
+        cannot be used.
         """
         if self._late is None:
             outcome = TrainingOutcome(self.train_batch(batch), self.clip_grad_norm_(max_norm))
@@ -143,9 +143,10 @@ class Pipeline(PartialModel):
         return self._late.take_outcome()
 
     def settle(self) -> TrainingOutcome | None:
-        """Validate the last step of `train_step`; return its outcome, None if there is none.
+        """Validate the last step of `train_step` and return its outcome; None if no outcome is left to return.
 
-        Call this method before anything else reads parameters or the optimizer's state. Methods of the pipeline do.
+        Call this method before anything else reads parameters or the optimizer's state. The pipeline's own methods
+        validate the last step themselves.
         """
         self._validate()
         return self._late.take_outcome() if self._late is not None else None
@@ -199,7 +200,8 @@ class Pipeline(PartialModel):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
 
-        The result is that of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter counts once.
+        The result equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
+        counts once.
         """
         return clip_grad_norm(self.own_parameters(), self._counted(), self._agreement, max_norm, norm_type)
 
@@ -213,7 +215,7 @@ class Pipeline(PartialModel):
         return self._summary.text()
 
     def close(self) -> None:
-        """Close the connections between the ranks, which otherwise are closed with the pipeline or at exit."""
+        """Close the connections between the ranks; otherwise they are closed with the pipeline or at exit."""
         if self._late is not None:
             self._late.close()
         self._close()

@@ -35,11 +35,11 @@ Load = Callable[[], Microbatches]
 
 
 class RankSteps:
-    """Builds the layers of one rank and runs its steps; making one is a collective call of all ranks.
+    """Builds the layers of one rank and runs its steps; creating an instance is a collective call of all ranks.
 
     Args:
-        layers: of the whole model.
-        loss_fn: as of `Pipeline`.
+        layers: the layers of the whole model.
+        loss_fn: the `loss_fn` of `Pipeline`.
 
     Raises:
         ValueError: on all ranks, if a layer cannot be built.
@@ -71,10 +71,10 @@ class RankSteps:
         self._executors: dict[bool, Executor] = {}
 
     def late_steps(self, parameters: Sequence[torch.nn.Parameter]) -> LateSteps:
-        """Training steps with post-validation; a collective call.
+        """Make the object that runs training steps with post-validation; a collective call.
 
         Args:
-            parameters: of this rank.
+            parameters: the parameters of this rank.
         """
         return LateSteps(
             Agreement.among_all(self._interconnect),

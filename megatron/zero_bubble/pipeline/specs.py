@@ -13,10 +13,10 @@ from megatron.zero_bubble.schedule.errors import one_line
 
 
 class LayerSpec:
-    """A layer that only the rank that holds it builds, as `layer_class(*args, **kwargs)`.
+    """A layer that is built as `layer_class(*args, **kwargs)`, and only on the rank that holds the layer.
 
-    The random numbers of its initialisation start from a seed of its own, which `torch.initial_seed()` and the layer's
-    index make, so that the weights do not depend on how the layers are partitioned.
+    Each layer is initialised from its own seed, which follows from `torch.initial_seed()` and the layer's index, so
+    that the weights do not depend on the partition.
 
     Args:
         layer_class: a class of modules, or a function that returns a module.
@@ -39,14 +39,15 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose parameters all layers with the same `key` share, on whichever stages they are.
+    """A layer that shares its parameters with all layers of the same `key`, also on other stages.
 
-    Each stage has a separate copy. At the end of a step the gradient of every copy is the sum of the copies' own
-    gradients in the order of the stages, so that copies that start alike stay alike.
+    Each stage that has a layer with the key holds a separate copy of the parameters. At the end of a step every copy
+    gets the sum of all copies' gradients, added in the order of the stages, so that copies with equal weights stay
+    equal.
 
     Args:
-        forward: called as `forward(module, input)` in the place of the module, such as an output layer that multiplies
-            with the weight of an embedding.
+        forward: called as `forward(module, input)` in the place of the module, for example to multiply with the weight
+            of an embedding in an output layer.
     """
 
     def __init__(
@@ -81,19 +82,19 @@ def class_name_of(layer: Any) -> str:
 
 
 def tie_of(layer: Any) -> str | None:
-    """Return the key of a tied layer, None of any other."""
+    """Return the key of a tied layer; None for any other layer."""
     return layer.key if isinstance(layer, TiedLayerSpec) else None
 
 
 def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
-    """Return the module of layer `index` on `device`. A spec has the same weights wherever it is built.
+    """Return the module of layer `index` on `device`. A layer built from a spec has the same weights on every rank.
 
     Raises:
         ValueError: the layer is neither a module nor a function, or its spec cannot be built.
     """
     layer = layers[index]
     if isinstance(layer, LayerSpec):
-        # Copies of one module start from one seed.
+        # All copies of a tied layer start from one seed.
         first = next(k for k, other in enumerate(layers) if k == index or tie_of(other) == tie_of(layer) is not None)
         with seeded(first, device), device:
             try:
@@ -110,7 +111,7 @@ def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.M
 
 
 def call_of(layer: Any, module: torch.nn.Module) -> Callable[[Any], Any]:
-    """Return the function that runs a built layer: the module itself, or a tied layer's `forward` of it."""
+    """Return the function that runs a built layer: the module itself, or the `forward` of a tied layer's spec."""
     if isinstance(layer, TiedLayerSpec) and layer.forward is not None:
         return partial(layer.forward, module)
     return module

@@ -43,7 +43,7 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """Everything that a layout depends on; arguments as of `Pipeline`."""
+    """Everything on which a layout depends; the fields have the same meaning as in `Pipeline`."""
 
     layers: Sequence[Any]
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -83,7 +83,7 @@ class LayoutRequest:
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
     def _schedules(self) -> RunSchedules:
-        """The schedules with the given name, or the given schedule."""
+        """The plan of the named schedule, or of the given schedule."""
         schedule = self.schedule
         if isinstance(schedule, str):
             plan = RunSchedules.named(schedule, self.num_ranks, self.options.num_chunks)
@@ -125,7 +125,7 @@ class LayoutRequest:
 
 
 def _refuse_shared(layers: Sequence[Any], stages: boundaries.Boundaries) -> None:
-    """Raise `ValueError` if modules on two stages share a parameter, whose copies would train apart."""
+    """Raise `ValueError` if modules on two stages share a parameter, because its copies would be trained separately."""
     seen: dict[int, tuple[int, int]] = {}
     for stage, (first, end) in enumerate(pairwise(stages)):
         for index in range(first, end):
@@ -140,7 +140,7 @@ def _refuse_shared(layers: Sequence[Any], stages: boundaries.Boundaries) -> None
 
 
 def num_parameters(layer: Any) -> int:
-    """Count the parameters of a layer; a spec is built without memory for them, on the meta device."""
+    """Count the parameters of a layer; a spec is built on the meta device, without memory for parameters."""
     if isinstance(layer, LayerSpec):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             try:
@@ -154,9 +154,9 @@ def num_parameters(layer: Any) -> int:
 
 
 def _stage_costs(times: Sequence[LayerTimes], stages: boundaries.Boundaries, unmeasured: StageCosts) -> StageCosts:
-    """Return the sums of the layers' times, in seconds. R takes as long as F, and memory is counted, not measured."""
+    """Return stage costs: sums of the layers' times in seconds, R as long as F, and the memory of `unmeasured`."""
     sums = [LayerTimes(*map(sum, zip(*times[first:end], strict=True))) for first, end in pairwise(stages)]
-    # An operation of a schedule takes some time, however short.
+    # The time of an operation in a schedule must be above zero.
     time_f, time_b, time_w = (tuple(max(1e-9, value) for value in column) for column in zip(*sums, strict=True))
     time_r = time_f if any(unmeasured.time_r) else unmeasured.time_r
     return replace(unmeasured, time_f=time_f, time_b=time_b, time_w=time_w, time_r=time_r)

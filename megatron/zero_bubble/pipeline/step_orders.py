@@ -25,7 +25,7 @@ logger = logging.getLogger("megatron.zero_bubble")
 
 
 class _Peers:
-    """The ranks of a pipeline, as the `Peers` of a `StepPlanner`."""
+    """Implements `Peers` of a `StepPlanner` for the ranks of a pipeline."""
 
     def __init__(self, agreement: Agreement, first_rank: int) -> None:
         self._agreement, self._first_rank = agreement, first_rank
@@ -45,8 +45,8 @@ class StepOrders:
     """Orders the microbatches of training steps whose shapes vary.
 
     Args:
-        schedule: of a training step.
-        rank: of the pipeline.
+        schedule: the schedule of a training step.
+        rank: this rank's number in the pipeline.
     """
 
     def __init__(self, schedule: Schedule, rank: int, agreement: Agreement, device: torch.device) -> None:
@@ -64,8 +64,8 @@ class StepOrders:
         """Order the data of `stage`; a collective call. The training step runs inside of the `with` block.
 
         Args:
-            recorder: measures the step for the caller; the planner then does not measure it.
-            ahead: returns the sizes of the next step's microbatches; none if they are not known.
+            recorder: measures the step for the caller; the planner then does not measure the step.
+            ahead: returns the sizes of the next step's microbatches; empty if the sizes are not known.
 
         Yields:
             The recorder of the step.

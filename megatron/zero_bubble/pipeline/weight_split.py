@@ -1,8 +1,8 @@
 """Splits the backward of torch's own layers into B and W.
 
-A split layer runs its own forward and records the graph of that call apart from the model's. B runs that graph's
-backward for the input alone, and W runs it for the parameters alone. Autograd itself computes and adds up both, so they
-have the bits of one backward.
+A split layer runs its own forward and records the autograd graph of that call apart from the model's graph. B runs the
+backward of the layer's graph for the input alone, and W runs it for the parameters alone. Autograd itself computes and
+adds up the gradients of B and W, so that they equal the gradients of an unsplit backward bit by bit.
 
 A module may also defer its weight gradients by itself, with the method of `DefersWeightGradients`.
 """
@@ -33,10 +33,11 @@ SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
     nn.Embedding,
 )
-"""The layers of torch that call one function with their weight. A subclass with the same forward is split, too."""
+"""The layers of torch that call one function with their weight. A subclass that inherits the forward of its class is
+split, too."""
 
 _KEY_VALUE_BIASES = {"bias_k", "bias_v"}
-"""Parameters of `nn.MultiheadAttention` that are appended to keys and values: no product takes them."""
+"""Parameters of `nn.MultiheadAttention` that are appended to keys and values; no matrix product uses them."""
 
 _ATTENTION_PARAMETERS = _KEY_VALUE_BIASES | {
     *("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
@@ -49,10 +50,10 @@ class DefersWeightGradients(Protocol):
     """A module that splits its backward by itself; modules inside of it are left alone."""
 
     def defer_weight_gradients(self, store: WeightGradStore) -> Iterable[nn.Parameter]:
-        """Defer weight gradients from now on, and return the parameters that they are of; called once.
+        """Defer weight gradients from now on, and return the parameters whose gradients are deferred; called once.
 
         A backward that runs while `store.is_deferring` gives `store.put` a function that computes the gradients and
-        adds them to `.grad`. Any other backward computes them at once.
+        adds them to `.grad`. Any other backward computes the weight gradients at once.
         """
         ...
 
@@ -62,10 +63,11 @@ def split_modules(
 ) -> list[nn.Parameter]:
     """Make the layers inside of `modules`, which are one stage, put their W into `store` inside `store.deferring()`.
 
-    A layer that shares a parameter with another one is not split: autograd adds up the gradients of both in B.
+    A layer that shares a parameter with another layer is not split: autograd adds up the gradients of both layers in B.
 
     Args:
-        others: further classes whose forward takes one tensor, returns one, and does not keep what it returns.
+        others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep its
+            output.
 
     Returns:
         The parameters whose gradient is now computed in W.
@@ -94,7 +96,7 @@ def split_modules(
 
 
 def _callable_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield every module once, without modules inside a module that does not call them or defers W by itself."""
+    """Yield every module once, except modules inside attention or inside a module that defers W by itself."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]
     while pending:
@@ -102,7 +104,7 @@ def _callable_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
         if module not in seen:
             seen.add(module)
             yield module
-            # Attention of torch's multiplies with the weights of the layer inside of it, and does not call the layer.
+            # torch's attention multiplies with the weights of its inner layer, and does not call the inner layer.
             if not isinstance(module, DefersWeightGradients | nn.MultiheadAttention):
                 pending += reversed(list(module.children()))
 
@@ -127,7 +129,7 @@ def _has_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
 
 
 class _SplitLayer:
-    """The forward of a split layer, which takes the place of the module's own."""
+    """The forward of a split layer, which replaces the module's own forward."""
 
     def __init__(self, module: nn.Module, store: WeightGradStore) -> None:
         self._forward = module.forward
@@ -141,7 +143,7 @@ class _SplitLayer:
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor) -> torch.Tensor:
         """Return `function(input)`; its gradient with respect to the layer's parameters is computed in W."""
         parameters = self.parameters
-        # A hook of a parameter expects its whole gradient in the backward; without a split it gets it.
+        # A parameter's hook expects the whole gradient in the backward, so that a layer with hooks is not split.
         has_hooks = any(parameter._backward_hooks for parameter in parameters)
         if not parameters or has_hooks or not torch.is_grad_enabled():
             return function(input)
@@ -161,7 +163,7 @@ class _SplitLayer:
         return self._store.is_deferring
 
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
-        """Put one call's W into the store; several calls in one forward have a common W, as in one backward."""
+        """Put one call's W into the store; several calls of a layer in one forward have a common W."""
         if self._deferred is None or self._of_bundle != self._store.num_flushed:
             self._of_bundle, self._deferred = self._store.num_flushed, _DeferredCalls(parameters)
             self._store.put(self._deferred.run, held=(grad,), parameter=self._module)
@@ -180,8 +182,8 @@ class _SplitInProjection(_SplitLayer):
 class _SplitAttention:
     """The forward of an `nn.MultiheadAttention`, with both of its projections split.
 
-    Torch's attention calls `linear` with its weights, inside of functions. `forward` is a copy of these functions that
-    calls a split `linear`. Torch itself is not changed, so other modules and threads are not affected.
+    Torch's attention calls `linear` with its weights, inside of functions. The method `forward` uses copies of these
+    functions that call a split `linear`. Torch itself is not changed, so other modules and threads are not affected.
     """
 
     def __init__(self, module: nn.MultiheadAttention, store: WeightGradStore) -> None:
@@ -204,14 +206,14 @@ class _SplitAttention:
 
 
 def _with_globals(function: Any, names: dict[str, Any]) -> Any:
-    """Copy a function of Python's; the copy looks up global names in `names`."""
+    """Copy a Python function; the copy looks up global names in `names`."""
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 class _DeferredCalls:
-    """The W of one layer for one microbatch: of every call of the layer in the microbatch's forward."""
+    """The W of one layer for one microbatch, for all calls of the layer in the microbatch's forward."""
 
     def __init__(self, parameters: tuple[nn.Parameter, ...]) -> None:
         self._parameters = parameters
@@ -271,9 +273,10 @@ def run_backward(
     keeps_graph: bool = False,
     accumulates: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run autograd from `edges`: return the gradients of `inputs`, or add them to `.grad`, of all leaves by default.
+    """Run autograd from `edges` and return the gradients of `inputs`, or with `accumulates` add gradients to `.grad`.
 
-    `torch.autograd.backward` takes such edges only in later versions than the oldest supported one.
+    Without `inputs`, gradients are added for all leaves. `torch.autograd.backward` does not take graph edges in the
+    oldest supported version of torch.
     """
     if not edges:
         return (None,) * len(inputs)

@@ -1,6 +1,6 @@
 """The automatic scheduler: plans a fast schedule for any placement and memory limit.
 
-The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min, each in the memory limit that its name means.
+The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min, each in the memory limit that the name implies.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -
 
     Args:
         own_limits: computes the memory limits of the ranks for a request that has none.
-        request: of one layout, checked.
+        request: a checked request (see `PlanRequest.checked`) for one layout.
 
     Raises:
-        Infeasible: no schedule fits. The error has the smallest limit in which a schedule fits.
+        Infeasible: no schedule fits in memory. The error has the smallest limit in which a schedule fits.
     """
     limits = request.limits or with_room_for_shards(request, own_limits(request))
     is_v = request.placement.kind == "v"
@@ -40,7 +40,7 @@ def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -
 
 
 def limit_of_1f1b(request: PlanRequest) -> Limits:
-    """Memory limits of the ranks: for every rank the peak memory of 1F1B on its fullest rank."""
+    """Memory limits of the ranks, all equal: the peak memory of 1F1B on the rank where 1F1B needs the most memory."""
     peaks = one_f_one_b_peaks(request.placement, request.stage_costs, request.num_microbatches, request.recompute)
     return (max(peaks),) * request.num_ranks
 
@@ -57,8 +57,8 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
     With full recomputation the limit is `factor` times the peak of 1F1B with full recomputation.
 
     Args:
-        costs: of the stages, one stage a rank.
-        num_ranks: p.
+        costs: costs of the stages, with one stage a rank.
+        num_ranks: number of ranks, p.
         factor: 1 for ZB-1p, 2 for ZB-2p.
         recompute: which microbatches have an R.
 
@@ -71,13 +71,13 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
 
 
 def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> Limits:
-    """Memory limits of the ranks of a V: the memory of a number of microbatches in flight on both chunks of a rank.
+    """Memory limits of the ranks of a V: memory of a given number of microbatches in flight on both chunks of a rank.
 
     The memory that one B of each chunk adds is part of the limit.
 
     Args:
-        in_flight_on: number of pipeline ranks -> number of microbatches in flight on each rank.
-        request: whose costs and ranks the limits are for.
+        in_flight_on: function from the number of pipeline ranks to the number of microbatches in flight on each rank.
+        request: a request with the costs and the ranks to which the limits apply.
     """
     costs, in_flight = request.stage_costs, in_flight_on(request.num_ranks)
     stages_of = map(request.placement.stages_of, range(request.num_ranks))

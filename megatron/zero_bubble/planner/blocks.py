@@ -23,7 +23,7 @@ PERIOD = 6
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
 """Shares of the life span of an activation that are spent on the leg down; the rest is spent on the leg up."""
 DELAYS = (0, 0, 1, 2, 3)
-"""Slots by which B of chunk 1, or B of chunk 0, of a random block starts later than it could."""
+"""Slots by which B of a chunk starts later than necessary in a random building block; one is drawn for each chunk."""
 VARIATION = 0.06
 """Standard deviation of the random change of a time of a block, as a fraction of the period of the block."""
 
@@ -38,7 +38,7 @@ class Block(NamedTuple):
     """Time from the start of the last operation of a leg to the start of the next leg, for the first three legs."""
 
     def varied(self, generator: Random) -> Block:
-        """Return a copy of the block with one to three times changed at random."""
+        """Return a copy of the block in which between one and three of its times are changed at random."""
         times = [self.period, *self.legs, *self.turns]
         for index in generator.sample(range(len(times)), generator.choice((1, 1, 2, 3))):
             times[index] = max(0.0, times[index] + generator.gauss(0, VARIATION * self.period))
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 def published_blocks(problem: Problem, in_flight: float) -> Iterator[Block]:
-    """Yield the building blocks of the paper in which every rank has `in_flight` microbatches in flight."""
+    """Yield the building blocks of arXiv 2405.15362 in which every rank has `in_flight` microbatches in flight."""
     # If the leg down and the leg up take h together from one rank to the next, the activations of both chunks, each of
     # M_B / 2, live for 2 p h in sum. A rank then has p h / period microbatches in flight. One more microbatch is in
     # flight because blocks do not start and end in the same slot.
@@ -110,8 +110,8 @@ def eager_orders(problem: Problem) -> list[Order]:
     """Return the order of ZB-V: F of chunk 0 until F of chunk 1 is ready, both F in turn until B is ready, then B too.
 
     If every operation takes one slot, the first microbatch reaches chunk 1 of rank r 2(p - r) - 1 slots after chunk 0.
-    The gradient of the first microbatch arrives at chunk 1 2r slots later, and at chunk 0 after 2(p - r) more slots.
-    Each phase of the warmup has as many operations as slots, so that no rank idles.
+    The gradient of the first microbatch reaches chunk 1 of rank r 2r + 1 slots, and chunk 0 2p slots, after the first
+    microbatch has reached chunk 1. Each phase of the warmup has one operation for each slot, so that no rank idles.
     """
     p, size, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
     orders = []

@@ -1,4 +1,4 @@
-"""Lower bounds on the longest span of a rank, over all schedules of a placement, costs and memory limits."""
+"""Lower bounds on the longest span of a rank, over all schedules with a given placement, costs and memory limits."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class LowerBounds:
     work: float
     """Total time of the operations of the busiest rank."""
     dependency: float
-    """Length of the longest path from the first F of a rank through later stages to the last W of the rank. For equal
-    stages this path is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
+    """Length of the longest path from the first F of a rank through later stages to the last W of the rank: for equal
+    stages and messages of time C, (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
     memory: float
-    """The larger of two bounds under the memory limit; at least `dependency`. One bound adds to `dependency` the idle
-    time that the limit forces on a rank before its first and its last B. The other bound is the integral of the memory
-    of all microbatches over time, divided by the limit."""
+    """The larger of two bounds under the memory limit; at least `dependency`. The first bound adds to `dependency` the
+    idle time that the limit forces on a rank before its first and its last B. The second bound is the integral of the
+    memory of all microbatches over time, divided by the limit."""
 
     @property
     def span(self) -> float:
-        """The largest of the bounds."""
+        """The largest of `work`, `dependency` and `memory`."""
         return max(self.work, self.dependency, self.memory)
 
 
@@ -46,18 +46,18 @@ def lower_bounds(
 ) -> LowerBounds:
     """Compute the lower bounds for schedules in which no rank exceeds its memory limit.
 
-    The computation takes time in the square of the number of stages.
+    The time of the computation grows with the square of the number of stages.
 
     Args:
-        placement: of the stages on the ranks.
+        placement: placement of the stages on the ranks.
         num_microbatches: microbatches of an iteration.
-        costs: of the stages.
-        memory_limit: for all ranks or one a rank, in the unit of memory of the costs; None for no limit.
-        recompute: which microbatches have an R. A microbatch with an R takes `memory_r` less until its R. The time of R
-            counts only under full recomputation.
+        costs: costs of the stages.
+        memory_limit: one value for all ranks or one a rank, in the unit of memory of the costs; None for no limit.
+        recompute: which microbatches have an R. A microbatch with an R takes less memory, by `memory_r`, until its R.
+            The time of R counts only under full recomputation.
 
     Raises:
-        ScheduleError: the costs or the limits are for another number of stages or ranks.
+        ScheduleError: the costs or the limits are for another number of stages or ranks, or there is no microbatch.
     """
     if costs.num_stages != placement.num_stages:
         raise ScheduleError(
@@ -81,10 +81,11 @@ def lower_bounds(
 
 
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
-    """Length of the longest path from the first F of a rank, through a later rank, to the last W of the first rank.
+    """Length of the longest path from the first F of a rank, through another rank, back to the last W of the same rank.
 
-    Let `a` be the first stage of rank r, and `k` the first stage of a rank q that is not before `a`. The time from the
-    first F to the last B of `a` is at least the path from `a` to `k`, the window of q, and the path back.
+    Let `a` be the first stage of rank r, and let `k`, which is not before `a`, be the first stage of rank q. The time
+    from the first F to the last B of `a` is at least the path from `a` to `k`, the window of q, and the path from `k`
+    to `a`.
     """
     longest: float = 0
     for near in ranks:
@@ -134,7 +135,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that a microbatch costs its rank for R: the time of R, or the wait if B follows F without an R."""
+        """Least time that R costs a rank for one microbatch: the time of R, or the wait if B follows F without an R."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -166,14 +167,14 @@ class _Rank:
 
     @property
     def vocabulary(self) -> float:
-        """Total time of the operations on the vocabulary shard of the rank, which may run while it would idle."""
+        """Total time of the operations on the vocabulary shard of the rank, which may run in idle time."""
         costs = self.path.costs
         times = (costs.time_e, costs.time_ew, costs.time_s, costs.time_t)
         return self.num_microbatches * sum(time[s] for s in self.stages for time in times)
 
     @cached_property
     def available(self) -> float:
-        """The memory limit; infinite if an operation releases more than was allocated, where no memory bound holds."""
+        """The memory limit; infinite if operations release more than they allocate: then no memory bound holds."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
@@ -223,8 +224,8 @@ class _Rank:
     def idle(self) -> float:
         """Least idle time of the rank between its first F and its last B.
 
-        Unless all microbatches fit in memory at once, the last F comes after the first B. The wait for the first B and
-        the wait after the last F then add up.
+        Unless all microbatches fit in memory at once, the last F comes after the first B, so that the wait for the
+        first B and the wait after the last F add up.
         """
         return max(self.idle_before_b, self.idle_after_f) if self.all_fit else self.idle_before_b + self.idle_after_f
 
@@ -236,7 +237,7 @@ class _Rank:
 
     @property
     def idle_before_b(self) -> float:
-        """Least idle time between the first F and the first B: before its first B a rank runs only F that fit."""
+        """Least idle time between the first F and the first B, before which a rank runs only F that fit in memory."""
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.forward(self.first, last) + costs.time_f[last] + self.path.turn(last)
         return max(0, wait - self._most(self.available, [(costs.time_f[s], self.path.memory[s]) for s in self.stages]))
@@ -246,7 +247,7 @@ class _Rank:
         """Least idle time from the end of the last F to the start of the last B of the rank.
 
         Between its last F and its last B, a rank runs only B and W of the microbatches that are in flight at the last
-        F. The last microbatch is then in flight in all stages of the rank.
+        F. At the last F, the last microbatch is in flight in all stages of the rank.
         """
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.turn(last)
@@ -265,8 +266,9 @@ class _Rank:
     def memory_time(self) -> float:
         """Least span of the rank: the integral of the memory of all microbatches over time, divided by the limit.
 
-        Memory is below the limit in the ramps at both ends: it fills no faster than F runs, and drains no faster than B
-        and W run. With recomputation the bound is zero, because R and dropped activations change the ramps.
+        Memory is below the limit at the start and at the end of the span: it fills no faster than F runs, and drains no
+        faster than B and W run. With recomputation the bound is zero, because R and dropped activations change how fast
+        memory fills and drains.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:

@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner.request import Layout
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 SIMPLER = 1.02
-"""Factor of time up to which a simpler layout is preferred to the fastest one: measured costs are no more exact."""
+"""Largest ratio of times at which a simpler layout is preferred to the fastest: measured costs are no more exact."""
 SHARDING_GAIN = 1.03
 """Least speedup for which a layout with vocabulary shards is chosen: its collectives also take processor time."""
 
@@ -26,8 +26,8 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
     among all close plans.
 
     Args:
-        plans: at least one; several may have the same combination of placement, recomputation and vocabulary.
-        usual: the layout that stays unless another layout is clearly faster; None if there is none.
+        plans: one or more plans; several may have the same combination of placement, recomputation and vocabulary.
+        usual: the layout that stays unless another layout is clearly faster; None if all layouts compete.
         usual_time: time of another schedule for the usual layout, such as megatron-core's own.
 
     Returns:
@@ -68,7 +68,7 @@ def _most_even(plans: Sequence[Plan]) -> Plan:
 
 
 def named_after_schedule(plan: Plan) -> Plan:
-    """The plan with a layout without recomputation in place of `Recompute.PLANNED`, if its schedule has no R."""
+    """The plan; if its schedule has no R, its layout has `Recompute.NONE` in place of `Recompute.PLANNED`."""
     if plan.layout.recompute is not Recompute.PLANNED or plan.timeline.schedule.recomputes:
         return plan
     return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))

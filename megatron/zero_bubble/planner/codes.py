@@ -11,13 +11,13 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 Order = list[int]
 """The operations of one rank as codes (see `Codes`), in the order in which they run.
 
-The k-th F of a stage belongs to microbatch k, whether it keeps or drops activations; so do the k-th B and the k-th W.
+The k-th F, the k-th B and the k-th W of a stage belong to microbatch k, whether F keeps or drops activations.
 The k-th R belongs to the k-th microbatch whose activations are dropped.
 """
 
 
 class Codes(NamedTuple):
-    """The first code of each kind of operation: stage s of a kind has the code `first code + s`.
+    """The first code of each kind of operation: the operation of stage s has the code `first code + s`.
 
     For operations on vocabulary shards the rank takes the place of the stage. The loss has one code for all ranks.
     """
@@ -46,7 +46,7 @@ class Codes(NamedTuple):
         return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
 
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
-        """Code -> cost, from the costs of kinds on every stage, by their names here; 0 for the other kinds."""
+        """Code -> cost; each argument is named after a kind, and has its costs on every stage; other kinds cost 0."""
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
 
@@ -79,7 +79,7 @@ class Codes(NamedTuple):
         return tuple(links)
 
     def is_weight_gradient(self, code: int) -> bool:
-        """Whether the operation is a weight gradient, which nobody waits for."""
+        """Whether the operation is a weight gradient, for which no other operation waits."""
         return self.w <= code < self.r or self.ew <= code < self.s or code >= self.t
 
     def microbatches(self, order: Order) -> Iterator[tuple[int, int]]:

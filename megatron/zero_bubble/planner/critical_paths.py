@@ -39,9 +39,9 @@ class OrderGraph:
         self.dropped: set[int] = set()
         """The numbers of the F that drop their activations."""
         self.needs: list[list[tuple[int, float]]] = [[] for _ in self.duration]
-        """Operation -> (operation whose result it needs, latency of the result), for other ranks or other stages."""
+        """Operation -> (operation whose result it needs, latency of the result), for the dependencies in `links`."""
         self.users: list[list[tuple[int, float]]] = [[] for _ in self.duration]
-        """Operation -> (operation that needs its result, latency of the result), for other ranks or other stages."""
+        """Operation -> (operation that needs its result, latency of the result), for the dependencies in `links`."""
         for source, target, latency in problem.links:
             for k in range(m):
                 self.needs[target * m + k].append((source * m + k, latency))
@@ -55,7 +55,7 @@ class OrderGraph:
         self.final = [0.0] * len(orders)
         """Rank -> minus the start of its span; the end of its last operation plus this value is its span."""
         self.cost = self.tie = 0.0
-        """Time by which the orders are judged, and the time that decides between equal orders."""
+        """`cost` is the time by which the orders are judged; `tie` is the time that decides between equal orders."""
 
     def _numbers(self, order: Order) -> list[int]:
         codes = self.codes
@@ -196,7 +196,7 @@ class OrderGraph:
         The estimate uses the start times, and the critical paths after operations, of the current orders.
 
         Args:
-            rank: whose order changes.
+            rank: the rank whose order changes.
             low: position of the first operation of `part`.
             part: operations of the rank in their new order.
         """
@@ -221,7 +221,7 @@ class OrderGraph:
 
 
 def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | None:
-    """The cost of complete orders as they are; None if they exceed a memory limit or deadlock."""
+    """Compute the cost of complete orders, which stay as they are; None if they exceed a memory limit or deadlock."""
     for order, limit in zip(orders, problem.limits, strict=True):
         if max(accumulate(problem.allocation[code] for code in order)) > limit * (1 + 1e-9):
             return None

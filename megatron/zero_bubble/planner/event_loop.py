@@ -57,19 +57,19 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> total time of its operations, with an R for each microbatch that it has dropped so far."""
+        """Rank -> total time of its operations, with an R for each microbatch whose activations are dropped so far."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
         """Rank -> its memory limit, less the memory of one softmax on its vocabulary shard."""
         self.epsilon = 1e-9 * max(problem.duration)
         self.target = 0.0
-        """The largest over all ranks of the span that the rank has if it never idles again."""
+        """The longest span of a rank, under the assumption that no rank idles again."""
         self.arrivals: list[list[float]] = [[] for _ in range(codes.end)]
         """Code -> arrival times of its inputs, for the microbatches whose arrival is known."""
         self.arrivals[codes.f] = [0.0] * self.num_microbatches
         self.done = [0] * codes.end
-        """Code -> number of microbatches that have started it; an F counts as F, whether it drops or keeps."""
+        """Code -> number of started operations; an F that drops activations has the code of the F that keeps them."""
         self.dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
         """Stage -> the microbatches whose activations have been dropped."""
         self.weights: list[deque[int]] = [deque() for _ in range(ranks)]
@@ -169,14 +169,14 @@ class EventLoop(ABC):
             self._due[rank] += 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
-        """Tell the users of the next result of `code` that it is ready at the time `end`."""
+        """Tell the operations that need the next result of `code` that the result is ready at the time `end`."""
         microbatch = self.done[code]
         self.done[code] += 1
         for user, latency in self.users[code]:
             self.arrive(user, microbatch, end + latency, rank, events)
 
     def remove_weight(self, code: int, rank: int) -> None:
-        """Remove a weight gradient that has run from the ready weight gradients."""
+        """Remove a weight gradient from the ready weight gradients, because it runs."""
         weights = self.weights[rank]
         if weights and weights[0] == code:
             weights.popleft()
@@ -219,9 +219,9 @@ class EventLoop(ABC):
         return restored < len(dropped) and dropped[restored] == self.done[self.codes.b + stage]
 
     def as_it_fits(self, rank: int, code: int) -> int:
-        """Choose between the F `code` and the F that drops its activations; -1 if neither fits in memory now.
+        """Choose between the F `code`, which keeps activations, and the F that drops them; -1 if neither fits now.
 
-        Memory for the largest R is reserved: once every W has run, the next R fits.
+        Memory for the largest R is reserved, so that the next R fits once every W has run.
         """
         memory, limit, keep = self.memory[rank], self.limits[rank], self.allocation[code]
         if not self.recomputes:
@@ -268,7 +268,7 @@ class EventLoop(ABC):
         return max(now, arrivals[count]) if count < len(arrivals) else inf
 
     def span_so_far(self, rank: int, now: float) -> float:
-        """The span of `rank` if it never idles again from `now` on."""
+        """The span of `rank` if the rank never idles after the time `now`."""
         if not self.has_started[rank]:
             return self.work[rank]
         return now - self.span_start[rank] + self.work[rank] - self.worked[rank]

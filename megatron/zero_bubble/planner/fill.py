@@ -14,9 +14,9 @@ from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 class InOrder(EventLoop):
     """A policy that runs F and B in a given order, and inserts W and R.
 
-    W runs in gaps that are long enough, when memory is full, after the last B, and in shorter gaps as `rule` says. If
-    the next F does not fit in memory and no W is ready, the next B of the order runs before that F. R runs right before
-    its B, or in a gap before the F that precedes its B.
+    W runs in long enough gaps, when memory is full, and after the last B; `rule` decides about shorter gaps. If the
+    next F does not fit in memory and no W is ready, the next B of the order runs before that F. R runs right before its
+    B, or in a gap before the F that precedes its B.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class InOrder(EventLoop):
         return -1, ready
 
     def will_keep(self, rank: int, code: int) -> bool:
-        """Whether the F `code` keeps its activations if they fit; an F whose B follows at once always does."""
+        """Whether the F `code` keeps its activations if they fit; an F whose B follows at once always keeps them."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True

@@ -1,4 +1,4 @@
-"""Fits a plan without recomputation into less memory: it drops activations and inserts an R right before their B."""
+"""Fits a plan without recomputation into less memory: drops activations and inserts an R right before their B."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     frees the most memory, summed over all operations that exceed the limit.
 
     Args:
-        problem: with the limits to keep.
-        plan: without R.
+        problem: the problem, with the memory limits to keep.
+        plan: a plan without R.
 
     Returns:
         The orders; None if a rank exceeds its limit with every possible R.
@@ -73,7 +73,7 @@ def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
 
 
 def _possible_drops(graph: OrderGraph, rank: int) -> Iterator[_Drop]:
-    """Yield all activations whose dropping frees memory, that is, whose B does not follow F at once."""
+    """Yield all activations that free memory when they are dropped, because their B does not follow their F at once."""
     problem, lane = graph.problem, graph.lanes[rank]
     m, size = problem.num_microbatches, problem.num_stages
     for position, op in enumerate(lane):

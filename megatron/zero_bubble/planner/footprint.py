@@ -43,7 +43,7 @@ def peak_of_one_microbatch(footprints: Sequence[Footprint], *, recomputes: bool)
     """The peak memory of one microbatch alone on a rank.
 
     Args:
-        footprints: of the stages of the rank, in model order.
+        footprints: footprints of the stages of the rank, in model order.
         recomputes: whether the microbatch has an R on every stage of the rank but the last.
     """
     if not recomputes:

@@ -42,11 +42,11 @@ def request_for(
     """Make a request for a schedule by its name.
 
     Args:
-        name: of the schedule, one of `names()`.
+        name: name of the schedule, one of `names()`.
         num_ranks: pipeline ranks.
         num_microbatches: microbatches of an iteration.
-        num_chunks: model chunks a rank; by default the number of the schedule.
-        placement_kind: placement of the schedule `auto`; by default linear for one chunk a rank, else interleaved.
+        num_chunks: model chunks a rank; by default the schedule's own number of chunks.
+        placement_kind: kind of placement, for `auto` only; by default linear for one chunk a rank, else interleaved.
         recompute: which microbatches have an R.
         options: other fields of `PlanRequest`, such as `costs`.
 
@@ -79,7 +79,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
     that fits is taken. All schedules with groups together take as much effort as the schedule without groups.
 
     Args:
-        request: with one placement and one value of `recomputes`.
+        request: a request with one placement and one value of `recomputes`.
 
     Returns:
         The schedule, whose operations are computations and copies only.
@@ -193,7 +193,7 @@ def _in_one_group(request: PlanRequest) -> Schedule:
 
 
 def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
-    """Raise `Infeasible` for a schedule that exceeds a memory limit, because its generator ignores limits."""
+    """Raise `Infeasible` if a schedule exceeds a memory limit: some generators ignore limits."""
     peaks = peak_memory(schedule, costs)
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
         if peak > limit * (1 + 1e-9):

@@ -15,7 +15,7 @@ from megatron.zero_bubble.planner.rules import GapRule
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
-    """Divide microbatches into as many groups of at least `size` as possible; return the sizes, which are even."""
+    """Divide microbatches evenly into as many groups of at least `size` as possible; return the sizes."""
     count = max(1, num_microbatches // size)
     return tuple(num_microbatches // count + (number < num_microbatches % count) for number in range(count))
 
@@ -32,12 +32,12 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
     """Orders of 1F1B with groups: every rank runs a warmup of F, then F and B in turn, then a cooldown of B.
 
     The warmup of the last rank ends before the first F of its last chunk. The warmup of each other rank has `slope` F
-    more than the warmup of the next rank, as far as memory allows.
+    more than the warmup of the next rank, or fewer if memory is short.
 
     Args:
-        problem: whose ranks are ordered.
+        problem: the problem whose ranks get orders.
         groups: sizes of the groups of microbatches.
-        slope: difference between the warmups of two ranks, in F; 2 in Megatron's interleaved schedule.
+        slope: difference between the warmups of successive ranks, in F; 2 in Megatron's interleaved schedule.
 
     Returns:
         Rank -> its F and B in order.
@@ -70,7 +70,7 @@ class InGroups(EventLoop):
     """A policy without recomputation that prefers B to F, and runs W in gaps.
 
     Args:
-        problem: without recomputation.
+        problem: a problem without recomputation.
         groups: sizes of the groups in which microbatches pass through the chunks; every rank runs F in this order.
         weight_rule: whether W fills a gap that is shorter than W.
         forward_rule: whether F fills a gap that is shorter than F.
@@ -119,7 +119,7 @@ class InGroups(EventLoop):
         return -1, ready
 
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
-        """The B to run next, and the arrival time of its gradient; among B that are ready, the first in the order."""
+        """The ready B that is first in the order, -1 if no B is ready, and the earliest arrival of a gradient."""
         backwards = self.backwards[rank]
         ready, soonest = [], inf
         for stage in self.problem.stages_of[rank]:
@@ -134,8 +134,8 @@ class InGroups(EventLoop):
     def has_room(self, rank: int, f: int) -> bool:
         """Whether the F `f` fits in memory beside the remaining F of the oldest unfinished microbatch.
 
-        The oldest unfinished microbatch is the first one that has not passed through all chunks of the rank. Memory for
-        the remaining F of the oldest unfinished microbatch is reserved, because later microbatches could take it, while
+        The oldest unfinished microbatch is the first that has not passed through all chunks of the rank. Memory for the
+        remaining F of the oldest unfinished microbatch is reserved, because later microbatches could take it, while
         earlier microbatches only release memory.
         """
         if self.memory[rank] + self.allocation[f] > self.limits[rank]:

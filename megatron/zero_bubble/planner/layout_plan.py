@@ -58,8 +58,8 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
     """Plan the schedule of one layout of a model.
 
     Args:
-        request: with the costs of the units of a model.
-        layout: for which the request is planned.
+        request: a request with the costs of the units of a model.
+        layout: the layout to plan.
 
     Returns:
         The plan, with the simulated schedule.
@@ -89,7 +89,7 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def with_slowdown(plan: Plan) -> Plan:
-    """The plan with the slowdown for durations that vary as the measured durations of the model's units do."""
+    """The plan with its slowdown, for durations that vary like the measured durations of the model's units."""
     return replace(plan, slowdown=slowdown(plan.timeline, plan.request.spread, plan.request.time_between))
 
 
@@ -104,7 +104,7 @@ def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
 
 
 def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | None) -> tuple[float, ...] | None:
-    """The memory limits of activations: for every rank the smaller of the request's limit and of capacity less states.
+    """The memory limits of activations: for every rank the smaller of the request's limit and capacity minus states.
 
     Raises:
         Infeasible: the states of a rank need the whole capacity.

@@ -1,4 +1,4 @@
-"""Searches the best layout of a model: placement, chunks, partition, recomputation and vocabulary."""
+"""Searches for the best layout of a model: placement, chunks, partition, recomputation and vocabulary."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 WITHOUT_GAIN = 3
 """The search stops trying recomputation after this many placements in a row that recomputation does not make faster."""
 GAIN = 1.003
-"""A layout is planned with more effort if its lower bound allows a plan faster than the best one by this factor."""
+"""A layout is planned with more effort if its lower bound allows a plan faster than the best plan by this factor."""
 COMPARED = 1.5
 """Plans that take at most this factor times the shortest time are compared by their expected times."""
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if unlimited memory makes a plan faster by this factor, or if no plan fits."""
 EFFORT_FOR_LATENCY = 10_000
-"""Effort of first plans where collectives of vocabulary shards take longer than messages, in small problems: without
-effort, such a plan can be 20% slower than with this effort."""
+"""Effort of first plans in small problems with collectives slower than messages: less effort can cost 20% of time."""
 PROMISING_PARTITION = 1.02
-"""After a move of a layer, the partition is planned if its estimated time has grown by at most this factor."""
+"""A partition with one layer moved is planned if the move has raised its estimated time by at most this factor."""
 
 
 def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]:
@@ -51,16 +50,15 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 
     Args:
         num_ranks: pipeline ranks.
-        num_layers: layers of the model; more than four chunks a rank are tried if each stage can get a layer.
+        num_layers: layers of the model; more than 4 chunks a rank need a layer for each stage but the first and last.
     """
-    # The stages of the embedding and of the output need no layer.
     more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
     interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
     return (Placement("linear", num_ranks), Placement("v", num_ranks, 2), *interleaved)
 
 
 def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
-    """Search the layout of a model, and plan its schedule.
+    """Search for the best layout of a model, and plan its schedule.
 
     The search has three phases. First, combinations of placement, recomputation and vocabulary are planned with little
     effort, in the order of their lower bounds, until no bound is below the time of the best plan. More than four chunks
@@ -69,15 +67,15 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     than the round before.
 
     Args:
-        request: with the costs of a model's units. The search keeps its usual layout unless another layout is faster by
-            the factor `SIMPLER`, also than with megatron-core's own schedule.
+        request: a request with the costs of a model's units. The usual layout stays unless another layout is faster by
+            the factor `SIMPLER` than both the planned schedule and megatron-core's own schedule of the usual layout.
         report: called with one line of progress before every plan.
 
     Returns:
         The plan of the chosen layout, with the best plans of the other combinations.
 
     Raises:
-        Infeasible: no layout fits in memory. The error has the smallest limit over all layouts.
+        Infeasible: no layout fits in memory. The error has the smallest limit in which a layout fits.
         ScheduleError: there are fewer layers than stages, or no schedule exists for another reason.
     """
     extent = extent_of(request)
@@ -104,7 +102,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
 
 
 def _megatrons_time(request: PlanRequest) -> float:
-    """Time of megatron-core's own schedule for the usual layout; infinity if there is none that fits."""
+    """Time of megatron-core's own schedule for the usual layout; infinity if no such schedule exists and fits."""
     try:
         return inf if request.usual is None else as_megatron_runs(request, request.usual).time
     except ScheduleError:
@@ -129,10 +127,9 @@ class _Search:
         return min((plan.time for plan in self.plans.values()), default=inf)
 
     def best(self, count: int, factor: float) -> list[Plan]:
-        """The best plans, at most `count`, of different placements or vocabulary, up to `factor` times the best time.
+        """At most `count` best plans that differ in placement or vocabulary, up to `factor` times the shortest time.
 
-        In small problems plans with different recomputation count as different, too. The usual layout is left out,
-        because `improve_usual` plans it.
+        In small problems plans may also differ in recomputation only. The usual layout is left to `improve_usual`.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -145,7 +142,7 @@ class _Search:
         return list(best.values())[:count]
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
-        """Plan the layout unless it was planned with this effort; return its best plan, None if it has no plan."""
+        """Plan the layout unless it was planned with this effort or more; return its best plan, None without a plan."""
         if self._efforts.get(layout, -1) < effort:
             self._report(f"{len(self._efforts)} layouts planned, the best takes {self.best_time:.6g}")
             self._efforts[layout] = effort
@@ -167,13 +164,13 @@ class _Search:
         return plan.time < known.time
 
     def try_first(self, layout: Layout) -> Plan | None:
-        """Plan the layout with as little effort as possible; return its best plan, None if it has no plan."""
+        """Plan the layout with little effort; return its best plan, None if the layout has no plan."""
         model = self.request.model
         has_latency = layout.vocabulary_parallel and model.latency_collective > model.time_comm
         return self.try_plan(layout, EFFORT_FOR_LATENCY if has_latency and self._extent.is_small else 0)
 
     def plan_combinations(self) -> None:
-        """Plan combinations with little effort, in the order of their bounds, while a bound is below the best plan."""
+        """Plan combinations with little effort, in the order of their bounds, while a bound is below the best time."""
         request = self.request
         vocabularies = (False, True) if request.vocabulary_parallel is None else (request.vocabulary_parallel,)
         first, *further = request.recomputes
@@ -224,7 +221,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Time of the best of `layouts` with unlimited memory; infinity if that gains less than `WORTH_RECOMPUTING`."""
+        """Time of the best of `layouts` with unlimited memory; infinity if the gain is below `WORTH_RECOMPUTING`."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)

@@ -1,10 +1,10 @@
 """Improves complete orders, for any placement, by moving one operation at a time: a tabu search with restarts.
 
-A plan gets shorter only if its critical path gets shorter. For that, an operation of a stretch of the critical path on
-one rank has to move before the first or after the last operation of the stretch (Balas and Vazacopoulos 1998,
-Management Science 44). The search makes the move with the lowest estimated cost, even if the plan gets longer, and
-keeps the best plan. If moves no longer help, the search restarts from the best plan with a few random moves (iterated
-local search).
+A plan gets shorter only if its critical path gets shorter. To shorten the critical path, an operation of a stretch of
+the path on one rank has to move before the first or after the last operation of the stretch (Balas and Vazacopoulos
+1998, Management Science 44). The search makes the move with the lowest estimated cost, even if the plan gets longer,
+and keeps the best plan. If moves no longer help, the search restarts from the best plan with a few random moves
+(iterated local search).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def improve(
     """Improve a plan by moving operations.
 
     Args:
-        problem: that the plan solves.
-        plan: to start from.
-        budget: operations to plan.
+        problem: the problem that the plan solves.
+        plan: the plan to start from.
+        budget: number of operations to plan.
         keeps_forwards: whether every rank keeps the order of its forwards.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Megatron's split of a model: its time and its memory under megatron-core's own schedule."""
+"""Megatron's split of a model into stages: its time and its memory under megatron-core's own schedule."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
     """The plans of the usual layout: with the schedule of the request, and with megatron-core's own schedule.
 
     Args:
-        request: with a usual layout.
-        chosen: the result of `search_layouts` for the request, from which a plan of the usual layout is taken.
+        request: a request with a usual layout.
+        chosen: the result of `search_layouts` for the request; its plan of the usual layout is taken if it has one.
 
     Returns:
         The plans that exist and fit in memory, at most two.
@@ -59,7 +59,7 @@ def in_megatrons_order(request: PlanRequest) -> PlanRequest | None:
     """The request for megatron-core's own schedule in the same layout, or None if megatron-core has none.
 
     Args:
-        request: with one placement and one value of `recomputes`.
+        request: a request with one placement and one value of `recomputes`.
     """
     name = _NAMES.get(request.placement.kind)
     if name is None or request.vocabulary_parallel or request.pairs:
@@ -101,20 +101,20 @@ def _own(request: PlanRequest, layout: Layout) -> Plan:
 def capacity_of_multiple(
     request: PlanRequest, layout: Layout, multiple: float, *, is_interleaved: bool = False
 ) -> float:
-    """The capacity of a rank that a multiple of 1F1B's activation memory means.
+    """The memory capacity of a rank, from a multiple of 1F1B's activation memory.
 
     The capacity is the memory of states plus `multiple` times the peak memory of activations, on the fullest rank of
     Megatron's split.
 
     Args:
-        request: with the costs of the model's units.
-        layout: of Megatron's split.
-        multiple: of the peak memory of activations.
+        request: a request with the costs of the model's units.
+        layout: the layout of Megatron's split.
+        multiple: factor of the peak memory of activations.
         is_interleaved: whether the multiple refers to interleaved 1F1B if the layout has several chunks a rank, and
             not to 1F1B with the same layers on every rank.
 
     Returns:
-        Memory, in the unit of the costs.
+        The memory capacity, in the unit of the costs.
     """
     request = replace(request.within(None), capacity=None, usual_capacity=None)
     placement = layout.placement

@@ -21,7 +21,7 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 class MemoryLimit:
     """A limit on the memory of a rank: its activations in flight, and the temporary memory of one operation.
 
-    At most one of `multiple` and `num_bytes` is given. If neither is given, the limit is the free memory of the device.
+    At most one of `multiple` and `num_bytes` is given. Without either, the limit is the free memory of the device.
     """
 
     multiple: float | None = None
@@ -74,8 +74,8 @@ class MemoryLimit:
         """The limit in bytes, for measured costs.
 
         Args:
-            placement: of the stages on the ranks.
-            costs: of the stages, with memory in bytes.
+            placement: placement of the stages on the ranks.
+            costs: costs of the stages, with memory in bytes.
             num_microbatches: microbatches of an iteration.
             free_bytes: free memory for activations on the fullest device; used for `auto` only.
             inside: rank -> largest temporary memory of an operation; zeros by default.

@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
 WORTHWHILE = 0.005
-"""Least fraction of the time that another order than the order of the data has to save."""
+"""Smallest fraction of the time that an order has to save to replace the order of the data."""
 _Places = tuple[int, ...]
 """Place in the schedule -> number of the microbatch in the data."""
 
@@ -58,18 +58,18 @@ def order_microbatches(
     interlocks: bool = False,
     overlap_communication: bool = True,
 ) -> MicrobatchOrder:
-    """Search the order of the microbatches of a step in which a schedule takes the least time.
+    """Search for the order of the microbatches of a step in which a schedule takes the least time.
 
     The search first tries orders by size: rising, falling, and with the largest microbatches in the middle or at the
     ends. The search then tries random changes of the best order. Equal arguments give equal results.
 
     Args:
-        schedule: lowered or not; without post-validation.
-        costs: of the stages, for each microbatch in the order of the data.
+        schedule: a schedule without post-validation, lowered or not.
+        costs: costs of the stages, for each microbatch in the order of the data.
         limits: memory limit of every rank; None for no limit. Without limits the chosen order may need more memory than
             the order of the data.
         inside: temporary memory of an operation, for each microbatch and stage; zero by default.
-        names: of the microbatches, for the error message; by default their numbers.
+        names: names of the microbatches, for the error message; by default their numbers.
         num_tried: number of orders that are simulated.
         interlocks: whether iterations interlock, so that an order is judged by the longest span of a rank, and not by
             the makespan.
@@ -107,7 +107,7 @@ def like_order(places: Sequence[int], before: Sequence[Any], sizes: Sequence[Any
     Args:
         places: order of the earlier step.
         before: sizes of the microbatches of the earlier step, in the order of the data.
-        sizes: sizes of the microbatches of the step, as many, in the order of the data.
+        sizes: sizes of the same number of microbatches of the new step, in the order of the data.
     """
     rising, rising_before = (sorted(range(len(each)), key=each.__getitem__) for each in (sizes, before))
     return tuple(rising[rising_before.index(number)] for number in places)

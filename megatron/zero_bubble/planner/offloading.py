@@ -1,4 +1,4 @@
-"""Inserts copies of activations to the host and back into a schedule, so that it keeps a memory limit."""
+"""Inserts copies of activations to the host and back into a schedule, so that every rank keeps its memory limit."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _STEP = 2**0.5
-"""Factor between successive larger memory limits, under which schedules are planned before they get copies."""
+"""Factor between successive memory limits above the given limit, under which schedules are planned without copies."""
 _MOST_LIMITS = 5
 """Number of larger memory limits that are tried at most."""
 _ROUNDS = 2
-"""Number of times that copies are placed in a schedule, each time with the times of the previous simulation."""
+"""Number of times that the copies of a schedule are placed, each time with the times of the previous simulation."""
 _NEAR = 1.05
 """Copies of a schedule are placed a second time if its time is at most this factor times the shortest time."""
 
 _LEAST_RULES = 3
-"""Number of rules that are tried for a schedule of any size."""
+"""Smallest number of copy rules that are tried, for a schedule of any size."""
 _WEIGHT = 4
 """Number of operations that can be simulated in the time in which one operation is planned."""
 
@@ -44,7 +44,7 @@ class CopyRule(NamedTuple):
     lead: float
     """Time before the backward at which the copy back to the device is queued."""
     patience: float
-    """Longest queue of the link in which a copy to the host is queued right after F."""
+    """Longest queue of the host link at which a copy to the host is still queued right after F."""
     weights_first: bool = False
     """Whether a rank runs a W earlier to release memory before it waits for a copy."""
 
@@ -55,15 +55,15 @@ RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2
 def offloaded(
     plans: Callable[[Limits], Iterator[Schedule]], problem: Problem, shortest: float = inf
 ) -> Schedule | None:
-    """Search a schedule that copies activations to the host and keeps the memory limits of a problem.
+    """Search for a schedule that copies activations to the host and keeps the memory limits of a problem.
 
-    Schedules without copies are planned under larger limits; then copies bring each of them below the limits of the
-    problem. A larger limit leads to more copies, but to less idle time and less recomputation. The simulated time
-    decides.
+    Schedules without copies are planned under larger limits; copies then bring each schedule below the limits of the
+    problem. A larger limit leads to more copies, but to less idle time and less recomputation. The schedule with the
+    shortest simulated time is taken.
 
     Args:
-        plans: plans schedules without copies under the given limits.
-        problem: with the limits to keep.
+        plans: function that plans schedules without copies under given memory limits.
+        problem: the problem, with the memory limits to keep.
         shortest: time of the best schedule without copies.
 
     Returns:
@@ -91,7 +91,7 @@ def offloaded(
 
 
 def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
-    """Yield the schedule with copies by each rule, as many as the budget allows, and its expected time.
+    """Yield the schedule with copies by each rule, for as many rules as the budget allows, and its expected time.
 
     The slowdown by varying durations is computed for the schedule without copies. A candidate much slower than
     `shortest` is not improved by a second placement of copies.
@@ -126,7 +126,7 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
 
     Args:
         timed: a simulation of the schedule, whose times place the copies. Copies in the schedule are removed first.
-        problem: with the limits and the costs.
+        problem: the problem, with the memory limits and the costs.
         rule: when copies are queued.
 
     Returns:
@@ -268,7 +268,7 @@ class _RankCopies:
         self._due.append((max(at + 1, bisect_right(self._starts, start) - 1), key))
 
     def _bring_back(self, at: int) -> bool:
-        """Queue the copies back that are due before position `at`; return False if a copy needed there does not fit."""
+        """Queue the copies back that are due by position `at`; return False if a copy needed there does not fit."""
         due = sorted((self._backward[key], key) for k, key in self._due if k <= at) if self._due else []
         for backward, key in due:
             size = self._size[key[1]]

@@ -25,14 +25,14 @@ from megatron.zero_bubble.schedule.timeline import Timeline
 TIME_LIMIT = 20.0
 """Seconds after which the solver stops."""
 RESOLUTION = 10_000
-"""Time steps of the longest operation; the solver uses whole numbers."""
+"""Number of time steps in the longest operation; the solver calculates with whole numbers."""
 TOLERANCE = 5e-4
-"""Largest relative distance from the lower bound of an optimal schedule, because times are rounded to whole steps."""
+"""Relative distance from the lower bound within which a schedule counts as optimal, because times are rounded."""
 LONGEST = 2**40
 """Largest sum of the time steps of all operations; the solver's integers end at 2**63."""
 MAX_OPERATIONS = 1_000
-"""Most F, B and W of all stages. In larger instances the solver does not even find the schedule that it gets as a
-hint."""
+"""Largest number of F, B and W of all stages. In larger instances the solver does not even find the schedule that it
+gets as a hint."""
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 _Key = tuple[OpKind, int, int]
 """(kind, stage, microbatch)."""
@@ -58,8 +58,8 @@ def optimal(request: PlanRequest) -> Schedule:
     """Make the schedule `optimal`, by default within the memory of 2p microbatches.
 
     The constraint program has no R. With recomputation the result is the better of two schedules: the schedule `auto`,
-    and the solver's schedule in which no activation is recomputed. Under full recomputation the solver plans a B that
-    recomputes, which then gets a separate R.
+    and a schedule of the solver, in which all activations are kept. Under full recomputation the solver instead plans
+    with a B that recomputes, and R is separated from B afterwards.
 
     Raises:
         Infeasible: no schedule fits in the memory limit.
@@ -84,7 +84,7 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
     """Solve an instance with one chunk a rank.
 
     Args:
-        request: checked, without recomputation.
+        request: a checked request without recomputation.
         time_limit: seconds that the solver may take.
 
     Returns:
@@ -159,7 +159,7 @@ class _Program:
         """Run the solver.
 
         Args:
-            time_limit: seconds.
+            time_limit: seconds that the solver may take.
             bound: a known lower bound on the span, in the unit of the costs.
 
         Returns:

@@ -26,7 +26,7 @@ class PairPolicy:
     """The parameters of a policy that runs a pair whenever a forward and a backward are ready."""
 
     caps: tuple[int, ...]
-    """Rank -> most microbatches in flight, summed over its chunks, with which the rank runs an F alone."""
+    """Rank -> number of microbatches in flight, summed over its chunks, from which on the rank runs no F alone."""
     patience: float = 1.0
     """Longest wait of a ready forward or backward for its partner, as a multiple of the time of a backward."""
     weights: GapRule = GapRule.BALANCED
@@ -36,15 +36,15 @@ class PairPolicy:
 
 
 FEW = 4
-"""Number of policies that are tried for a problem of any size."""
+"""Smallest number of policies that are tried, for a problem of any size."""
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
     """The fastest of a plan without pairs, plans with pairs, and the named schedules with pairs that fit in memory.
 
     Args:
-        name: of the result.
-        problem: with costs of the exchanges between experts.
+        name: name of the returned schedule.
+        problem: a problem whose costs include the exchanges of tokens between experts.
         apart: the plan without pairs, within the limits of the problem.
     """
     number = max(FEW, problem.budget // problem.num_ops)
@@ -60,7 +60,7 @@ def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
 
 
 def _policies(problem: Problem) -> Iterator[PairPolicy]:
-    """Yield the policies to try, the most promising first; they differ in the number of forwards of the warmup."""
+    """Yield the policies to try, the most promising first: combinations of values of the fields of `PairPolicy`."""
     p, v = problem.num_ranks, problem.placement.num_chunks
     before = p * (v - 1) if problem.placement.kind == "interleaved" else 0
     unlimited = (problem.num_microbatches * v,) * p
@@ -101,7 +101,7 @@ def _computations(schedule: Schedule) -> Computations:
 
 
 def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
-    """Join neighbouring forwards and backwards of an order to pairs, if the operation of kind `first` comes first."""
+    """Join neighbouring forwards and backwards of an order in pairs, if the operation of kind `first` comes first."""
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]
@@ -118,7 +118,7 @@ def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
 
 
 def _named(problem: Problem) -> Iterator[Schedule]:
-    """Yield the published schedule with pairs of the placement, if there is one."""
+    """Yield the published schedule with pairs for the placement, if such a schedule exists."""
     p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
     try:
         if placement.kind == "v" and placement.num_chunks == 2:
@@ -181,10 +181,10 @@ class _PairedRanks(EventLoop):
         return -1, ready if ready > now else inf
 
     def _first(self, stages: tuple[int, ...], now: float, first: int) -> tuple[int, float]:
-        """The code of the operation of a kind that can start first, and its earliest start; (-1, inf) if none is known.
+        """The code of the first operation of a kind to start, and its earliest start; (-1, inf) if no start is known.
 
         Args:
-            stages: of the rank, in the order in which operations with the same earliest start are preferred.
+            stages: stages of the rank; of operations with the same earliest start, the first stage is preferred.
             now: current time.
             first: first code of the kind.
         """

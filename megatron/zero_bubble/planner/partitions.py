@@ -1,4 +1,4 @@
-"""Searches partitions: how many layers each stage gets, so that the busiest rank ends early."""
+"""Searches for partitions, that is, numbers of layers of the stages, in which the busiest rank ends early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Balance:
 
     Args:
         model: costs of the units of the model.
-        placement: of the stages on the ranks.
+        placement: placement of the stages on the ranks.
         num_microbatches: microbatches of an iteration.
         recompute: which microbatches have an R.
         room: memory of a rank for its states and activations, in the unit of the costs.
@@ -60,7 +60,7 @@ class Balance:
 
     @property
     def least_layers(self) -> Partition:
-        """Stage -> least number of layers: the stages of the embedding and of the output may have no layer."""
+        """Stage -> least number of layers: a stage with a whole embedding or output layer may have no other layer."""
         last = self.placement.num_stages - 1
         return tuple(int(0 < stage < last or self.model.shard is not None) for stage in range(last + 1))
 
@@ -106,7 +106,7 @@ class Balance:
         return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory beyond the room of its states and one microbatch, which is recomputed if that is allowed."""
+        """Rank -> memory by which states and one microbatch, recomputed if that is allowed, exceed the room."""
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
         needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
@@ -152,7 +152,7 @@ def unevenness(partition: Partition) -> tuple[int, Partition]:
 
 
 def balanced_partition(balance: Balance) -> Partition | None:
-    """The best partition that moves of single layers reach from an even one; None if there are too few layers."""
+    """The best partition that moves of single layers reach from an even partition; None with too few layers."""
     num_layers, num_stages = len(balance.model.layers), balance.placement.num_stages
     least = balance.least_layers
     if sum(least) > num_layers:
@@ -185,8 +185,8 @@ def moves_from(
     """Yield the partitions in which one layer has moved from a stage of `givers` to another stage.
 
     Args:
-        balance: with the least number of layers of each stage.
-        partition: before the move.
+        balance: gives the least number of layers of each stage.
+        partition: the partition before the move.
         givers: stages that may give a layer.
         within_rank: whether layers move only between stages of one rank.
     """
@@ -207,7 +207,7 @@ def moved(partition: Partition, giver: int, taker: int) -> Partition:
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:
-    """Partitions after one move whose estimated time is at most `tolerance` times that of `partition`, best first."""
+    """Partitions with one layer moved, the best first, within `tolerance` times the estimated time of `partition`."""
     excess, time, _ = balance.order(partition)
     orders = {
         changed: balance.order(changed)

@@ -1,4 +1,4 @@
-"""Extends a schedule to more microbatches: it repeats a period of the steady state, so that planning stays fast."""
+"""Extends a schedule to more microbatches by repeating a period of its steady state, so that planning stays fast."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 LONG = 20_000
-"""Most F, B and W that are planned one by one; a longer schedule repeats the steady state of a shorter schedule."""
+"""Largest number of F, B and W that are planned one by one; a longer schedule repeats part of a shorter schedule."""
 WARMUPS = (4, 6, 10)
-"""Microbatches of the shorter schedule, divided by the number of ranks. Already with four microbatches a rank, most
-ranks reach the steady state long before their last microbatch."""
+"""Numbers of microbatches of the shorter schedules to try, divided by the number of ranks. Already with four
+microbatches a rank, most ranks reach the steady state long before their last microbatch."""
 MOST_DISPLACED = 0.1
 """Largest fraction of displaced operations (see `_Period.displaced`) of a period that may be repeated."""
 NUM_CUTS = 16
@@ -37,7 +37,7 @@ def is_long(placement: Placement, num_microbatches: int) -> bool:
 
 
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
-    """Yield numbers of microbatches for shorter schedules: smaller by a multiple of the number of ranks."""
+    """Yield numbers of microbatches for shorter schedules, each smaller by a multiple of the number of ranks."""
     if not is_long(placement, num_microbatches):
         return
     p = placement.num_ranks
@@ -62,11 +62,11 @@ def extended(
     period with the least time for a microbatch is taken.
 
     Args:
-        schedule: to extend.
+        schedule: the schedule to extend.
         num_microbatches: microbatches of the result.
-        costs: of the stages.
+        costs: costs of the stages.
         limits: memory limit of each rank; by default the peak memory of the schedule.
-        overlap_communication: as in `simulate`.
+        overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
         The extended schedule; None if every period exceeds the limits, or takes more time for a microbatch than the
@@ -183,8 +183,8 @@ class _Rank:
     def part(self, time: float, length: int) -> _Part | None:
         """Cut a period that starts at `time`; return None if fewer than `length` microbatches of a kind follow.
 
-        A period may have fewer R than F, because not every microbatch has an R. All R of a period belong to as many
-        successive microbatches as the period has.
+        A period may have fewer R than F, because not every microbatch has an R. All R of a period belong to a
+        range of successive microbatches as long as the period.
         """
         start = end = bisect_left(self.starts, time)
         size, next_microbatch = 0, {}

@@ -48,7 +48,7 @@ def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
     that B adds when F or R starts.
 
     Args:
-        problem: of a linear or an interleaved placement.
+        problem: a problem with a linear or an interleaved placement.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, if a plan with such
             groups fits; None to plan the sizes of the groups.
 
@@ -163,10 +163,10 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
 
 
 def _slopes(problem: Problem) -> tuple[float, ...]:
-    """The slopes of the warmup to try, the most promising first: numbers of F more than on the next rank.
+    """The slopes to try, the most promising first: numbers of F by which a rank's warmup exceeds the next rank's.
 
-    Megatron's slope is 2: with F = B, a rank then has no idle time before its first B. Another slope removes the idle
-    time before the first B with the costs and messages of the problem, and another one fills the memory of rank 0.
+    Megatron's slope is 2: with F = B, a rank then has no idle time before its first B. A second slope removes the
+    idle time before the first B for the costs and messages of the problem. A third slope fills the memory of rank 0.
     """
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])

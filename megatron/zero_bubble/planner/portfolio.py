@@ -42,7 +42,7 @@ IMPROVING = 0.5
 
 
 def budget_of(problem: Problem) -> int:
-    """The operations to plan in all candidates: enough for `LEAST_CANDIDATES`, less for long or quick problems."""
+    """Operations to plan in all candidates together: enough for `LEAST_CANDIDATES`, less for long or quick problems."""
     if problem.is_long:
         return max(problem.budget // 2, LEAST_CANDIDATES * problem.num_ops // 4)
     return max(problem.budget, (LEAST_CANDIDATES if problem.budget > 0 else QUICK_CANDIDATES) * problem.num_ops)
@@ -87,13 +87,13 @@ class Portfolio:
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:NUM_PLANS]
 
     def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
-        """Improve the best plans in turn by local search, with equal parts of the budget, until one reaches the aim.
+        """Improve the best plans in turn by local search, with equal parts of the budget, until a plan reaches the aim.
 
         Plans of a long problem are not improved.
 
         Args:
-            problem: that the plans solve.
-            budget: operations to plan.
+            problem: the problem that the plans solve.
+            budget: number of operations to plan.
             keeps_forwards: whether every rank keeps the order of its forwards.
         """
         for number, plan in enumerate(list(self.plans)):
@@ -127,8 +127,8 @@ class Portfolio:
         Operations on shards delay the backwards, so that one more microbatch is in flight.
 
         Args:
-            problem: with vocabulary shards.
-            search: plans a problem without vocabulary shards.
+            problem: a problem with vocabulary shards.
+            search: function that plans a problem without vocabulary shards.
         """
         without_shards = replace(problem.without_shards(), budget=problem.budget // INSERTED)
         for limits in (without_shards.limits, problem.limits):
@@ -140,7 +140,7 @@ class Portfolio:
                     self.in_order(problem, orders_of_schedule(problem, inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Sequence[PlannedOrders]]) -> None:
-        """Offer plans of `search` without R in more memory, with activations dropped until the plans fit in memory."""
+        """Offer plans that `search` makes without R for more memory, after dropping activations until the plans fit."""
         for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -151,7 +151,7 @@ class Portfolio:
                         self.in_order(problem, orders)
 
     def drop_into_idle_time(self, problem: Problem) -> None:
-        """In the best plan, drop activations whose R fits in idle time, so that there is memory to keep others."""
+        """In the best plan, drop activations whose R fits in idle time, to free memory for other activations."""
         drops: frozenset[tuple[int, int]] = frozenset()
         while self.plans and not self.finished:
             before = self.cost
@@ -183,13 +183,13 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
     """Plan a problem by `best`; with `Recompute.PLANNED`, also choose which microbatches have an R.
 
     With `Recompute.PLANNED` there are three candidates: no R, an R for each microbatch, and an R for some microbatches.
-    The fastest candidate is taken, and among equally fast candidates the one with the fewest R. The candidate without R
+    The fastest candidate is taken, and with equal times the candidate with the fewest R. The candidate without R
     is taken at once if unlimited memory would not make it faster. With an effort of zero, the candidate with an R for
     each microbatch is left out.
 
     Args:
-        problem: to plan.
-        best: plans a problem in which the recomputation is given.
+        problem: the problem to plan.
+        best: function that plans a problem in which the recomputation is given.
 
     Raises:
         Infeasible: no schedule fits in the memory limits.
@@ -243,8 +243,8 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
     """Yield schedules with operations on vocabulary shards inserted.
 
-    For a long problem a schedule is left out if it exceeds the limits, or takes longer than `shortest`, already without
-    shards and with their time in W. Operations on shards would add waits and microbatches in flight to such a schedule.
+    A schedule of a long problem is left out if it exceeds the limits or takes longer than `shortest` before shards are
+    inserted, with their time in W. Inserting operations on shards only adds waits and microbatches in flight.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
@@ -253,7 +253,7 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
-    """The schedule with the shortest time by `judged`; among equal schedules the second time decides."""
+    """The schedule with the shortest time by `judged`, whose second time decides between equally fast schedules."""
     schedules = list(schedules)
     if len(schedules) == 1:
         return schedules[0]

@@ -18,14 +18,14 @@ from megatron.zero_bubble.schedule.timeline import Idle, Timeline
 
 @dataclass(frozen=True)
 class MegatronsTime:
-    """Time of a step under megatron-core's own schedule: on Megatron's split, predicted when the layout was chosen, or
-    in the layout of the run, measured.
+    """Time of a step under megatron-core's own schedule: predicted for Megatron's split when the layout was chosen, or
+    measured in the layout of the run.
 
     Attributes:
-        milliseconds: predicted time of the step.
+        milliseconds: predicted or measured time of the step.
         work: milliseconds of F, B and W of one microbatch on all ranks together, with the costs of the prediction.
-            Operations on vocabulary shards are left out, because that split has none, and they contain waits for
-            other ranks.
+            Operations on vocabulary shards are left out, because Megatron's split has no shards, and because such
+            operations contain waits for other ranks.
         is_same_layout: whether the time was measured in the layout of the run.
     """
 
@@ -34,7 +34,7 @@ class MegatronsTime:
     is_same_layout: bool = False
 
     def with_costs(self, costs: StageCosts) -> float:
-        """The predicted milliseconds, scaled by the work with new costs divided by `work`."""
+        """The time of the step for new costs: `milliseconds` times the work with the new costs, divided by `work`."""
         return self.milliseconds * work_of_stages(costs) / self.work
 
 
@@ -71,7 +71,7 @@ class Prediction:
     profile: Profile
     schedule: Schedule
     recompute: Recompute = Recompute.NONE
-    """Recomputation of the run, which the 1F1B of the comparison has too."""
+    """Recomputation of the run, and of the 1F1B with which the schedule is compared."""
     megatrons: MegatronsTime | None = None
     """Time under megatron-core's own schedule; None to predict it from the costs, for the same layout."""
     lengths: tuple[float, ...] = ()
@@ -100,10 +100,10 @@ class Prediction:
     def gain(self) -> Gain:
         """Predicted speedup over megatron-core's 1F1B.
 
-        If `megatrons` is given, the speedup is the ratio of the makespans. Otherwise 1F1B has the same work on every
-        rank, and the speedup is the ratio of the longest spans of a rank. Under full recomputation 1F1B recomputes
-        every microbatch in its backward; otherwise it keeps all activations. The time of vocabulary shards is part of
-        the backwards of 1F1B.
+        If `megatrons` is given, the speedup is the ratio of the makespans. Otherwise each rank has the same layers in
+        1F1B as in the schedule, and the speedup is the ratio of the longest spans of a rank. Under full recomputation
+        1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. The time of vocabulary
+        shards is part of the backwards of 1F1B.
         """
         if self.megatrons is not None:
             milliseconds = self.megatrons.with_costs(self.profile.costs)

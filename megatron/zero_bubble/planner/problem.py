@@ -20,8 +20,8 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
 
 LONG = 30_000
-"""Most operations of a problem that is not long. For a long problem few candidates are tried, no local search runs, and
-a plan close to the lower bound is good enough."""
+"""Largest number of operations of a problem that is not long. For a long problem few candidates are tried, no local
+search runs, and a plan close to the lower bound is good enough."""
 CLOSE = 5e-4
 """Relative distance from the lower bound at which a plan of a long problem is good enough."""
 
@@ -76,7 +76,7 @@ class Problem:
         """Check that a schedule with separate B and W fits in the memory limits.
 
         Raises:
-            Infeasible: no schedule fits. The error has the smallest limit in which a schedule fits on every rank.
+            Infeasible: no schedule fits in memory. The error has the smallest limit in which a schedule fits.
         """
         for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
             if limit < needed - tolerance(needed):
@@ -276,7 +276,7 @@ class Problem:
     def bound(self) -> float:
         """A lower bound on the longest span of a rank, or on the makespan if an iteration takes the makespan.
 
-        If messages occupy ranks, the span of a rank contains all messages of the rank except that before its first F.
+        If messages occupy ranks, the span of a rank contains all its messages except the message before its first F.
         """
         if_fused = self.bound_if_fused
         if self.recompute is Recompute.FULL:
@@ -304,7 +304,7 @@ class Problem:
         return tuple(smallest)
 
     def without_shards(self) -> Problem:
-        """The same problem without vocabulary shards, and with limits for one microbatch fewer in flight.
+        """The same problem without vocabulary shards, and with limits lowered by the memory of one microbatch.
 
         The time of the operations on shards is added to W.
         """

@@ -1,6 +1,6 @@
 """The registry of schedules by name.
 
-A new algorithm is a pure function in a file, and an entry in `ENTRIES`. The function of the entry makes the schedule
+To add an algorithm, write a pure function and an entry in `ENTRIES`. The function of the entry makes the schedule
 from a checked `PlanRequest` (see `PlanRequest.checked`).
 """
 
@@ -32,9 +32,9 @@ class Entry:
     summary: str
     """One line: a description of the schedule, its bubble and its memory."""
     placement: PlacementKind
-    """Kind of placement, by default."""
+    """Default kind of placement."""
     num_chunks: int
-    """Model chunks a rank, by default."""
+    """Default number of model chunks a rank."""
     function: Callable[[PlanRequest], Schedule]
     """Makes the schedule from a checked request."""
     uses_costs: bool = False
@@ -200,10 +200,10 @@ def placement_for(
     """The placement of a schedule on pipeline ranks.
 
     Args:
-        name: of the schedule.
+        name: name of the schedule.
         num_ranks: pipeline ranks.
-        num_chunks: model chunks a rank; by default the number of the schedule.
-        kind: of placement, for a schedule with a free placement; by default linear for one chunk a rank, and
+        num_chunks: model chunks a rank; by default the schedule's own number of chunks.
+        kind: kind of placement, for a schedule without a fixed placement; by default linear for one chunk a rank, and
             interleaved for several, as with Megatron's flags.
 
     Raises:

@@ -66,18 +66,18 @@ class PlanRequest:
         usual: the layout that is kept unless another layout is faster, such as Megatron's; None if all layouts compete.
         recomputes: values of `Recompute` to choose from.
         vocabulary_parallel: whether the embedding and the output layer are spread over all ranks; None to choose the
-            faster of the two.
+            faster alternative.
         memory_limit: memory of a rank for activations, one value for all ranks or one a rank, in the unit of the costs;
             None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
             costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
         usual_capacity: capacity of the usual layout, if it is larger than `capacity`; None if it is not.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
-            placements; None to choose it, or for the number of ranks in schedules that are not planned from costs.
+            placements; None to choose it. For schedules that are not planned from costs, None is the number of ranks.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
         post_validation: whether the optimizer step is validated in the next iteration, so that iterations interlock.
-        takes_makespan: whether plans are compared by their makespan, which is the time of an iteration whose optimizer
-            step waits for all ranks, and not by the longest span of a rank, as in published bubble rates. Without
+        takes_makespan: whether plans are compared by their makespan, and not by the longest span of a rank, as in
+            published bubble rates. An iteration whose optimizer step waits for all ranks takes the makespan. Without
             post-validation interleaved placements are always compared by their makespan.
         pairs: whether a forward and a backward may run as one operation, in which one computes while the other
             exchanges tokens between experts (see `schedule.pairs`).
@@ -118,13 +118,13 @@ class PlanRequest:
 
     @property
     def placement(self) -> Placement:
-        """The placement of a request that has only one."""
+        """The placement of a request with only one placement."""
         assert len(self.placements) == 1, "a layout is still to be chosen"
         return self.placements[0]
 
     @property
     def recompute(self) -> Recompute:
-        """The recomputation of a request that has only one."""
+        """The recomputation of a request with only one value of `recomputes`."""
         assert len(self.recomputes) == 1, "a layout is still to be chosen"
         return self.recomputes[0]
 
@@ -217,7 +217,7 @@ class PlanRequest:
 
 
 def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
-    """Raise memory limits by one more microbatch in flight and its softmax, which vocabulary shards add."""
+    """Raise memory limits by the memory of one more microbatch in flight and its softmax, as vocabulary shards need."""
     costs = request.stage_costs
     if not costs.has_vocabulary:
         return limits

@@ -24,10 +24,10 @@ def groupings(problem: Problem) -> list[Groups]:
     which the previous stage waits. A rank that is not short of memory has one group a stage.
 
     Args:
-        problem: with memory limits.
+        problem: a problem with memory limits.
 
     Returns:
-        The choices; each has at least as many groups as fit in the memory of every rank.
+        The choices; each has at least as many groups as a schedule needs to fit in the memory of every rank.
     """
     costs = problem.costs
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]

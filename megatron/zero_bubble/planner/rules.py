@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 class GapRule(Enum):
-    """Whether an operation fills a gap that is shorter than itself, and so delays the operation after the gap."""
+    """Whether an operation fills a gap that is too short for it, and so delays the operation after the gap."""
 
     ALWAYS = "always"
     NEVER = "never"
@@ -33,7 +33,7 @@ class Keeping:
         """The rules to try: one for a problem without recomputation, several otherwise.
 
         With `Recompute.PLANNED` some rules drop the activations of the first microbatch, because R of the first
-        microbatch can run before any B is ready, and its memory serves every later R too.
+        microbatch can run before any B is ready, and every later R can reuse the memory of this R.
         """
         if not problem.recomputes:
             return (cls(),)

@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.validate import validate
 _ONE_BY_ONE = "one-by-one"
 """Name of the schedule of the last level of `RunSchedules.in_less_memory`: one microbatch at a time."""
 _CANDIDATES = 20
-"""Number of candidates for a schedule in less memory: few, because a step waits for it."""
+"""Number of candidates for a schedule in less memory: few, because a step waits for the schedule."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RunSchedules:
     """The schedules of a training run: one for each number of microbatches, from a request or a file.
 
     Attributes:
-        request: for one layout. Each schedule replaces its number of microbatches.
+        request: a request for one layout. Each schedule has its own number of microbatches in place of the request's.
         given: a schedule that was read from a file, for one number of microbatches; None to make schedules.
         shared: number of microbatches -> schedule that one rank has made and all ranks have received.
     """
@@ -113,11 +113,11 @@ class RunSchedules:
         return self._cache[key]
 
     def in_less_memory(self, num_microbatches: int, level: int) -> Schedule | None:
-        """A schedule that needs less memory than `schedule`, for steps whose microbatches are larger than usual.
+        """A schedule that needs less memory than the usual schedule, for steps with larger microbatches than usual.
 
         Args:
-            num_microbatches: microbatches of the step. level: at least 1. The schedule has the memory limit of the
-            request divided by 2 ** (level / 2). The schedule
+            num_microbatches: microbatches of the step.
+            level: 1 or more. The schedule has the memory limit of the request divided by 2 ** (level / 2). The schedule
                 of the last level runs one microbatch at a time.
 
         Returns:
@@ -180,9 +180,10 @@ def prepare(
     """Lower and validate a schedule, so that ranks can run it. A lowered schedule keeps its messages in their places.
 
     Args:
-        schedule: with or without communication.
-        costs: of the stages, which decide the places of receives and VALIDATE; None for `default_costs`.
-        forward_only: whether only the forwards are kept, for an evaluation. The options below then have no effect.
+        schedule: a schedule with or without communication.
+        costs: costs of the stages, which decide the places of receives and VALIDATE; None for `default_costs`.
+        forward_only: whether only the forwards are kept, for an evaluation. `orders_tail` and `post_validation` then
+            have no effect.
         orders_tail: whether the last W of every rank run parameter by parameter, so that each gradient is complete
             early, and is reduced while other gradients are computed.
         post_validation: whether STEP and VALIDATE are added.

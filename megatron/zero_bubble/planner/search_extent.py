@@ -10,14 +10,14 @@ from megatron.zero_bubble.schedule.ir import Placement
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
 _SMALL = 3000
-"""Most F, B and W, with two chunks a rank, of a small problem. In a small problem more layouts are planned."""
+"""Largest number of F, B and W of a small problem, with two chunks a rank. Small problems have more layouts planned."""
 _LARGE = 5000
-"""Fewest F, B and W, with two chunks a rank, of a large problem. A large problem has one round, because its plans take
-nearly as long with little effort as with much."""
+"""Smallest number of F, B and W of a large problem, with two chunks a rank. A large problem has one round of planning,
+because its plans take nearly as long to make with little effort as with full effort."""
 _MOST_MOVES = 6
-"""Most further partitions that are planned for a layout."""
+"""Largest number of further partitions that are planned for a layout."""
 _MOVED_OPERATIONS = 20_000
-"""Most F, B and W of all plans of further partitions of a layout; one further partition is planned in any case."""
+"""Largest number of F, B and W in all further partitions of a layout; one further partition is planned in any case."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Extent:
 
     Attributes:
         rounds: for each round of planning, the number of layouts and the divisor of the full effort for each layout.
-        promising: largest factor over the shortest time for which a layout is planned with more effort.
+        promising: largest ratio to the shortest time for which a layout is planned with more effort.
         num_moved: number of the best plans whose layers are moved to other stages.
-        worth_moving: largest factor of the time of these plans over the shortest time.
+        worth_moving: largest ratio to the shortest time for which layers of a plan are moved.
         is_small: whether the problem is small, so that plans with different recomputation count as different.
     """
 

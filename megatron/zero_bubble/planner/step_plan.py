@@ -69,7 +69,7 @@ class StepProblem:
         return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
 
     def is_as(self, other: StepProblem) -> bool:
-        """Whether another problem has the same plan: equal sizes and rules, the same costs and schedules objects."""
+        """Whether another problem has the same plan: equal sizes and rules, and identical costs and schedules."""
         same = self.costs is other.costs and self.rules.plan is other.rules.plan
         return same and self.sizes == other.sizes and self.rules[1:] == other.rules[1:]
 
@@ -106,11 +106,11 @@ def _num_tried(costs: Sequence[StageCosts]) -> int:
 
 
 def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: int = 0, **options: Any) -> StepPlan:
-    """Plan a step: with the usual schedule if the microbatches fit in some order, otherwise in less memory.
+    """Plan a step: with the usual schedule if the microbatches fit in some order, else with a smaller memory limit.
 
     Args:
         plan: the schedules of the run.
-        costs: of the stages, for each microbatch in the order of the data.
+        costs: costs of the stages, for each microbatch in the order of the data.
         least_level: lowest level of memory to try.
         options: keyword arguments of `order_microbatches`.
 

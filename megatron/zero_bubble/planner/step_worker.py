@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.errors import Infeasible
 
 
 def serve(connection: Connection) -> None:
-    """Answer problems until the other end of the connection is closed."""
+    """Plan each step that arrives over a connection, until the other end closes the connection."""
     with suppress(EOFError):
         while True:
             problem = connection.recv()

@@ -30,12 +30,12 @@ LEAST_IMPROVING = 25
 """Smallest budget of the local search with the default effort, as a multiple of the operations of the schedule. With
 less effort the smallest budget shrinks in proportion."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
-"""Priorities for list scheduling, each the same on all ranks."""
+"""Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
 """Limits on the microbatches in flight in chunk 0, as (share, decrease). The limit of rank 0 is `share` times the
 number of microbatches that fit in memory in chunk 0 alone. The limit falls by `decrease` from each rank to the next."""
 WORTH_VARYING = 0.01
-"""Relative distance of the best plan from the lower bound above which blocks are varied."""
+"""Building blocks are varied if the relative distance of the best plan from the lower bound is above this value."""
 NUM_VARIATIONS = 150
 """Number of random and varied blocks that are tried, if the budget allows."""
 NUM_RANDOM = 60

@@ -17,7 +17,7 @@ ChannelCommunicator = TorchCommunicator | HostCommunicator
 
 
 class VariableChannels(VariableCommunicator):
-    """Channels for messages whose shape varies, and others between the hosts for their headers."""
+    """Channels for messages of varying shape, and further channels between the hosts for the messages' headers."""
 
     def __init__(self, messages: ChannelCommunicator, headers: TorchCommunicator) -> None:
         super().__init__(messages, headers)
@@ -46,15 +46,15 @@ def open_channels(
     *,
     shapes_vary: bool = False,
 ) -> ChannelCommunicator | VariableChannels:
-    """Open the channels between the ranks of `group`, a pipeline's; a collective call of them.
+    """Open the channels between the ranks of `group`, the group of a pipeline; a collective call of these ranks.
 
     Args:
-        report: called on every rank if `device` is a GPU, with the channel memory of the rank that has most channels,
-            and of several such ranks the largest.
-        shapes_vary: whether headers tell the shapes of activations.
+        report: called on every rank if `device` is a GPU, with the channel memory of the rank that has the most
+            channels; among ranks with equally many channels, with the largest memory.
+        shapes_vary: whether the shapes of activations vary and are sent in headers.
 
     Raises:
-        ValueError: shapes cannot vary on this device.
+        ValueError: shapes vary on a GPU with one hardware queue, and `communicator` is not `HostCommunicator`.
     """
     if shapes_vary and communicator is TorchCommunicator:
         refuse_one_queue(device)

@@ -1,19 +1,19 @@
-"""Evicts a device's caches, so that a measured operation finds them as it does in a training."""
+"""Evicts a device's caches, so that a measured operation starts with cold caches, as in a training."""
 
 from __future__ import annotations
 
 import torch
 
 _LEAST_BYTES = 32 * 2**20
-"""More than the caches of a processor core and its table of page translations cover."""
+"""Least size of the buffer: more than a processor core's caches hold and its table of page translations covers."""
 
 
 class ColdCaches:
-    """Fills the caches of a device with a buffer of its own.
+    """Fills the caches of a device by reading and writing a buffer.
 
-    In a training, other layers and other microbatches have filled them before an operation begins. An operation that is
-    repeated alone finds its parameters, its code and its last results in the caches: on a CPU, layers of 128 to 192
-    hidden units then take 15 to 20% less time than in a training.
+    In a training, other layers and other microbatches have filled the caches before an operation begins. An operation
+    that is repeated alone finds its parameters, its code and its last results in the caches: on a CPU, layers of 128 to
+    192 hidden units then take 15 to 20% less time than in a training.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -42,29 +42,29 @@ class Collectives(Protocol):
         ...
 
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:
-        """Replace `tensor` on rank `root` by the sum over all ranks, and leave it as it is on the others.
+        """Replace `tensor` on rank `root` by the sum over all ranks, and leave it unchanged on the other ranks.
 
-        On a CPU the sum is made in the order of the ranks, so that its bits do not vary.
+        On a CPU the tensors are added in the order of the ranks, so that the sum is reproducible to the last bit.
         """
         ...
 
     def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
-        """Fill `part` on rank r with `parts[r]` of rank `root`; the others have no `parts`."""
+        """Fill `part` on rank r with `parts[r]` of rank `root`; on the other ranks `parts` is None."""
         ...
 
     def close(self) -> None:
-        """Leave the group; this rank has no collective under way, and any that others have then fails."""
+        """Leave the group while this rank has no collective under way; collectives of the other ranks then fail."""
         ...
 
 
 class TorchCollectives:
-    """Collectives over torch.distributed, in a process group of their own that only its members create.
+    """Collectives over torch.distributed, in a separate process group that only its members create.
 
     Args:
-        members: global ranks of the group, the same on each of them.
+        members: global ranks of the group, the same on every rank.
         rank: this process's index in `members`.
-        device: where tensors live.
-        timeout: after which a collective fails if a rank does not take part.
+        device: device of the tensors.
+        timeout: time after which a collective fails if a rank does not take part.
     """
 
     def __init__(self, members: Sequence[int], rank: int, device: torch.device, timeout: timedelta) -> None:
@@ -75,7 +75,7 @@ class TorchCollectives:
         self._open(device)
 
     def _open(self, device: torch.device) -> None:
-        """Run each collective once, because NCCL connects ranks at first use, and that not in the middle of a step."""
+        """Run each collective once at the start: NCCL connects ranks at the first use, which would delay a step."""
         mine = torch.full((1,), float(self.rank), device=device)
         everyone = torch.empty(self.size, 1, device=device)
         self.gather_all(mine, everyone)
@@ -91,7 +91,7 @@ class TorchCollectives:
         self._group.broadcast([tensor], options).wait()
 
     def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
-        # Flat, because gloo wants the two to have equally many dimensions.
+        # Flat, because gloo requires both tensors to have equally many dimensions.
         self._group._allgather_base(gathered.view(-1), tensor.view(-1)).wait()
 
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:
@@ -164,7 +164,7 @@ class InMemoryCollectives:
 
 
 def sum_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Fill `result` with the first part plus the second plus the third and so on; return it."""
+    """Fill `result` with the sum of `parts`, added in their order; return `result`."""
     result.copy_(parts[0])
     for part in parts[1:]:
         result += part

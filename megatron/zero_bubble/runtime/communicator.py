@@ -1,8 +1,8 @@
 """Sends tensors between neighbouring pipeline ranks.
 
 Each ordered pair of ranks that exchange messages is a *channel*: a message on one channel never waits
-for a message on another, and messages of one channel arrive in the order in which they were sent. Both
-ends read that order from the lowered schedule.
+for a message on another, and messages of one channel arrive in the order in which they were sent. Sender
+and receiver take the order of their messages from the lowered schedule.
 
 `TorchCommunicator` runs on torch.distributed; `in_memory.py` connects threads of one process.
 """
@@ -36,7 +36,7 @@ class TensorSpec:
 
 
 class PendingSend(Protocol):
-    """A message that is being sent; it keeps its tensor alive until it has been sent."""
+    """A message that is being sent. The object keeps the tensor alive until the send is complete."""
 
     def is_done(self) -> bool: ...
 
@@ -44,7 +44,7 @@ class PendingSend(Protocol):
 
 
 class PendingReceive(Protocol):
-    """A message that was asked for and may not have arrived yet."""
+    """A posted receive, whose message may not have arrived yet."""
 
     def wait(self) -> torch.Tensor: ...
 
@@ -90,7 +90,7 @@ _SOURCE, _DESTINATION = 0, 1
 
 
 class PairGroup(Protocol):
-    """The part of a process group of two ranks that a channel uses; torch.distributed's backends have it."""
+    """The methods of a process group of two ranks that a channel uses; torch.distributed's backends have them."""
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Any: ...
 
@@ -110,12 +110,13 @@ class Mark(Protocol):
 class RunAhead:
     """Keeps the process that launches work on a GPU at most `limit` messages ahead of the GPU.
 
-    A message takes memory from when the process posts it until the GPU has passed that point. Without a limit the
-    process would post all messages of a step within the time of a few operations.
+    A message takes memory from the time when the process posts it until the GPU has reached the point of posting.
+    Without a limit the process would post all messages of a step within the time of a few operations.
 
     Args:
-        new_mark: makes a mark at the last launched work.
-        limit: largest number of messages in flight; a GPU with so many still has operations to compute.
+        new_mark: makes a mark behind the work that was launched last.
+        limit: largest number of messages in flight. A GPU that is `limit` messages behind still has operations to
+            compute.
     """
 
     def __init__(self, new_mark: Callable[[], Mark], limit: int = 8) -> None:
@@ -146,10 +147,11 @@ class TorchCommunicator:
         pipeline_ranks: global rank of each pipeline rank.
         rank: this process's pipeline rank.
         placement: tells which ranks are neighbours.
-        device: where messages live.
-        timeout: after which a send or receive fails if the other end does not take part.
-        connect: makes the process group of a channel for one of its ends; torch's backend by default.
-        run_ahead: limits how far the process runs ahead; by default there is a limit on a GPU only.
+        device: device of the messages.
+        timeout: time after which a send or receive fails if the other rank does not take part.
+        connect: makes the process group of a channel on one of its two ranks; by default a backend of
+            torch.distributed.
+        run_ahead: limits how far the process runs ahead of the device; by default there is a limit only on a GPU.
     """
 
     def __init__(
@@ -176,8 +178,8 @@ class TorchCommunicator:
     def _open(self, device: torch.device) -> None:
         """Send one number through every channel, so that no channel is connected in the middle of a step.
 
-        NCCL connects a pair at its first message and blocks both ends meanwhile. All ranks go through their channels in
-        the same order, so they cannot wait for each other in a circle.
+        NCCL connects two ranks at their first message, and blocks both ranks until they are connected. All ranks go
+        through their channels in the same order, so that ranks cannot wait for each other in a circle.
         """
         for source, destination in self._groups:
             probe = torch.full((1,), float(source), device=device)
@@ -197,7 +199,7 @@ class TorchCommunicator:
         self._hold_back()
         message = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         work = self._groups[self._rank, destination].send([message], _DESTINATION, 0)
-        # Detached, because the sender may free the values of its tensor; after the send, because the receiver waits.
+        # Detached, because the sender may free its tensor's values; after the send, because the receiver waits for it.
         return _TorchSend(work, message.detach())
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
@@ -212,7 +214,7 @@ class TorchCommunicator:
 
 @dataclass(frozen=True)
 class _TorchSend:
-    """Keeps the message alive until NCCL has read it; with gloo a send is done only after `wait`."""
+    """A send that keeps its message alive until NCCL has read it; with gloo a send is done only after `wait`."""
 
     work: dist.Work
     message: torch.Tensor
@@ -241,8 +243,9 @@ class HostCommunicator:
     """Copies messages to host memory, pinned if they come from a GPU, and sends them over gloo.
 
     `send` waits until the device has computed the message, and a receive's `wait` copies the message to the device. No
-    work on the device ever waits for another rank. A valid schedule therefore always runs to its end, with one hardware
-    queue or several, and whatever synchronises the device. A `HostCommunicator` is slow and meant for finding faults.
+    work on the device ever waits for another rank. A valid schedule therefore always runs to its end, with any number
+    of hardware queues, and with any synchronisation of the device. A `HostCommunicator` is slow and meant for finding
+    faults.
 
     The arguments are as for `TorchCommunicator`.
     """

@@ -1,4 +1,4 @@
-"""Copies between a device and its host in the background: the host link of a rank."""
+"""Copies tensors between a device and its host in the background, over the host link of a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 _PROBE, _PROBES = 2**24, 5
-"""Bytes of a copy that measures a host link, and how often each direction is measured."""
+"""Bytes of the copy that measures a host link, and number of measurements in each direction."""
 
 
 class CopyPair(NamedTuple):
@@ -23,7 +23,7 @@ class CopyPair(NamedTuple):
 
 
 class PendingCopy(Protocol):
-    """Copies that have been put in line."""
+    """Copies that have been queued."""
 
     def wait(self) -> None:
         """Make all later computation of this process wait until the copies have ended."""
@@ -35,22 +35,22 @@ class PendingCopy(Protocol):
 
 
 class CopyLane(Protocol):
-    """Copies in the background, in the order in which the copies are put in line."""
+    """Runs copies in the background, in the order in which the copies are queued."""
 
     def start(self, pairs: Sequence[CopyPair]) -> PendingCopy:
-        """Put copies in line that begin when all that has been computed so far is there."""
+        """Queue copies, which begin when all computation launched so far is complete."""
         ...
 
     def host_tensor(self, num_bytes: int) -> torch.Tensor:
-        """Allocate bytes of host memory."""
+        """Allocate a byte tensor in host memory."""
         ...
 
 
 class ThreadLink:
-    """The host link of a device whose memory is the host's: one thread copies.
+    """The host link of a CPU, whose device memory is host memory: one thread makes the copies.
 
     Args:
-        bytes_per_second: the rate of an emulated link; None for as fast as the thread copies.
+        bytes_per_second: the rate of an emulated link; with None, the thread copies at full speed.
     """
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
@@ -122,7 +122,7 @@ def copy_lane(device: torch.device) -> CopyLane:
 
 
 def link_rate(lane: CopyLane, device: torch.device) -> float:
-    """Measure how many bytes a millisecond a host link copies in the slower direction."""
+    """Measure the rate of a host link in its slower direction, in bytes per millisecond."""
     on_device = torch.zeros(_PROBE, dtype=torch.uint8, device=device)
     on_host = lane.host_tensor(_PROBE)
     copies = [CopyPair(on_device, on_host), CopyPair(on_host, on_device)]
@@ -133,20 +133,20 @@ def link_rate(lane: CopyLane, device: torch.device) -> float:
 class HostBuffers:
     """Host memory for copies, allocated once and used again for later copies of the same size.
 
-    A buffer that is given back may be taken at once: the copies of a lane keep their order.
+    A buffer that is given back may be taken again at once, because the copies of a lane run in order.
     """
 
     def __init__(self, lane: CopyLane) -> None:
         self._lane = lane
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.num_bytes = 0
-        """Host memory that has been allocated."""
+        """Bytes of host memory that have been allocated."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return a buffer of this size.
+        """Return a buffer of `num_bytes` bytes.
 
         Raises:
-            HostMemoryError: the host has no room for it.
+            HostMemoryError: the host has no memory for the buffer.
         """
         free = self._free[num_bytes]
         if free:

@@ -22,16 +22,16 @@ class PendingExchange(Protocol):
     """A collective that was submitted and may not be complete yet."""
 
     def failure(self) -> BaseException | None:
-        """Return the error that the collective has ended with, if it has; do not wait."""
+        """Return the error of the collective if it has failed, else None; do not wait."""
         ...
 
     def wait(self) -> None:
-        """Let the computation after this call wait for the collective; raise the error that it ended with."""
+        """Make the computation after this call wait for the collective; raise the error of a failed collective."""
         ...
 
 
 class ExchangeLane(Protocol):
-    """Runs the submitted exchanges in order, without autograd, each after the computation launched before it."""
+    """Runs the submitted exchanges in order and without autograd. Each waits for the computation launched before it."""
 
     @property
     def waits_in_thread(self) -> bool:
@@ -48,16 +48,17 @@ class ExchangeLane(Protocol):
 
 
 def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
-    """The lane for exchanges of tensors on `device`; `leave` ends this rank's part in their groups."""
+    """Return the lane for exchanges of tensors on `device`; `leave` leaves the process groups of the exchanges."""
     return StreamLane(device) if device.type == "cuda" else ThreadLane(leave)
 
 
 class ThreadLane:
     """A lane on a CPU: one thread, in which collectives block.
 
-    No exchange runs after one that failed, because this rank is then out of step with the other ranks. The rank leaves
-    the groups, so that no rank waits for it, and the error is logged at once: this rank's main thread may be waiting
-    for a rank that waits for the collective, and then learns of the error only when that rank has ended.
+    No exchange runs after a failed exchange, because this rank is then out of step with the other ranks. After a
+    failure the rank leaves the process groups of the exchanges, so that no rank waits for it. The error is logged at
+    once, because the main thread may be waiting for another rank, and would report the error only after that rank has
+    ended.
 
     Args:
         leave: leaves the process groups of the exchanges, such as `Collectives.close`.
@@ -68,7 +69,7 @@ class ThreadLane:
     def __init__(self, leave: Callable[[], None]) -> None:
         self._leave = leave
         self._submitted: SimpleQueue[_ThreadExchange | None] = SimpleQueue()
-        # A daemon, because a rank whose computation has failed exits although its lane waits for other ranks.
+        # A daemon, so that a rank whose computation has failed exits even if its lane still waits for other ranks.
         self._thread = threading.Thread(target=self._run, name="vocabulary exchanges", daemon=True)
         self._thread.start()
 
@@ -114,10 +115,10 @@ class _ThreadExchange(NamedTuple):
 
 
 class StreamLane:
-    """A lane on a GPU: one stream, with priority over computing, because other ranks wait for the collective.
+    """A lane on a GPU: one stream, with priority over computation, because other ranks wait for its collectives.
 
-    A collective that waits for other ranks there occupies multiprocessors, and with one hardware queue all launches
-    after it wait, too.
+    On a GPU, a collective occupies multiprocessors while it waits for other ranks. With one hardware queue, all
+    launches after the collective wait, too.
     """
 
     waits_in_thread = False
@@ -149,12 +150,12 @@ class _StreamExchange(NamedTuple):
 
 
 class Exchanges:
-    """The collectives that one rank has started and no operation has waited for yet.
+    """The collectives that one rank has started and that no operation has waited for yet.
 
     Args:
         schedule: says which operation of the rank waits for which collective.
         rank: this process's pipeline rank.
-        lane: where collectives run; None if the schedule has none.
+        lane: runs the collectives; None if the schedule has no collectives.
     """
 
     def __init__(self, schedule: Schedule, rank: int, lane: ExchangeLane | None) -> None:
@@ -167,13 +168,13 @@ class Exchanges:
         self._pending[op] = self._lane.submit(exchange)
 
     def wait_before(self, op: Op) -> None:
-        """Wait for the collective that brings the computation `op` its input, if one does."""
+        """Wait for the collective that produces the input of `op`, if there is such a collective."""
         exchange = exchange_before(self._schedule, self._rank, op)
         if exchange is not None:
             self._pending.pop(exchange).wait()
 
     def finish(self) -> list[Op]:
-        """Wait for all collectives and forget them; return the ones whose result should have been used here."""
+        """Wait for all collectives and forget them; return the collectives whose result this rank should have used."""
         pending, self._pending = self._pending, {}
         for exchange in pending.values():
             exchange.wait()

@@ -1,6 +1,6 @@
-"""Runs any schedule: an `Executor` walks its rank's operations in order.
+"""Runs any schedule: an `Executor` runs its rank's operations in order.
 
-The executor knows nothing of models: a `Stage` computes F and B, and the schedule says when they run.
+The executor does not depend on the model: a `Stage` computes F and B, and the schedule says when F and B run.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class LeftoverError(RuntimeError):
 
 
 _BackwardInputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-"""The input and the output of a forward, and the gradient of the output."""
+"""The inputs of a backward: the input and the output of its forward, and the gradient of the output."""
 
 
 class Executor:
     """Runs one rank's operations of a lowered schedule.
 
     Args:
-        schedule: lowered (see `schedule.lower`) and valid (see `schedule.validate`).
+        schedule: a lowered schedule (see `schedule.lower`), which is valid (see `schedule.validate`).
         rank: this process's pipeline rank.
         communicator: the channels to the neighbouring ranks.
         weight_grad_store: where the stage's layers put the weight gradients that B defers.
         recomputation_store: where the stage's layers put the forwards that R runs again; needed for a schedule with R.
-        tail_by_parameter: whether the W's at the end of the rank run parameter by parameter (see `schedule.tail`).
+        tail_by_parameter: whether the last W's of the rank's step run parameter by parameter (see `schedule.tail`).
         offload_store: holds the activations that are copied to the host; needed for a schedule with D and H.
-        exchange_lane: where collectives run; needed for a schedule with operations on vocabulary shards.
+        exchange_lane: runs collectives; needed for a schedule with operations on vocabulary shards.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Executor:
         }
 
     def _passed_by(self, kind: OpKind) -> frozenset[tuple[int, int]]:
-        """Return (chunk, microbatch) of this rank's operations of a kind."""
+        """Return (chunk, microbatch) of all operations of a kind on this rank."""
         return frozenset((op.chunk, op.microbatch) for op in self.schedule.ops[self.rank] if op.kind is kind)
 
     def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
@@ -144,11 +144,11 @@ class Executor:
 
     @property
     def num_live_activations(self) -> int:
-        """Count the microbatches, summed over chunks, whose activations are there: kept by F or restored by R."""
+        """Count the microbatches, summed over chunks, whose activations are in memory: kept by F or restored by R."""
         return len(self._activations) - len(self._recomputation.dropped())
 
     def position(self) -> tuple[int, bool]:
-        """Return the index of the operation this rank is at, and whether its inputs are there (see `StepProgress`)."""
+        """Return the index of the current operation, and whether its inputs have arrived (see `StepProgress`)."""
         return self._progress.reached()
 
     def _forward(self, stage: Stage, op: Op) -> None:
@@ -162,7 +162,7 @@ class Executor:
         self._end_forward(stage, op, input_tensor, output)
 
     def _offloading(self, op: Op, input_tensor: torch.Tensor | None) -> AbstractContextManager[None]:
-        """The context of a forward whose activations are copied to the host, if the schedule does that."""
+        """Return the context of a forward, which copies its activations to the host if the schedule says so."""
         if (op.chunk, op.microbatch) not in self._offloaded:
             return nullcontext()
         # A message of plain layers has several tensors.
@@ -170,7 +170,7 @@ class Executor:
         return self._offload.forward(op.chunk, op.microbatch, kept)
 
     def _input_of_forward(self, stage: Stage, op: Op) -> torch.Tensor | None:
-        """Wait for the input of a forward; the first stage has none."""
+        """Wait for the input of a forward, and return it; None on the first stage."""
         stage.before_inputs(op)
         input_tensor = self._messages.input_of(op, is_forward=True)
         if input_tensor is not None and self._runs_backward:
@@ -186,9 +186,10 @@ class Executor:
             stage.release_output(output)
 
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
-        """Run a forward and a backward as one operation; a stage that cannot do so runs the two in turn.
+        """Run a forward and a backward as one operation; a stage without `forward_backward` runs the two in turn.
 
-        The pair waits for both inputs first, and hands the results on when both have run, in the order of the channels.
+        The pair waits for both inputs first. The pair passes both results on when both operations have run, in the
+        channels' order.
         """
         input_tensor = self._input_of_forward(stage, forward)
         inputs = self._inputs_of_backward(stage, backward)
@@ -242,7 +243,7 @@ class Executor:
         self._messages.hand_on(op, input_grad, is_forward=False)
 
     def _inputs_of_backward(self, stage: Stage, op: Op) -> _BackwardInputs:
-        """Wait for the gradient of the output, which the last stage has not, and for activations from the host."""
+        """Wait for a backward's inputs: the output's gradient (except on the last stage) and offloaded activations."""
         stage.before_inputs(op)
         output_grad = self._messages.input_of(op, is_forward=False)
         self._offload.wait_until_back(op.chunk, op.microbatch)
@@ -271,9 +272,9 @@ class Executor:
         cast(SteppingStage, stage).step()
 
     def _validate(self, given: Stage, op: Op) -> None:
-        """Validate the last step; if it was wrong, every rank runs all operations before `op` again.
+        """Validate the last optimizer step; if it was wrong, every rank runs all operations before `op` again.
 
-        Messages sent before must be received first, because a channel keeps its order; then all are sent again.
+        Messages sent before `op` are received first, because a channel keeps its order; then all are sent again.
         """
         stage = cast(SteppingStage, given)
         is_wrong = stage.validate()
@@ -291,7 +292,7 @@ class Executor:
         self._begin(op)
 
     def _begin(self, op: Op) -> None:
-        """Note that `op` starts to compute, now that its inputs are there."""
+        """Note that the inputs of `op` have arrived and that `op` starts to compute."""
         self._progress.begin()
         if self._recorder is not None:
             self._recorder.begin(op)

@@ -1,4 +1,4 @@
-"""Averages tensors over groups of replicas, after the iterations that a hierarchy says."""
+"""Averages tensors over groups of replicas, after the iterations that a `Hierarchy` specifies."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import torch.distributed as dist
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 _ELEMENTS_AT_ONCE = 40_000_000
-"""Elements that are averaged together, unless one tensor has more: a copy of them is reduced."""
+"""Most elements that are copied and averaged in one reduction, unless a single tensor has more elements."""
 
 
 def groups_of_replicas(
     places: Sequence[Sequence[int]], sizes: Iterable[int], timeout: timedelta
 ) -> dict[int, dist.ProcessGroup]:
-    """Make this rank's group of each size; a collective call of all ranks of the job.
+    """Make this rank's process group of each size; a collective call of all ranks of the job.
 
     With several pipelines, the ranks at the same place in each pipeline are replicas of each other.
 
     Args:
-        places: for each place in a pipeline the global ranks of its replicas, in the same order on all ranks.
-        sizes: sizes of groups that divide the number of replicas.
+        places: for each place in a pipeline, the global ranks of the replicas at this place, in the same order on all
+            ranks.
+        sizes: sizes of the groups; each size divides the number of replicas.
     """
     own: dict[int, dist.ProcessGroup] = {}
     for size in sizes:
@@ -37,7 +38,7 @@ def groups_of_replicas(
 
 
 class GroupAverager:
-    """Averages this rank's tensors with those of other replicas, in place. Other replicas have tensors of equal shapes.
+    """Averages this rank's tensors in place with the tensors of other replicas, which have equal shapes.
 
     Args:
         groups: this rank's process group of each size in the hierarchy.
@@ -47,19 +48,19 @@ class GroupAverager:
         self._hierarchy, self._groups = hierarchy, groups
 
     def average(self, tensors: Iterable[torch.Tensor], iteration: int) -> None:
-        """Average over the largest group whose period divides `iteration`, if there is one."""
+        """Average `tensors` over the largest group whose period divides `iteration`, if there is such a group."""
         size = self._hierarchy.group_size_after(iteration)
         if size is not None:
             _average(tensors, self._groups[size])
 
     def average_over_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Average over all replicas, whatever the iteration."""
+        """Average `tensors` over all replicas, in any iteration."""
         _average(tensors, self._groups[self._hierarchy.num_replicas])
 
 
 @torch.no_grad()
 def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Replace tensors by their means over a group: divided first, then summed, as torch's averagers do."""
+    """Replace tensors by their means over a group: tensors are divided first, then summed, as in torch's averagers."""
     for part in _parts(tensors):
         mean = torch.cat([tensor.reshape(-1) for tensor in part]).div_(group.size())
         dist.all_reduce(mean, group=group)
@@ -68,7 +69,7 @@ def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Split tensors into lists that are averaged together, so that copies of them take little memory."""
+    """Split tensors into lists that are averaged one by one, so that the copy of a list takes little memory."""
     part: list[torch.Tensor] = []
     num_elements = 0
     for tensor in tensors:

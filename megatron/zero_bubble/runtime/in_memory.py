@@ -1,4 +1,4 @@
-"""Sends messages within one process: between threads, so that a pipeline runs in it, or from made-up neighbours."""
+"""Sends messages within one process: between threads that form a pipeline, or from made-up neighbours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megatron.zero_bubble.runtime.communicator import Arrived, PendingReceive, P
 class InMemoryNetwork:
     """The channels between the threads of one process.
 
-    As on a real network, receives get messages in the order in which they were posted, not waited for.
+    As on a real network, receives get messages in the order in which the receives were posted, whatever the order of
+    the waits.
 
     Args:
         num_ranks: number of pipeline ranks.
@@ -36,16 +37,16 @@ class InMemoryNetwork:
         self._channels[source, destination].put(tensor)
 
     def post(self, source: int, destination: int) -> Future[torch.Tensor]:
-        """Ask for the next message of a channel that nobody has asked for yet."""
+        """Post a receive of a channel's next message that no earlier receive takes."""
         return self._channels[source, destination].post()
 
     def close(self, error: BaseException) -> None:
-        """Let every receive without a message raise `error` from now on, because a rank has failed."""
+        """Make every receive without a message raise `error` from now on, because a rank has failed."""
         for channel in self._channels.values():
             channel.close(error)
 
     def undelivered(self) -> list[tuple[int, int]]:
-        """Return the channels that hold messages nobody has asked for."""
+        """Return the channels that hold messages for which no receive was posted."""
         return [ends for ends, channel in self._channels.items() if channel.messages]
 
 
@@ -130,7 +131,7 @@ class _InMemoryReceive:
 class MadeUpNeighbours:
     """A communicator that drops all sent tensors and returns random tensors from every receive at once.
 
-    With it a process runs one stage of a pipeline as in training, without the other ranks.
+    With this communicator, a process runs one stage of a pipeline as in training, without the other ranks.
     """
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:

@@ -1,4 +1,4 @@
-"""Runs actions so that an error on one rank is raised on all ranks, and plans on one rank for all."""
+"""Runs actions so that an error on one rank is raised on all ranks, and makes plans on one rank for all ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def jointly(action: Callable[[], T]) -> T:
     """Run `action` on every rank and return this rank's result; a collective call of all ranks.
 
     Raises:
-        ValueError: or `OSError`, on every rank, if `action` raises it on any rank: the error of the first such rank. A
-            rank that failed alone would leave the others waiting for it.
+        ValueError: or `OSError`: the error of the first rank on which `action` raised one, raised on every rank, so
+            that no rank waits for a failed rank.
     """
     outcome, error = attempt(action)
     errors: list[Exception | None] = [None] * dist.get_world_size()
@@ -38,7 +38,7 @@ def on_rank(rank: int, action: Callable[[], T]) -> T:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result of `action`, or the `ValueError` or `OSError` that it raises, for the other ranks to know."""
+    """Return the result of `action` and None, or None and the `ValueError` or `OSError` that `action` raises."""
     try:
         return action(), None
     except (ValueError, OSError) as error:
@@ -53,10 +53,10 @@ def raise_first(errors: Iterable[Exception | None]) -> None:
 
 
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
-    """Let the job's first rank make the schedule for `num_microbatches`; return the plan that holds it, on all ranks.
+    """Make the schedule for `num_microbatches` on the job's first rank; return the plan that holds it on all ranks.
 
     A collective call of the whole job. All ranks must run the very same order, but a solver with a time limit may find
-    a different one on each rank.
+    a different order on each rank.
 
     Raises:
         ScheduleError: the first rank found no schedule; raised on all ranks.

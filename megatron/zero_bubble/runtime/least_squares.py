@@ -6,7 +6,7 @@ import numpy as np
 
 
 def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Solve without negative entries: entries that would be negative are set to zero, the lowest first.
+    """Solve a least-squares problem for non-negative entries: negative entries are set to zero, the lowest first.
 
     Args:
         matrix: of shape [equations, unknowns].

@@ -13,8 +13,8 @@ T = TypeVar("T")
 class LookAhead(Iterator[T]):
     """An iterator over an iterable that can show its next items before they are taken.
 
-    A training step with a `LookAhead` as its data plans the next step while it runs, because it sees the lengths of the
-    next step's microbatches. All steps have to use the same `LookAhead`.
+    While a training step with a `LookAhead` as its data runs, the next step is planned from the lengths of the next
+    microbatches. All steps have to use the same `LookAhead`.
 
     Args:
         items: an iterable, whose items are read when they are shown or taken.
@@ -28,6 +28,6 @@ class LookAhead(Iterator[T]):
         return self._seen.popleft() if self._seen else next(self._source)
 
     def peek(self, count: int) -> list[T]:
-        """Return the next `count` items, which stay; fewer if there are no more."""
+        """Return the next `count` items without taking them; fewer if fewer are left."""
         self._seen.extend(islice(self._source, max(0, count - len(self._seen))))
         return list(islice(self._seen, count))

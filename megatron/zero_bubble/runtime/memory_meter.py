@@ -19,11 +19,11 @@ _SAVES = frozenset({OpKind.F, OpKind.R})
 
 
 class SavedTensorMeter:
-    """Measures memory on a CPU, whose allocator cannot be asked: the bytes that autograd saves in F and R, and W holds.
+    """Measures memory on a CPU, whose allocator keeps no count: the bytes saved by autograd in F and R, or held for W.
 
-    Each storage counts once, and parameters do not count. Operations on the rank's vocabulary shard are measured by
-    what the shard says that it keeps for other operations of the microbatch, `kept_by_shard`, and what a schedule
-    offloads by what `offload` has on the device.
+    Each storage counts once, and parameters do not count. For operations on the rank's vocabulary shard,
+    `kept_by_shard` returns the bytes that the shard keeps for other operations of a microbatch. For activations that a
+    schedule offloads, `offload` counts the bytes on the device.
     """
 
     def __init__(
@@ -80,22 +80,22 @@ def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) 
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
         return tensor
-    # Detached, because a node that saves its own output would otherwise keep itself alive until its backward, which
-    # the forward of a step that is undone never has.
+    # Detached, because a node that saves its own output would otherwise keep itself alive until its backward, and a
+    # forward that is undone has no backward.
     kept = tensor.detach().requires_grad_(tensor.requires_grad)
     saved.append(weakref.ref(kept))
     return kept
 
 
 def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
-    """Return the bytes of these tensors' storages; masks that dropout saves without a gradient are freed by then."""
+    """Return the bytes of saved tensors that are still alive; dropout's masks without a gradient are already freed."""
     tensors = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 class CudaMeter:
-    """Measures memory on a GPU as the bytes that torch's allocator has given out, message buffers included."""
+    """Measures memory on a GPU as the bytes that torch's allocator has allocated, message buffers included."""
 
     def __init__(self) -> None:
         self._before = self._inside = 0

@@ -1,7 +1,7 @@
 """Measures how long a rank waits for messages and for collectives while the other ranks compute.
 
-Between idle ranks a message takes less time: a sender that computes meanwhile shares its processor, or the cores of its
-device, with the communication.
+A message between idle ranks is faster than a message between computing ranks: a sender that computes shares its
+processor, or the cores of its device, with the communication.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
 from megatron.zero_bubble.schedule import Placement
 
 _IDLE_TRIPS = 7
-"""Number of round trips between idle ranks, whose median counts."""
+"""Number of round trips between idle ranks; their median is used."""
 _BUSY_TRIPS = 16
-"""Number of messages of a computing rank in each direction. Their mean counts, because a plan loses every wait."""
+"""Number of messages of a computing rank in each direction. Their mean is used, because every wait delays a step."""
 _COLLECTIVES = 16
-"""Fewest measured collectives; each rank waits in at least one."""
+"""Least number of measured collectives; each rank waits in at least one of them."""
 _PRODUCTS = 1000
-"""Matrix products with which a rank is busy, as small as operations of a model: about 5 ms on a CPU core."""
+"""Number of matrix products that keep a rank busy, as small as a model's operations: about 5 ms on a CPU core."""
 
 
 def measure_edges(
@@ -55,7 +55,7 @@ def measure_edges(
 
 
 def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, begins: bool, busy: bool) -> float:
-    """Milliseconds of a message between this rank and `peer`; both ranks call it, and one of them begins."""
+    """Measure the milliseconds of a message between this rank and `peer`; both ranks call this function."""
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
     trips = [_round_trip(communicator, peer, message, spec, begins=begins) for _ in range(_IDLE_TRIPS)]
     idle = statistics.median(trips) / 2
@@ -81,7 +81,7 @@ def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, be
 def _round_trip(
     communicator: Communicator, peer: int, message: torch.Tensor, spec: TensorSpec, *, begins: bool
 ) -> float:
-    """Milliseconds from here to `peer` and back, or the other way round."""
+    """Measure the milliseconds of a round trip between this rank and `peer`; the rank with `begins` sends first."""
     answer = communicator.receive(peer, spec)
     start = time.perf_counter()
     if begins:
@@ -97,12 +97,12 @@ def _round_trip(
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
     """Measure the milliseconds of the collective after S on a rank that waits for its result.
 
-    A collective call of the whole job, with the same result on every rank. The collective gathers three numbers a token
-    and sums up a message. It runs in the lane, as in a training.
+    A collective call of the whole job, with the same result on every rank. The collective gathers three numbers a
+    token, sums a message over the ranks, and runs in the lane, as in a training.
 
     Args:
-        collectives: of the ranks of a pipeline.
-        spec: the message between stages, [..., hidden].
+        collectives: collectives of this pipeline's ranks.
+        spec: shape and type of the message between stages, of shape [..., hidden].
     """
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
     numbers = torch.zeros(3, message.numel() // spec.shape[-1], device=spec.device)

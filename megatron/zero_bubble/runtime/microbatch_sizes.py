@@ -13,11 +13,11 @@ _TOKENS = ("tokens", "input_ids", "text", "labels", "position_ids")
 
 
 def size_of(item: Any) -> MicrobatchSize | None:
-    """The size of a microbatch; None if its data has no known field.
+    """Return the size of a microbatch; None if its data has no known field.
 
     Lengths of packed sequences are read from `cu_seqlens`. With an `attention_mask` of shape `[batch, sequence]`, only
-    tokens that are not padding count. Without both, the size is that of the first tensor of token numbers, of shape
-    `[batch, sequence]`.
+    tokens that are not padding count. Without `cu_seqlens` and a two-dimensional `attention_mask`, the size is the
+    shape `[batch, sequence]` of the first tensor of token ids.
 
     Args:
         item: a mapping with Megatron's or Hugging Face's names, such as `tokens` or `input_ids`, or a sequence of

@@ -1,4 +1,4 @@
-"""Collects the measured operations of each step on one rank and passes them to all that need them."""
+"""Collects the measured operations of each step on one rank and passes them to the functions that use them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ Sink = Callable[[int, Sequence[MeasuredOp]], None]
 class StepObserver:
     """Gives the executor a recorder for every training step and passes the measured operations to `sinks`.
 
-    A GPU lags the process that feeds it, and would idle if the process waited for it between two steps. The times of a
-    step are therefore read once the GPU has finished the step, which is checked after each operation of the next step.
+    A GPU runs behind the process that launches its work, and would idle if the process waited for it between two steps.
+    The times of a step are therefore read once the GPU has finished the step, which is checked after each operation of
+    the next step.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -27,7 +28,7 @@ class StepObserver:
         self.sinks: list[Sink] = []
 
     def start(self, step: int, meter: MemoryMeter | None = None) -> OpRecorder:
-        """Return the recorder for `step`; a `meter` measures memory, too."""
+        """Return the recorder for `step`; with a `meter`, the recorder also measures memory."""
         self.stop()
         self._take_in_what_is_over()
         recorder = OpRecorder(self._clock, meter, self._take_in_what_is_over)
@@ -46,14 +47,14 @@ class StepObserver:
             self._take_in()
 
     def take_mean(self) -> StepTime:
-        """Return the mean time of the steps since the last call; zeros if there was none. Waits for the GPU."""
+        """Return the mean time of the steps since the last call; zeros if there was no step. Waits for the GPU."""
         self.flush()
         times, self._times = self._times, []
         count = max(1, len(times))
         return StepTime(sum(time.span for time in times) / count, sum(time.work for time in times) / count)
 
     def lag(self) -> float:
-        """Return by how many seconds recorded times lag the host's monotonic clock. Waits for the GPU."""
+        """Return the seconds by which recorded times lag the host's monotonic clock. Waits for the GPU."""
         self.flush()
         return self._clock.lag()
 

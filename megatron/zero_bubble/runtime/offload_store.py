@@ -15,18 +15,19 @@ from megatron.zero_bubble.runtime.copy_lane import CopyLane, CopyPair, HostBuffe
 from megatron.zero_bubble.schedule.kinds import OpKind
 
 SMALLEST = 4096
-"""Bytes of a storage below which it stays on the device."""
+"""Fewest bytes of a storage that is copied to the host; smaller storages stay on the device."""
 _SAMPLES = 256
-"""Copies of a kind and chunk whose times are kept."""
+"""Number of most recent copies of each kind and chunk whose times are kept."""
 
 
 class OffloadStore:
     """Activations of one pipeline rank that its schedule offloads, by model chunk and microbatch.
 
     Within `forward`, autograd's saved tensors are replaced by entries of this store. Each storage is copied once,
-    however many views and tensors of it are saved. Parameters, other tensors that collect a gradient, those that the
-    caller keeps anyway, and small ones stay. `release` ends the life of the storages on the device, `bring_back` makes
-    new ones, and a backward that has waited with `wait_until_back` finds tensors of the same sizes and strides in them.
+    however many views and tensors of it are saved. Parameters, other tensors that collect a gradient, tensors that the
+    caller keeps anyway, and small tensors stay on the device. `release` frees the storages on the device, and
+    `bring_back` allocates new storages. After `wait_until_back`, a backward finds tensors of the same sizes and strides
+    in the new storages.
 
     Args:
         lane: the host link.
@@ -40,7 +41,7 @@ class OffloadStore:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that has been allocated so far."""
+        """Bytes of host memory that have been allocated so far."""
         return self._buffers.num_bytes
 
     @contextmanager
@@ -66,13 +67,13 @@ class OffloadStore:
         self._wait(self._bundles[chunk, microbatch])
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Release the activations on the device. A storage that something else uses as well stays."""
+        """Release a microbatch's activations on the device. A storage that is also used outside of this store stays."""
         for storage in self._bundles[chunk, microbatch].storages:
             if not storage.release():
                 self._give_back(storage)
 
     def bring_back(self, chunk: int, microbatch: int) -> None:
-        """Allocate the released tensors again, and queue their copy back."""
+        """Allocate the released storages on the device again, and queue the copies from the host."""
         bundle, pairs = self._bundles[chunk, microbatch], []
         for storage in bundle.storages:
             if storage.device is None:
@@ -99,11 +100,11 @@ class OffloadStore:
         return 0 if bundle is None else bundle.device_bytes()
 
     def times(self, kind: OpKind, chunk: int) -> list[float]:
-        """Return the seconds of the last copies of D or H."""
+        """Return the seconds of the last copies that one kind of operation, D or H, made for a chunk."""
         return [copy.seconds() for copy in self._copies[kind, chunk]]
 
     def left(self) -> list[tuple[int, int]]:
-        """Return (chunk, microbatch) of all activations that are still here."""
+        """Return (chunk, microbatch) of all activations that the store still holds."""
         return list(self._bundles)
 
     def clear(self) -> None:
@@ -132,7 +133,7 @@ class OffloadStore:
 
 
 class _Storage:
-    """A storage that autograd has saved tensors of: on the device, on the host, or while it is copied on both."""
+    """A storage of tensors saved by autograd: on the device, on the host, or on both while the storage is copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.place = tensor.device
@@ -140,7 +141,7 @@ class _Storage:
         self.host: torch.Tensor | None = None
 
     def release(self) -> bool:
-        """Let go of the storage on the device; False if something else uses it, so that it stays."""
+        """Free the storage on the device; return False if the storage stays because something else uses it."""
         assert self.device is not None
         reference = StorageWeakRef(self.device.untyped_storage())
         self.device = None
@@ -151,7 +152,7 @@ class _Storage:
 
 
 class _Saved(NamedTuple):
-    """A tensor of a storage."""
+    """A saved tensor, as a view of a `_Storage`."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -167,7 +168,7 @@ class _Bundle:
         self.storages: list[_Storage] = []
         """The storages that D releases; empty until F has ended."""
         self.copy: PendingCopy | None = None
-        """The last copy, until the rank has waited for it."""
+        """The last copy of the storages; None once the rank has waited for this copy."""
         self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept if tensor is not None)
         self._collected: dict[int, weakref.ref[_Storage]] = {}
         self._staying: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -198,7 +199,7 @@ class _Bundle:
         return _Saved(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def close(self) -> None:
-        """Find the storages that autograd still holds at the end of F: without a gradient nothing is."""
+        """Find the storages that autograd still holds at the end of F; without a gradient, autograd holds none."""
         self.storages = [entry for known in self._collected.values() if (entry := known()) is not None]
         self._collected.clear()
 

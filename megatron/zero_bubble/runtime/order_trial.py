@@ -11,25 +11,27 @@ from megatron.zero_bubble.schedule import ScheduleError
 SMALL_GAIN = 1.05
 """Largest predicted gain over megatron-core's own order for which both orders are measured."""
 WORTHWHILE = 1.005
-"""Least measured gain for which the planned order goes on."""
+"""Least measured gain for which the run continues with the planned order."""
 
 
 @dataclass(frozen=True)
 class OrderTrial:
-    """A few steps of megatron-core's own order, after which the faster order goes on.
+    """A trial of megatron-core's own order for a few steps; the run then continues with the faster order.
 
     Attributes:
+        num_microbatches: number of microbatches of the steps before the trial.
         own: the schedules of megatron-core's own order.
         planned: the schedules of the planned order.
         planned_span: milliseconds of a step in the planned order.
     """
 
+    num_microbatches: int
     own: RunSchedules
     planned: RunSchedules
     planned_span: float
 
     def result(self, own_span: float) -> TrialResult:
-        """The result, for the measured milliseconds of a step in megatron-core's own order."""
+        """Return the result of the trial, for the measured milliseconds of a step in megatron-core's own order."""
         return TrialResult(self.own.name, own_span, self.planned_span)
 
 
@@ -43,7 +45,7 @@ class TrialResult:
 
     @property
     def keeps_planned(self) -> bool:
-        """Whether the planned order is faster by the factor `WORTHWHILE`."""
+        """Whether the planned order is faster by at least the factor `WORTHWHILE`."""
         return self.planned_span * WORTHWHILE <= self.own_span
 
     def __str__(self) -> str:
@@ -52,10 +54,11 @@ class TrialResult:
 
 
 def own_order(plan: RunSchedules, num_microbatches: int) -> RunSchedules | None:
-    """The schedules of megatron-core's own order for the layout of a plan.
+    """Return the schedules of megatron-core's own order for the layout of a plan.
 
     Returns:
-        The schedules; None if megatron-core has no such order, or it does not fit in the memory limit of the plan.
+        The schedules; None if the plan's schedule was read from a file, megatron-core has no order for this layout, or
+        its order does not fit in the plan's memory limit.
     """
     request = in_megatrons_order(plan.request)
     if plan.given is not None or request is None:

@@ -1,8 +1,8 @@
-"""Measures how far a forward and a backward that run as one are shorter than one after the other.
+"""Measures how much time a forward and a backward save if they run as one operation.
 
-Exchanges of tokens between experts pass while the other operation computes only where the device can do both: a GPU
-with a stream for each, but not a CPU, whose exchanges take processor time. Nothing is assumed: the duration of pairs is
-compared with the sum of their parts.
+In a pair, exchanges of tokens between experts can overlap with computation on a GPU, which has a stream for each, but
+not on a CPU, where exchanges take processor time. No overlap is assumed: the duration of a pair is compared with the
+sum of the durations of its parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
 from megatron.zero_bubble.schedule.pairs import pairs
 
 LEAST_GAIN = 0.02
-"""A pair that is shorter than its parts by less than this share of their time counts as no shorter."""
+"""A pair that saves less than this share of the time of its forward and its backward counts as saving nothing."""
 
 _Times = Mapping[tuple[int, OpKind], float]
 """Chunk and kind -> milliseconds."""
@@ -27,23 +27,23 @@ class PairTime(NamedTuple):
     """The pairs in which a chunk takes part, compared with the same operations one after the other."""
 
     hidden: float = 0.0
-    """Mean share of the exchanges that passes while the other operation computes, from 0 to 1."""
+    """Mean share of the exchange time that overlaps with the other operation's computation, from 0 to 1."""
     together: float = 0.0
-    """Milliseconds of one pair of each kind, added up."""
+    """Sum of the milliseconds of one pair of each kind."""
     apart: float = 0.0
-    """Milliseconds of the same operations one after the other."""
+    """Sum of the milliseconds of the same forwards and backwards, run one after the other."""
 
 
 NO_PAIRS = PairTime()
 
 
 def hidden_share(apart: float, together: float, exchanged: float) -> float:
-    """The share of the exchanges of a forward and a backward that passes while the other computes, from 0 to 1.
+    """Return the share of a pair's exchange time that overlaps with computation, from 0 to 1.
 
     Args:
-        apart: milliseconds of both, one after the other.
-        together: milliseconds of both as one operation.
-        exchanged: the part of `apart` in which they exchange tokens.
+        apart: milliseconds of the forward and the backward, one after the other.
+        together: milliseconds of the forward and the backward as one operation.
+        exchanged: the part of `apart` in which tokens are exchanged between experts.
     """
     hidden, most = apart - together, min(exchanged, apart - exchanged)
     if most <= 0 or hidden < LEAST_GAIN * apart:
@@ -56,7 +56,7 @@ class PairTimes:
 
     def __init__(self) -> None:
         self._samples: dict[tuple[int, int, OpKind], list[float]] = defaultdict(list)
-        """Milliseconds of pairs, by the chunks of the forward and of the backward, and the kind of the latter."""
+        """(chunk of the forward, chunk of the backward, kind of the backward) -> milliseconds of each such pair."""
 
     def add(self, ops: Sequence[MeasuredOp]) -> None:
         """Add the pairs of one step."""
@@ -67,12 +67,12 @@ class PairTimes:
     def of_chunk(
         self, chunk: int, times: _Times, exchanged: _Times, center: Callable[[Sequence[float]], float]
     ) -> PairTime:
-        """Compare the pairs of a chunk with their parts.
+        """Compare the pairs of a chunk with the same operations run alone.
 
         Args:
             times: times of the operations that ran alone.
             exchanged: parts of `times` in which the operations exchange tokens between experts.
-            center: computes one time from the samples.
+            center: computes one time from the samples, such as their median.
         """
         shares, together, apart = [], 0.0, 0.0
         for (forward, backward, kind), samples in self._samples.items():
@@ -86,13 +86,13 @@ class PairTimes:
 
 
 def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
-    """The operations that ran alone and compute the same as a backward in a pair; none if they did not run."""
+    """Return operations that ran alone and compute the same as a backward in a pair; empty if there are none."""
     results = KINDS[kind].makes
     same = [(chunk, alone) for alone in BACKWARDS if KINDS[alone].makes == results and (chunk, alone) in times]
     return same[:1] or [(chunk, result) for result in results if all((chunk, each) in times for each in results)]
 
 
 def duration_ratio(measured: Sequence[PairTime]) -> float | None:
-    """How many times as long pairs take as their parts one after the other; None if no pairs were measured."""
+    """Return the time of pairs divided by the time of their parts run alone; None if no pairs were measured."""
     apart = sum(each.apart for each in measured)
     return sum(each.together for each in measured) / apart if apart else None

@@ -1,4 +1,4 @@
-"""Compares the costs that a plan was made from with the steps that ran it, and corrects them."""
+"""Compares the costs that a plan was made from with the measured steps of the plan, and corrects the costs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.zero_bubble.schedule.kinds import TIMES
 TOLERANCE = 0.05
 """Relative difference between a planned and a measured time of an operation above which costs are corrected."""
 SPAN_TOLERANCE = 0.02
-"""Relative difference between a planned and a measured time of a step above which messages are corrected."""
+"""Relative difference between a planned and a measured time of a step above which message times are corrected."""
 _MATTERS = 0.02
-"""Share of a microbatch's work below which the time of a kind of operation moves no plan."""
+"""Share of a microbatch's work below which a difference between planned and measured times is ignored."""
 _PARTS = 1024
 """Resolution of the bisection: the number of parts into which the additional time of messages is divided."""
 
 
 class Difference(NamedTuple):
-    """A time that the costs of a plan have wrong, in milliseconds."""
+    """A time, in milliseconds, that is wrong in the costs of a plan."""
 
     subject: str
     planned: float
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts:
     """Return the planned costs with the measured times of operations; memory and messages stay as they are.
 
-    The time of a kind that did not run also stays, except for R, which is taken to have changed as F has.
+    The planned time of a kind that did not run also stays, except for R, which is assumed to change in the ratio of F.
     """
     times = {
         name: tuple(new or old for new, old in zip(getattr(measured, name), getattr(planned, name), strict=True))
@@ -42,7 +42,7 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
     }
     stages = zip(measured.time_r, planned.time_r, measured.time_f, planned.time_f, strict=True)
     times["time_r"] = tuple(r or old_r * f / old_f for r, old_r, f, old_f in stages)
-    # Exchanges stay as they are, too, but remain parts of F and B.
+    # The times of exchanges stay, too, but never exceed the times of F and B, which contain them.
     exchanged = {
         part: tuple(map(min, getattr(planned, part), times[whole]))
         for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b"))
@@ -51,13 +51,13 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
 
 
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
-    """Return the costs with messages and collectives that take longer, so that the schedule takes the measured time.
+    """Return the costs with slower messages and collectives, so that the simulated schedule takes the measured time.
 
     A message between idle ranks is faster than a message of a busy rank. Also, ranks whose operations vary in duration
     wait for each other, which looks like slower messages.
 
     Args:
-        costs: with the measured times of operations.
+        costs: costs with the measured times of operations.
         schedule: the schedule that ran.
         span: measured milliseconds between the first and the last operation of the slowest rank.
     """
@@ -83,9 +83,9 @@ def _with_messages(costs: StageCosts, placement: Placement, added: float) -> Sta
 
 
 def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Difference]:
-    """Yield for each kind of operation the stage whose time the plan had most wrong, and messages.
+    """Yield the largest error of the planned times for each kind of operation, and the error for messages.
 
-    Times that deviate by at most `TOLERANCE`, or that are a negligible part of a microbatch's work, are left out.
+    Errors of at most `TOLERANCE`, and errors that are a negligible part of a microbatch's work, are left out.
     """
     matters = _MATTERS * sum(map(planned.work, range(planned.num_stages)))
     for name, kind in TIMES.items():

@@ -1,4 +1,4 @@
-"""The settings of a run's planning, and the reports about it."""
+"""The settings for planning in a run, and the reports about its plans."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class PlanningOptions:
     """Settings of a run's profiling and planning.
 
     Attributes:
-        first_step, last_step: the steps that are profiled, both included, unless a profile is given.
+        first_step, last_step: the first and the last step that are profiled, unless a profile is given.
         model: the settings of the model that the costs depend on.
-        memory_limit: None for the schedule's own.
+        memory_limit: the memory limit of the run; None for the schedule's own limit.
         profile: costs to plan with before the first step.
         threshold: relative change of a stage's time that starts planning again; 0 for never.
-        limits: bytes that the operations of every rank may need, where its layout was chosen under that limit; they
-            come before `memory_limit`.
-        megatrons: what the layout is compared with, if it was chosen in place of Megatron's split.
+        limits: bytes that the operations of every rank may need, if the layout was chosen under these limits; they
+            override `memory_limit`.
+        megatrons: the time with which reports compare, if the layout was chosen in place of Megatron's split.
         tries_own_order: whether a plan with a small predicted gain is compared with megatron-core's own order by
             running both.
     """
@@ -43,7 +43,7 @@ class PlanningOptions:
 
     @property
     def has_absolute_limit(self) -> bool:
-        """Whether the memory limit is in bytes, or all that is free, and not a multiple of the memory of 1F1B."""
+        """Whether the memory limit is in bytes or `auto`, and not a multiple of the memory of 1F1B."""
         return self.memory_limit is not None and self.memory_limit.multiple is None
 
 
@@ -53,14 +53,14 @@ class Report:
 
     prediction: Prediction
     is_new_plan: bool
-    """Whether the schedule was made from the costs; otherwise they are only used to predict."""
+    """Whether the schedule was made from the costs; otherwise the costs are only used for predictions."""
     memory_limit: tuple[float, ...] | None
-    """The memory limit of every rank, in bytes; None for the schedule's own."""
+    """The memory limit of every rank, in bytes; None for the schedule's own limit."""
     step: int
     """The last step whose times are in the costs; 0 if the costs were given."""
     differences: tuple[Difference, ...] = ()
     """Differences between measured times and the times in the costs of the previous plan."""
     ratio_of_pairs: float | None = None
-    """How many times as long F and B take as one operation as one after the other; None if that was not measured."""
+    """Time of F and B as one operation, divided by their time one after the other; None if no pairs were measured."""
     trial: TrialResult | None = None
-    """The measured times of the planned order and of megatron-core's own; None if they were not compared."""
+    """Measured times of the planned order and of megatron-core's own order; None if the two were not compared."""

@@ -1,4 +1,4 @@
-"""Creates process groups among any ranks of a job, without the others."""
+"""Creates a process group among some ranks of a job, without a call on the other ranks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 import torch.distributed as dist
 
 MAX_BLOCKS = 4
-"""Most thread blocks that a message occupies on a GPU. A receive occupies its blocks from its posting to its
-arrival."""
+"""Most thread blocks that a message occupies on a GPU. A posted receive occupies its blocks until the message has
+arrived."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """All that one member needs to create a process group together with the others."""
+    """The data from which one member creates a process group together with the other members."""
 
     name: str
     members: tuple[int, ...]
-    """Global ranks of all members, the same on each."""
+    """Global ranks of all members, the same on every member."""
     rank: int
-    """This member: an index into `members`."""
+    """Index of this member in `members`."""
     device: torch.device
     timeout: timedelta
 
 
 def connect(membership: Membership) -> Any:
-    """Create a member's backend, a `ProcessGroupNCCL` or `ProcessGroupGloo`; the members meet in the job's store.
+    """Create a member's backend, `ProcessGroupNCCL` or `ProcessGroupGloo`; members find each other in the job's store.
 
     `dist.new_group` cannot be used, because every rank of the job would have to call it for every group. With
-    `use_local_synchronization` only the members call it, but then the name of the group counts the groups of the
-    caller. Members with different numbers of groups would wait for each other for ever.
+    `use_local_synchronization` only the members call `dist.new_group`, but the name of the group then contains the
+    caller's number of groups. Members with different numbers of groups would wait for each other for ever.
     """
     rank, size = membership.rank, len(membership.members)
     store = dist.PrefixStore(membership.name, dist.distributed_c10d._get_default_store())
@@ -45,9 +45,9 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    """Return NCCL options with priority over computing, because other ranks wait, and few thread blocks.
+    """Return NCCL options with few thread blocks, and with priority over computation because other ranks wait.
 
-    The flight recorder shows the group by its name and ranks.
+    PyTorch's flight recorder shows the group by its name and ranks.
     """
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = membership.timeout

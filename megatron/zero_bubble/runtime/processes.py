@@ -1,7 +1,7 @@
-"""Makes the processes that a rank starts (loader workers, checkpoint writers) end with it, however it ends.
+"""Makes the processes that a rank starts (loader workers, checkpoint writers) end with the rank, however the rank ends.
 
 Python ends its children only when it exits regularly, and then waits for them without limit. A rank that is killed
-leaves them behind, and a child that ignores SIGTERM keeps its rank from ending.
+leaves its children behind, and a child that ignores SIGTERM keeps its rank from ending.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
     """Make the kernel send this process `death_signal` once the thread that started it is gone.
 
-    Only Linux can do this; elsewhere the call does nothing.
+    On systems other than Linux, the call does nothing.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
@@ -46,10 +46,10 @@ def tie_children() -> None:
 
 
 def end_children(patience: float = 2.0) -> None:
-    """End the daemonic children of `multiprocessing`, which Python at exit would end and wait for without limit.
+    """End the daemonic children of `multiprocessing`; at exit, Python would wait for them without limit.
 
     Args:
-        patience: seconds that all children together have after SIGTERM, before they are killed.
+        patience: seconds between SIGTERM and SIGKILL, for all children together.
     """
     children = [child for child in multiprocessing.active_children() if child.daemon]
     # torch's SIGCHLD handler raises an error in this process when a loader worker that it counts as working ends.

@@ -27,30 +27,30 @@ class ChunkCosts:
 
     stage: int
     times: Mapping[OpKind, float]
-    """Kind -> usual time. The kinds are F, B and W, or F and BW if the backward is fused. R is one if anything was
-    recomputed, and the first chunk also has the operations on the rank's vocabulary shard."""
+    """Kind -> usual time. The kinds are F, B and W, or F and BW if the backward is fused. R is also a kind if anything
+    was recomputed, and the first chunk also has the operations on the rank's vocabulary shard."""
     memory: Mapping[OpKind, float]
-    """Usual change of memory of the same kinds; for F as in `StageCosts.memory_f`, if it keeps all activations."""
+    """Kind -> usual change of memory; for F, the change if it keeps all activations, as in `StageCosts.memory_f`."""
     noise: float
-    """Largest relative spread of the times that matter: half the interquartile range over the median."""
+    """Largest relative spread of the times that are not negligible: half the interquartile range over the median."""
     inside: int = 0
     """Largest temporary memory of an operation: its peak beyond the memory in use before and after it."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
-    """Usual time of F and of B or BW in which they exchange tokens between experts, as far as that passes in pairs
-    while the other operation computes; zeros where no pairs were measured."""
+    """Kind (F, and B or BW) -> usual time of its token exchanges between experts that overlaps in pairs with the
+    computation of the other operation; 0 where no pairs were measured."""
     pairs: PairTime = NO_PAIRS
     num_blocks: int = 0
     """Number of recomputed blocks of layers; 0 if unknown."""
     copied: Mapping[OpKind, float] = field(default_factory=dict)
-    """Usual time of the copies of D and H, if anything was offloaded."""
+    """Kind (D and H) -> usual time of its copies; empty if nothing was offloaded."""
     released: float = 0
     """Bytes that D releases."""
     outside: int = 0
-    """Bytes that layers outside of these blocks hold between B and W."""
+    """Bytes that layers outside of the recomputed blocks hold between B and W."""
 
 
 _MATTERS = 0.02
-"""The part of a chunk's longest operation below which the spread of an operation's time, such as E's, moves no plan."""
+"""Share of the longest operation's time below which the spread of an operation, such as E, is ignored."""
 
 
 class Profiler:
@@ -62,15 +62,15 @@ class Profiler:
         self._times: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
         self._memory: dict[tuple[int, OpKind], list[int]] = defaultdict(list)
         self._dropped: dict[int, list[int]] = defaultdict(list)
-        """By chunk, the memory of each F whose activations were recomputed."""
+        """Chunk -> memory of each F whose activations were recomputed."""
         self._inside: dict[int, int] = defaultdict(int)
         self._exchanged: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
         self._pairs = PairTimes()
         self._within: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
-        """Times of recomputations and weight gradients within B, by chunk and kind."""
+        """(chunk, kind) -> times of recomputations (R) and weight gradients (W) that ran within B."""
 
     def add(self, ops: Sequence[MeasuredOp]) -> None:
-        """Add the operations of one step. The time of a pair is not the time of either operation."""
+        """Add the operations of one step. For a pair, only the time of both operations together is recorded."""
         self._pairs.add(ops)
         paired = {op for pair in pairs([measured.op for measured in ops]) for op in pair}
         recomputed = {(run.op.chunk, run.op.microbatch) for run in ops if run.op.kind is OpKind.R}
@@ -102,8 +102,8 @@ class Profiler:
         Args:
             center: computes one time from the samples. The median, unlike the mean, is not moved by an outlier such as
                 the first step; a schedule for microbatches that differ in length is planned with the mean.
-            recomputation: has counted the blocks of layers that are recomputed.
-            offload: has measured the copies to and from the host.
+            recomputation: the store that has counted the recomputed blocks of layers.
+            offload: the store that has measured the copies to and from the host.
         """
         chunk_costs = []
         alone = {key: center(samples) for key, samples in self._times.items()}
@@ -136,8 +136,8 @@ class Profiler:
         return chunk_costs
 
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
-        """Return the usual change of memory; for F either of an F that keeps everything, or of an F that drops plus its
-        R."""
+        """Return the usual change of memory; for F, the change by an F that keeps activations, or by a dropping F and
+        its R."""
         kept = self._memory.get((chunk, kind))
         if kept:
             return center(kept)
@@ -149,7 +149,7 @@ class Profiler:
 def _times_of_copies(
     offload: OffloadStore, chunk: int, center: Callable[[Sequence[float]], float]
 ) -> dict[OpKind, float]:
-    """Kind -> usual milliseconds of the copies of a chunk."""
+    """Return for each kind of copy, D and H, the usual milliseconds of the copies of a chunk."""
     seconds = {kind: offload.times(kind, chunk) for kind in COPIES}
     return {kind: 1000.0 * center(times) for kind, times in seconds.items() if times}
 
@@ -169,14 +169,14 @@ class MeasuredCosts(NamedTuple):
     inside: tuple[int, ...]
     """`ChunkCosts.inside` of every stage."""
     ratio_of_pairs: float | None
-    """How many times as long F and B take as one operation as one after the other; None if no pairs were measured."""
+    """Time of F and B as one operation, divided by their time one after the other; None if no pairs were measured."""
 
 
 def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
     """Gather the costs of all stages; a collective call of the whole job, with the same result on every rank.
 
-    Of the replicas of a stage (data and tensor parallelism) the largest time counts, because the pipeline waits for the
-    slowest, and the largest memory held after F, after B and after W.
+    Among the replicas of a stage (data and tensor parallelism), the largest time is taken, because the pipeline waits
+    for the slowest replica. The largest memory held after F, after B and after W is taken as well.
     """
     everyone: list[tuple[Sequence[ChunkCosts], Mapping[int, float]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (chunks, edges))
@@ -185,7 +185,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
-    """Stage -> exchange time in pairs of its fastest replica, because other replicas also wait for late replicas."""
+    """Return each stage's exchange time on its fastest replica: other replicas also wait for late replicas."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
     )
@@ -217,7 +217,7 @@ def combine_costs(
     kept = held_after(OpKind.F)
     waiting = held_after(OpKind.F, OpKind.B)
     left = held_after(OpKind.F, OpKind.B, OpKind.W)
-    # T ends what S keeps; a part of it ends in a collective between the two, where nothing is measured.
+    # T frees the memory that S keeps; a part of it is freed in a collective between S and T, which is not measured.
     softmax = [max(0.0, kept) for kept in held_after(OpKind.S)]
     by_name = {name: most(times, kind) for name, kind in TIMES.items()}
     costs = StageCosts(

@@ -26,21 +26,21 @@ class ForwardMode(Enum):
     """How a block of layers treats its activations in a forward."""
 
     KEEP = "keep"
-    """Keep the activations, and show the tensors to `RecomputationStore.keep`."""
+    """Keep the activations, and pass the block's inputs and outputs to `RecomputationStore.keep`."""
     DROP = "drop"
-    """Drop all but its input, hand over its recomputation with `RecomputationStore.put`, and run its backward inside of
-    what that returns."""
+    """Drop all activations but the block's input, pass the recomputation to `RecomputationStore.put`, and run the
+    block's backward in the context that `put` returns."""
 
 
 class RecomputationStore:
     """Dropped blocks of one pipeline rank, by model chunk and microbatch.
 
-    The executor says with `forward` whether the F that it runs drops its activations, and runs R with `recompute`.
-    Outside of such an F, `mode` is None, and a block behaves as without a zero-bubble schedule.
+    The executor runs each F inside `forward`, which says whether the F drops its activations, and runs R with
+    `recompute`. Outside of an F, `mode` is None, and a block behaves as without a zero-bubble schedule.
 
-    A chunk may have its blocks in several groups. R restores the last group, which F keeps if there is no R, and B each
-    of the others right before its backward. The weight gradients of all groups but the first run within B, so that no
-    more than one group is there at a time.
+    The blocks of a chunk may form several groups. R restores the last group; if there is no R, F keeps the last group.
+    B restores each other group right before the backward of this group. The weight gradients of all groups but the
+    first run within B, so that no more than one group is in memory at a time.
 
     Args:
         weights: where the weight gradients of the blocks are deferred.
@@ -49,11 +49,11 @@ class RecomputationStore:
     def __init__(self, weights: WeightGradStore | None = None) -> None:
         self.weights = weights or WeightGradStore()
         self.num_blocks: dict[int, int] = {}
-        """Chunk -> number of blocks of an F, once one has run."""
+        """Chunk -> number of blocks in an F; known once an F of the chunk has run."""
         self.bytes_outside: dict[int, int] = {}
-        """Chunk -> bytes that layers outside of dropped blocks hold for W, once a B has run."""
+        """Chunk -> bytes that layers outside of dropped blocks hold for W; known once a B of the chunk has run."""
         self.bytes_of_blocks = 0
-        """Bytes that the blocks through which the present B has run hold for W."""
+        """Bytes held for W by the blocks whose backward has run in the current B."""
         self.timed: Callable[[OpKind], AbstractContextManager[None]] = untimed
         """Measures the recomputations and the weight gradients of blocks that run within B."""
         self._dropped: dict[tuple[int, int], _Blocks] = {}
@@ -66,7 +66,7 @@ class RecomputationStore:
 
         Args:
             drops: whether the microbatch has an R.
-            num_groups: the groups of the chunk's blocks; no more than there are blocks are made.
+            num_groups: number of groups that the chunk's blocks form, at most the number of blocks.
         """
         assert self._current is None, "an F inside an F"
         self._current = blocks = _Blocks(self, num_groups, self.num_blocks.get(chunk), has_r=drops)
@@ -80,11 +80,11 @@ class RecomputationStore:
 
     @property
     def mode(self) -> ForwardMode | None:
-        """Whether the next block of the F keeps or drops its activations; None outside of an F."""
+        """Whether the next block of the current F keeps or drops its activations; None outside of an F."""
         return None if self._current is None or self._is_suspended else self._current.mode
 
     def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
-        """Hand over the recomputation of one block, and return the context in which its backward runs."""
+        """Store the recomputation of one block; return a function that makes the context of the block's backward."""
         assert self.mode is ForwardMode.DROP, "put() outside of an F that drops its activations"
         assert self._current is not None
         return self._current.put(recomputation)
@@ -124,7 +124,7 @@ class RecomputationStore:
         return list(self._dropped)
 
     def clear(self) -> None:
-        """Forget everything that is dropped, without recomputing it."""
+        """Forget all dropped blocks without recomputing them."""
         self._dropped.clear()
 
 
@@ -137,12 +137,11 @@ class _Blocks:
         self._usual_number = usual_number
         self._has_r = has_r
         self._dropped: dict[int, Recomputation] = {}
-        """Number of a block -> its recomputation, until that has run."""
+        """Number of a block -> its recomputation; removed when the recomputation runs."""
         self._entered: tuple[int, int] | None = None
-        """The block that backward has entered last, and how many weight gradients B had put before; None once it has
-        left it."""
+        """Number of the block whose backward runs, and number of weight gradients put before; None between blocks."""
         self.number = 0
-        """How many blocks the F has run; in the end, all."""
+        """Number of blocks that the F has run so far."""
 
     @property
     def mode(self) -> ForwardMode:
@@ -150,7 +149,7 @@ class _Blocks:
             return ForwardMode.DROP
         if self._num_groups == 1:
             return ForwardMode.KEEP
-        # Before any F has ended nobody knows which blocks are the last group: all are dropped.
+        # Before any F has ended, the blocks of the last group are unknown: all blocks are dropped.
         is_last = self._usual_number is not None and self.number >= self._starts(self._usual_number)[-1]
         return ForwardMode.KEEP if is_last else ForwardMode.DROP
 
@@ -182,14 +181,14 @@ class _Blocks:
         self._leave(number)
 
     def restore_group(self) -> None:
-        """Run the forwards of the last group that has dropped blocks, in their order."""
+        """Run the forwards of the last group that has dropped blocks, in the order of the blocks."""
         last = max(self._dropped, default=0)
         first = max(start for start in self._starts(self.number) if start <= last)
         for number in sorted(number for number in self._dropped if number >= first):
             self._dropped.pop(number)()
 
     def _starts(self, number: int) -> list[int]:
-        """Index of the first block of each group."""
+        """Return the index of the first block of each group."""
         groups = max(1, min(self._num_groups, number))
         return [number * group // groups for group in range(groups)]
 
@@ -202,7 +201,7 @@ class _Blocks:
             self._leave_entered()
 
     def _leave_entered(self) -> None:
-        """Run the weight gradients of the block that backward has left, unless it is of the first group."""
+        """Run the weight gradients of the block that backward has left, unless the block is in the first group."""
         if self._entered is None:
             return
         (number, num_put), self._entered = self._entered, None
@@ -217,7 +216,7 @@ class _Blocks:
 
 
 def _call_with_gradient(tensors: Sequence[Any], function: Callable[[torch.Tensor], None]) -> None:
-    """Have `function` called once the gradient of the first of these tensors that needs one is complete."""
+    """Call `function` with the complete gradient of the first of these tensors that requires a gradient."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(function)

@@ -22,11 +22,11 @@ class Clock(Protocol):
     def mark(self) -> Any: ...
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Return the times at which the marks were reached, in their order; may wait until they are."""
+        """Return the times at which the marks were reached, in their order; may wait until all marks are reached."""
         ...
 
     def lag(self) -> float:
-        """Return by how many seconds the results of `seconds` lag the host's clock; may wait for the computation."""
+        """Return the seconds by which results of `seconds` lag the host's clock; may wait for the computation."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
@@ -93,9 +93,9 @@ class MeasuredOp:
     """One operation that a rank ran; `start` and `end` are in seconds and exclude the wait for its inputs.
 
     `held` is the change of memory, in bytes, that the operation left behind; None unless memory was measured. `inside`
-    is its temporary memory: the peak beyond the memory in use before and after it. `exchanged` are the seconds in which
-    it exchanged tokens between experts, and `within` those that the recomputations and the weight gradients of blocks
-    took that ran within it.
+    is the operation's temporary memory: the peak beyond the memory in use before and after the operation. `exchanged`
+    are the seconds in which the operation exchanged tokens between experts. `within` has the seconds of the
+    recomputations and weight gradients of blocks that ran within the operation.
     """
 
     op: Op
@@ -129,7 +129,7 @@ class _MemoryUse(NamedTuple):
 
 
 class OpRecorder:
-    """Records the operations of one step: the executor calls `begin` and `end`, the owner `take`.
+    """Records the operations of one step: the executor calls `begin` and `end`, and the recorder's owner calls `take`.
 
     `after_op` is called after each recorded operation.
     """
@@ -144,24 +144,24 @@ class OpRecorder:
         self._ops: list[tuple[tuple[Op, ...], _MemoryUse]] = []
         self._marks: list[Any] = []
         self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
-        """Number of an operation, a kind of work in it or None for an exchange of tokens, and the marks at its start
-        and end."""
+        """Parts of operations: number of the operation, kind of the part (None for an exchange of tokens), and the
+        marks at the part's start and end."""
 
     def begin(self, op: Op) -> None:
-        """Note that the inputs of `op` are there and it starts to compute."""
+        """Note that the inputs of `op` have arrived and that `op` starts to compute."""
         if self._meter is not None and op.kind not in POST_VALIDATION:
             self._meter.begin(op)
         self._begun = self._clock.mark()
 
     def end(self, *ops: Op) -> None:
-        """Note that the operation, or several that run as one, has computed (on a GPU: has been launched)."""
+        """Note that the operation, or several operations run as one, are complete (on a GPU: launched)."""
         self._marks += (self._begun, self._clock.mark())
         metered = self._meter is not None and ops[0].kind not in POST_VALIDATION
         self._ops.append((ops, self._memory_use(ops, self._meter) if self._meter and metered else _MemoryUse(None)))
         self._after_op()
 
     def timed_exchange(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that exchanges tokens between experts, timed as a part of the operation that calls it."""
+        """Wrap a function that exchanges tokens between experts, to time it as a part of the calling operation."""
 
         def run(*arguments: Any) -> Any:
             begin = self._clock.mark()
@@ -173,21 +173,21 @@ class OpRecorder:
 
     @contextmanager
     def timed_within(self, kind: OpKind) -> Iterator[None]:
-        """Time work of this kind, in the `with` block, as a part of the operation that does it."""
+        """Time the work in the `with` block, which is of kind `kind`, as a part of the current operation."""
         begin = self._clock.mark()
         yield
         self._parts.append((len(self._ops), kind, begin, self._clock.mark()))
 
     def num_reached(self) -> int | None:
-        """Count the beginnings and ends that a GPU has passed; None without a GPU. Any thread may ask."""
+        """Count the starts and ends of operations that a GPU has passed, from any thread; None without a GPU."""
         return self._clock.num_reached(self._marks) if self._marks else None
 
     def is_over(self) -> bool:
-        """Tell whether all recorded operations have computed, so that `take` does not wait."""
+        """Return whether all recorded operations are complete, so that `take` does not wait."""
         return not self._marks or self._clock.num_reached(self._marks[-1:]) != 0
 
     def take(self) -> list[MeasuredOp]:
-        """Return the operations recorded since the last call; waits until they have computed."""
+        """Return the operations recorded since the last call; waits until these operations are complete."""
         seconds = self._clock.seconds(self._marks)
         intervals = zip(seconds[::2], seconds[1::2], strict=True)
         parts: dict[int, dict[OpKind | None, float]] = defaultdict(lambda: defaultdict(float))
@@ -219,7 +219,7 @@ def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp
 def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
     """Split a measurement equally among operations that ran as one; `inside` is not split.
 
-    All of the time of a pair is its backward's, as in a simulation.
+    The whole time of a pair is assigned to its backward, as in a simulation.
     """
     if ops[-1].kind in PAIRED:
         forward, backward = ops
@@ -238,7 +238,7 @@ class StepTime:
     """Seconds that one step took on one rank."""
 
     span: float
-    """From the first operation to the last."""
+    """Time from the start of the first operation to the end of the last operation."""
     work: float
     """Time of computing within the span."""
 
@@ -246,7 +246,8 @@ class StepTime:
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
     """Compute span and work of a step that ran at least one operation.
 
-    Neither includes the optimizer's work. An operation that ran twice, after a failed validation, counts once as work.
+    Span and work exclude the optimizer's work. An operation that ran twice, after a failed validation, counts once as
+    work.
     """
     computed = {measured.op: measured for measured in ops if measured.op.kind not in POST_VALIDATION}
     last = max(measured.end for measured in computed.values())

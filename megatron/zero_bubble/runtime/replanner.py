@@ -1,4 +1,4 @@
-"""Measures the costs of a run over some steps, plans a schedule from them, and plans again when they prove wrong."""
+"""Measures a run's costs over some steps, plans a schedule from the costs, and plans again if the costs prove wrong."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from megatron.zero_bubble.schedule.pairs import PAIRED, half_apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 _DRIFT_STEPS = 20
-"""Steps between two checks for drift of the times."""
+"""Number of steps between two checks for drift of the times."""
 CHECK_AFTER = 8
 """Steps between a plan from measured costs and its check against the steps that ran it."""
 _UNSETTLED = 2
-"""The first steps with a new plan, which are not compared with it."""
+"""Number of first steps with a new plan that are not compared with the plan."""
 _WORTHWHILE = 0.005
 """Minimum relative gain for which a corrected plan replaces the running plan."""
 
@@ -45,10 +45,10 @@ class Replanner:
     """Decides between two steps which plan the run continues with.
 
     Args:
-        plan: the plan that the run starts with; it is replaced by one made from costs if it adapts to costs.
+        plan: the plan that the run starts with; a plan that adapts to costs is replaced by a plan made from costs.
         measured: the measured costs of the run.
         report: called with each decision, on every rank.
-        device: where the ranks compute, whose free memory is the limit `auto`.
+        device: the device of the ranks, whose free memory determines the memory limit `auto`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Replanner:
         self._checked: list[Sequence[MeasuredOp]] = []
         """The operations of the steps that are compared with the plan, on this rank."""
         self._checked_numbers: set[int] = set()
-        """Numbers of microbatches of these steps."""
+        """Numbers of microbatches of the steps that are compared with the plan."""
         self._current = plan
         """The plan that was made from the present profile."""
         self._planned_for: set[int] = set()
@@ -84,11 +84,11 @@ class Replanner:
 
     @property
     def profile(self) -> Profile | None:
-        """The costs that the present plan was made from; None if it was made without."""
+        """The costs that the present plan was made from; None if the plan was made without costs."""
         return self._profile if self._planned_for else None
 
     def let_microbatches_differ(self) -> None:
-        """Plan for the mean of the measured costs, and compare no steps, because microbatches have other shapes."""
+        """Plan for the mean of the measured costs, and do not try megatron-core's own order: microbatch shapes vary."""
         self._measured.center = statistics.fmean
         self._options = replace(self._options, tries_own_order=False)
 
@@ -96,11 +96,10 @@ class Replanner:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
     def to_measure(self, schedule: Schedule) -> Schedule:
-        """Return the schedule that measures all costs, as long as they are not known.
+        """Return a variant of `schedule` that measures all costs, or `schedule` itself once the costs are known.
 
-        The schedule has an R on every stage of a model that recomputes, copies on every stage if offload is allowed,
-        and single forwards and backwards of every chunk beside pairs. `to_measure` is called for every schedule that
-        runs.
+        The variant has an R on every stage of a model that recomputes, copies on every stage if offload is allowed, and
+        single forwards and backwards of every chunk beside pairs. `to_measure` is called for every schedule that runs.
         """
         self._groups[schedule.num_microbatches] = schedule.groups
         if self._profile is not None:
@@ -119,10 +118,13 @@ class Replanner:
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
+        if self._trial is not None:  # it ends without a result
+            self._trial, self._check_at = None, 0
+            self._checked.clear()
         return self._decide(num_microbatches)
 
     def after_step(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan if profiling has just ended or the times have drifted, else None; a collective call."""
+        """Return the next plan after profiling, a check, a trial or drift; None keeps the plan. A collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
@@ -130,16 +132,15 @@ class Replanner:
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
         if not self._current.schedule(num_microbatches).kinds.isdisjoint(PAIRED):
-            return None  # of pairs only the time of both is measured
+            return None  # operations in pairs are not measured separately
         if self._is_checked(step):
             self._checked_numbers.add(num_microbatches)
         if step == self._check_at:
-            is_comparable = self._checked_numbers == {num_microbatches}
             if self._trial is not None:
-                return self._end_trial(num_microbatches, is_comparable=is_comparable)
-            if is_comparable:
+                return self._end_trial(self._trial)
+            if self._checked_numbers == {num_microbatches}:
                 return self._check(num_microbatches)
-        if self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
+        if self._trial is None and self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
             return self._look_for_drift(step, num_microbatches)
         return None
 
@@ -160,7 +161,7 @@ class Replanner:
         return self._measured.profile(self._options.model, self._groups.get(num_microbatches, ()), center)
 
     def _decide(self, num_microbatches: int) -> RunSchedules | None:
-        """Make and report the plan from the present profile; return None if the run goes on with the one it has."""
+        """Make and report the plan from the present profile; return None if the run keeps its plan."""
         plan, limit = self._planned(num_microbatches)
         self._adopt(plan, num_microbatches)
         schedule = plan.schedule(num_microbatches)
@@ -197,7 +198,7 @@ class Replanner:
         self._planned_for.add(num_microbatches)
 
     def _check(self, num_microbatches: int) -> RunSchedules | None:
-        """Compare the plan with the steps that ran it, correct it, and try megatron-core's own order if that may win.
+        """Compare the plan with measured steps, correct it, and try megatron-core's own order if that may be faster.
 
         A collective call.
         """
@@ -206,15 +207,15 @@ class Replanner:
         return self._begin_trial(span, num_microbatches) or new
 
     def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
-        """Where the plan had times wrong, correct them and plan again; a collective call.
+        """Correct the times that the plan's costs had wrong, and plan again; a collective call.
 
-        The plan stays unless the corrected one is faster at the corrected costs.
+        The running plan stays unless the new plan is faster at the corrected costs.
 
         Args:
             span: measured milliseconds of a step.
 
         Returns:
-            The new plan, if there is one, and the milliseconds of a step with the plan that goes on.
+            The new plan, or None if the running plan stays, and the milliseconds of a step with the plan that is kept.
         """
         old, running = self._profile, self._current.schedule(num_microbatches)
         assert old is not None
@@ -239,7 +240,7 @@ class Replanner:
         return (plan, span * after / before) if is_new else (None, span)
 
     def _begin_trial(self, span: float, num_microbatches: int) -> RunSchedules | None:
-        """Return megatron-core's own order if it is to be tried, else None.
+        """Begin a trial of megatron-core's own order and return this order, or return None if no trial is worthwhile.
 
         Args:
             span: milliseconds of a step with the current plan.
@@ -251,32 +252,28 @@ class Replanner:
         own = own_order(planned, num_microbatches) if gain < SMALL_GAIN else None
         if own is None:
             return None
-        self._trial = OrderTrial(own, planned, span)
+        self._trial = OrderTrial(num_microbatches, own, planned, span)
         self._check_at += CHECK_AFTER
         self._checked_numbers.clear()
         return own
 
-    def _end_trial(self, num_microbatches: int, *, is_comparable: bool) -> RunSchedules | None:
-        """Go on with the faster order; a collective call.
+    def _end_trial(self, trial: OrderTrial) -> RunSchedules | None:
+        """Return the planned order if the run continues with it, else None; a collective call.
 
-        Args:
-            is_comparable: whether all steps of the trial had as many microbatches as the steps before; otherwise the
-                planned order goes on.
+        Steps with other numbers of microbatches are not comparable: the run then continues with the planned order.
         """
-        trial, self._trial = self._trial, None
-        old = self._profile
-        assert trial is not None
+        old, self._trial = self._profile, None
         assert old is not None
-        if not is_comparable:
+        if self._checked_numbers != {trial.num_microbatches}:
             self._checked.clear()
             return trial.planned
         result = trial.result(self._measured.add_checked(self._checked))
         self._step = self._check_at
+        measured = self._measure(trial.num_microbatches, statistics.fmean)
         if not result.keeps_planned:
-            measured = self._measure(num_microbatches, statistics.fmean)
             self._profile = replace(old, costs=with_measured_times(old.costs, measured.costs))
             self._plan = self._current = trial.own
-        prediction = self.predict(self._current.schedule(num_microbatches))
+        prediction = self.predict(self._current.schedule(trial.num_microbatches))
         if result.keeps_planned:
             # The measured ratio of both orders replaces the predicted ratio.
             milliseconds = prediction.milliseconds * result.own_span / result.planned_span
@@ -291,9 +288,9 @@ class Replanner:
         return Prediction(self._profile, schedule, self._plan.recompute, self._megatrons)
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Measure the times again and plan again if they have changed by more than the threshold.
+        """Measure the times again, and plan again if the times have changed by more than the threshold.
 
-        All ranks compare the same two profiles and so decide alike.
+        All ranks compare the same two profiles and therefore make the same decision.
         """
         old, new = self._profile, self._measure(num_microbatches)
         assert old is not None

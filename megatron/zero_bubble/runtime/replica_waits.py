@@ -15,25 +15,25 @@ from megatron.zero_bubble.runtime.recorder import Clock
 
 @dataclass(frozen=True)
 class Waits:
-    """Mean seconds an iteration that each replica waited for others."""
+    """Mean seconds per iteration for which each replica waited for other replicas."""
 
     seconds: tuple[float, ...]
 
     @property
     def slowest(self) -> int:
-        """The replica that waited least, for which the others have waited."""
+        """Index of the slowest replica, which is the replica that waited least."""
         return self.seconds.index(min(self.seconds))
 
 
 class ReplicaWaits:
     """Measures the time that this rank spends in reductions with its replicas.
 
-    The rank of a group that comes last spends only the time of the communication, which is the same for all of them.
-    Every other rank waits for the difference to its own time.
+    The last rank to arrive at a reduction spends only the time of the communication, which is the same for all ranks.
+    The waiting time of any other rank is its time in the reduction minus this communication time.
 
     Args:
-        group: the same place in all replicas of the pipeline.
-        clock: of the rank's device, so that on a GPU no measurement waits.
+        group: the ranks at the same place in all replicas of the pipeline.
+        clock: clock of the rank's device, so that a measurement on a GPU does not wait.
     """
 
     def __init__(self, group: dist.ProcessGroup, clock: Clock, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class ReplicaWaits:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Count the time of the `with` block as spent with other replicas."""
+        """Count the time of the `with` block as spent in a reduction with other replicas."""
         self._marks.append(self._clock.mark())
         yield
         self._marks.append(self._clock.mark())
@@ -55,7 +55,7 @@ class ReplicaWaits:
         self._group_sizes.append(group_size)
 
     def take(self) -> Waits | None:
-        """Return the waits since the last call; None without an iteration since. A collective call of the group."""
+        """Return the waits since the last call; None if no iteration has ended. A collective call of the group."""
         counts, sizes = self._num_marks, self._group_sizes
         # The marks of an unfinished iteration may be included.
         marks, self._marks = self._marks[: sum(counts)], self._marks[sum(counts) :]
@@ -72,7 +72,7 @@ class ReplicaWaits:
 
 
 def mean_waits(spent: Sequence[Sequence[float]], group_sizes: Sequence[int]) -> Waits:
-    """Compute waits from the seconds that each replica spent in each iteration, given the size of its groups."""
+    """Compute waits from the seconds that each replica spent in reductions in each iteration, given the group sizes."""
     totals = [0.0] * len(spent)
     for iteration, size in enumerate(group_sizes):
         for start in range(0, len(spent), size):

@@ -16,7 +16,7 @@ class Rollback(Protocol):
     """Undoes one step of a rank's torch optimizers."""
 
     def prepare(self) -> None:
-        """Begin to copy: parameters and their states do not change until the next step."""
+        """Begin to copy parameters and their states, which do not change until the next step."""
         ...
 
     def before_step(self) -> None:
@@ -26,20 +26,21 @@ class Rollback(Protocol):
     def undo(self) -> None:
         """Restore parameters, optimizer states and settings of parameter groups to their values at `before_step`.
 
-        The gradients of the step must still be there.
+        The gradients of the step must still be in memory.
         """
         ...
 
 
 def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: bool = False) -> Rollback:
-    """Make the rollback of a kind for these optimizers.
+    """Make a rollback of the given kind for these optimizers.
 
     Args:
-        optimizers: torch's, apex's or Transformer Engine's. The rollback restores the fp32 parameters that they step.
+        optimizers: optimizers of torch, apex or Transformer Engine. The rollback restores the fp32 parameters that they
+            update.
         on_host: keep the copy in pinned host memory.
 
     Raises:
-        ValueError: `inverse` for an optimizer that is not AdamW, or together with `on_host`.
+        ValueError: `kind` is `inverse`, and an optimizer is not AdamW or `on_host` is set.
     """
     if kind == "snapshot":
         return Snapshot(optimizers, on_host=on_host)
@@ -73,10 +74,10 @@ _Values = dict[str, Any]
 class Snapshot:
     """Undoes a step from a copy of all that the step changes: parameters, their states, settings of parameter groups.
 
-    Any states are copied: moments, sums, step counts as tensors or numbers, or none before the first step. The copy
-    takes the memory of parameters and states, with Adam 12 bytes for each parameter of this rank's shard, in buffers
-    that are allocated once. On a GPU the copy is made on its own stream, beside the computation of the iteration that
-    follows the last validation.
+    All optimizer states are copied: moments, sums, and step counts as tensors or numbers; before the first step there
+    are no states. The copy takes as much memory as parameters and states, with Adam 12 bytes for each parameter of this
+    rank's shard. The buffers of the copy are allocated once. On a GPU the copy is made on its own stream, beside the
+    computation of the iteration that follows the last validation.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
@@ -220,7 +221,7 @@ def _invert(
 
 @contextmanager
 def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Give parameter groups the settings of an earlier step inside the `with` block; a scheduler may have moved on."""
+    """Give parameter groups an earlier step's settings inside the `with` block; a scheduler may have changed them."""
     now = [{name: group[name] for name in earlier} for group, earlier in zip(groups, settings, strict=True)]
     for group, earlier in zip(groups, settings, strict=True):
         group.update(earlier)

@@ -24,11 +24,11 @@ class RunCosts:
     """The measured costs of a run; each rank contributes the costs of its stages.
 
     Args:
-        placement: of the run's stages.
+        placement: placement of the run's stages.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
-        measure_messages: a collective call that measures the time of messages over this rank's edges, and of a
-            collective of vocabulary shards, 0 without shards.
+        measure_messages: a collective call that measures the time of messages over this rank's edges, and the time of a
+            collective of vocabulary shards (0 without shards).
         recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
         offload: measures the copies to the host and back; None if nothing is offloaded.
     """
@@ -49,9 +49,9 @@ class RunCosts:
         self._edges: Mapping[int, float] = {}
         self._collective = 0.0
         self.center: Callable[[Sequence[float]], float] = statistics.median
-        """Makes one time of the samples of an operation."""
+        """Computes one time from the samples of an operation, such as their median."""
         self.ratio_of_pairs: float | None = None
-        """How many times as long F and B take as one operation as one after the other, in the last profile."""
+        """Time of F and B as one operation, divided by their time one after the other, in the last profile."""
 
     def send_steps_to(self, sink: Sink) -> None:
         """Call `sink` with the measured operations of every step."""
@@ -76,7 +76,7 @@ class RunCosts:
         Args:
             model: the settings of the model that the costs depend on.
             groups: number of groups of layers of each stage, in the schedule that has run.
-            center: by default the run's own.
+            center: replaces `RunCosts.center` for this profile.
         """
         self._observer.flush()
         chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
@@ -91,11 +91,12 @@ class RunCosts:
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
         """Add these steps alone to the next profile, and return their mean milliseconds on the slowest rank.
 
-        A collective call. A step takes as long as all its operations, so the mean of the steps counts, not the median.
-        The slowest step of each rank is left out, because another process may have interrupted it.
+        A collective call. The mean of the steps counts, not the median, because the time of a step contains the times
+        of all its operations. The slowest step of each rank is left out, because another process may have interrupted
+        it.
 
         Args:
-            steps: filled by a sink; empty after the call.
+            steps: the measured operations of each step; the call empties this list.
         """
         self._observer.flush()
         self._profiler = Profiler(self._placement, self._rank)

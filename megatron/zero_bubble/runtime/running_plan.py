@@ -39,7 +39,7 @@ class RunningPlan:
         self._post_validation = post_validation
         self._next_plan: RunSchedules | None = None
         self._executors: dict[tuple[int, bool, int], Executor] = {}
-        """By number of microbatches, whether forwards run alone, and level of memory."""
+        """(number of microbatches, whether only forwards run, level of memory) -> executor."""
         self._levels: dict[int, int] = {}
         """Number of microbatches -> level of memory of the last training step."""
         self._predictions: dict[tuple[int, int], Prediction] = {}
@@ -50,9 +50,10 @@ class RunningPlan:
         return self._replanner.profile if self._replanner is not None else None
 
     def before_step(self, num_microbatches: int) -> None:
-        """Replace the plan by the next one, if there is one; a collective call before every training step.
+        """Replace the plan by the next plan, if there is one; a collective call before every training step.
 
-        A plan that was made after a step is taken up only here, because until then reports are about that step.
+        A plan that was made after a step takes effect only before the next step, because reports in between describe
+        the former step.
         """
         if self._replanner is None:
             return
@@ -69,7 +70,7 @@ class RunningPlan:
             self._next_plan = self._replanner.after_step(step, num_microbatches)
 
     def let_microbatches_differ(self) -> None:
-        """Plan for the mean of the measured costs from now on, because microbatches have other shapes."""
+        """Plan for the mean of the measured costs from now on, because the shapes of microbatches vary."""
         if self._replanner is not None:
             self._replanner.let_microbatches_differ()
 
@@ -85,10 +86,11 @@ class RunningPlan:
         overlaps_reduction: bool,
         less_memory: tuple[int, Schedule] | None = None,
     ) -> Executor:
-        """Return the executor of a training step or an evaluation; a collective call where it is not made yet.
+        """Return the executor of a training step or an evaluation; a collective call if it does not exist yet.
 
         Args:
-            less_memory: level and schedule of a step that needs less memory than the run's own schedule takes.
+            less_memory: level of memory and schedule of a step whose microbatches do not fit in memory with the run's
+                own schedule.
         """
         level = less_memory[0] if less_memory else 0
         key = (num_microbatches, forward_only, level)
@@ -114,7 +116,7 @@ class RunningPlan:
         return self._executors[key]
 
     def drop_executors(self) -> None:
-        """Forget all executors, which keep the channels."""
+        """Forget all executors, which hold references to the channels."""
         self._executors = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:

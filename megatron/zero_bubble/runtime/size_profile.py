@@ -1,4 +1,4 @@
-"""Fits the times and the memory of operations to the sizes of the microbatches that they were measured with."""
+"""Fits curves to the measured times and memory of operations, as functions of the size of a microbatch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, Siz
 
 _MEMORY = {OpKind.F: "memory_f", OpKind.B: "memory_b", OpKind.W: "memory_w", OpKind.R: "memory_r"}
 _BETTER = 0.98
-"""A curve with one more term is taken only if its residual is smaller by this factor."""
+"""A curve with one more term is used only if its residual is smaller by this factor."""
 
 
 class _Sample(NamedTuple):
     size: MicrobatchSize
     milliseconds: float
     held: float | None
-    """Change of memory in bytes; None if it was not measured."""
+    """Change of memory in bytes; None if memory was not measured."""
     inside: float | None
-    """Memory in bytes that the operation needed while it ran; None if it was not measured."""
+    """Temporary memory of the operation in bytes; None if memory was not measured."""
 
 
 _Samples = dict[tuple[int, OpKind], list[_Sample]]
@@ -39,7 +39,7 @@ class SizeProfile:
     """The measured operations of a rank, with the sizes of their microbatches.
 
     Args:
-        placement: of the schedule.
+        placement: placement of the schedule.
         rank: this process's pipeline rank.
     """
 
@@ -49,11 +49,11 @@ class SizeProfile:
         self._samples: _Samples = defaultdict(list)
 
     def note(self, step: int, sizes: Sequence[MicrobatchSize]) -> None:
-        """Note the sizes of a step's microbatches, by their places in the schedule."""
+        """Note the sizes of a step's microbatches, in the order of the schedule."""
         self._sizes[step] = sizes
 
     def collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        """Add the operations of a step whose sizes were noted."""
+        """Add the operations of a step if the sizes of its microbatches were noted."""
         sizes = self._sizes.pop(step, None)
         if sizes is None:
             return
@@ -65,14 +65,14 @@ class SizeProfile:
             held: float | None = measured.held
             inside = None if held is None else measured.inside
             if kind is OpKind.F and held is not None:
-                # As much as an F that keeps everything.
+                # The sum is the memory of an F that keeps all activations.
                 held += restored.get((chunk, microbatch)) or 0
             stage = self._placement.stage_of(self._rank, chunk)
             milliseconds = (measured.end - measured.start) * 1000.0
             self._samples[stage, kind].append(_Sample(sizes[microbatch], milliseconds, held, inside))
 
     def fit(self, usual: StageCosts, gather: Callable[[_Samples], list[_Samples]]) -> SizedCosts | None:
-        """Fit curves to the samples of all ranks; a collective call of them, with the same result everywhere.
+        """Fit curves to the samples of all ranks; a collective call of all ranks, with the same result on every rank.
 
         Args:
             usual: costs of the mean microbatch, for fields without samples.
@@ -91,7 +91,7 @@ class SizeProfile:
 def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: StageCosts) -> SizedCosts | None:
     """Fit curves to samples by stage and kind; a fused backward counts half as B and half as W.
 
-    Fields of which a stage has no sample are in proportion to the number of tokens.
+    A cost for which a stage has no samples is proportional to the number of tokens.
     """
     if not samples:
         return None
@@ -118,7 +118,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """For every stage the curve of the operation that needs the most memory while it runs."""
+    """Return for every stage the curve of the operation that needs the most temporary memory."""
     curves = [Curve(0.0, 0.0, 0.0)] * num_stages
     most = [0.0] * num_stages
     for (stage, _), values in samples.items():
@@ -129,16 +129,16 @@ def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages:
 
 
 def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, float]]]) -> dict[OpKind, Curve]:
-    """Curves of all measured kinds; B and W are derived from a fused backward if they were not measured apart."""
+    """Return curves of all measured kinds; B and W come from a fused backward if they were not measured separately."""
     fitted = {kind: _fit(values) for kind, values in samples.items() if values}
     parts = [by_result({kind: curve[part] for kind, curve in fitted.items()}) for part in range(len(Curve._fields))]
     return {kind: Curve(*(part[kind] for part in parts)) for kind in parts[0]}
 
 
 def _fit(samples: Sequence[tuple[MicrobatchSize, float]]) -> Curve:
-    """The curve of least squares, whose parts all have the sign of the mean.
+    """Return the least-squares curve whose coefficients all have the sign of the samples' mean.
 
-    Of curves that fit nearly equally well, the curve with the fewest terms is taken.
+    Among curves that fit nearly equally well, the curve with the fewest terms is returned.
     """
     sign = -1.0 if fmean(value for _, value in samples) < 0 else 1.0
     features = np.array([(1.0, size.tokens, size.squares) for size, _ in samples])

@@ -35,24 +35,24 @@ class Stage(Protocol):
         ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that was passed on; backward needs only its place in the autograd graph.
+        """Free the values of an output that was passed on; a backward needs only its place in the autograd graph.
 
-        A stage that frees nothing early need not define it.
+        A stage that frees nothing early need not define this method.
         """
         return
 
     def before_inputs(self, op: Op) -> None:
         """Prepare for an F, B or BW whose message may still be under way.
 
-        A stage without anything to prepare need not define it.
+        A stage without anything to prepare need not define this method.
         """
         return
 
     def before_gradients(self, op: Op) -> None:
         """Prepare for a B, W or BW, the operations that add to parameters' gradients.
 
-        If the W of several microbatches run as one, this is called for each microbatch of each parameter.
-        A stage without anything to prepare need not define it.
+        If the W of several microbatches run as one, `before_gradients` is called for each microbatch of each parameter.
+        A stage without anything to prepare need not define this method.
         """
         return
 
@@ -76,9 +76,9 @@ class PairingStage(Stage, Protocol):
         output_tensor: torch.Tensor,
         output_grad: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a forward and the backward of another microbatch or chunk.
+        """Run a forward and the backward of another microbatch or chunk as one operation.
 
-        Returns the results of `forward` and of `backward`, whose arguments these are.
+        The arguments and results are the same as in `Stage.forward` and `Stage.backward`.
         """
         ...
 
@@ -91,7 +91,7 @@ class SteppingStage(Stage, Protocol):
         ...
 
     def validate(self) -> bool:
-        """Confirm or amend the last step; return whether this step's forwards must run again, the same on all ranks."""
+        """Confirm or amend the last step; return (equally on all ranks) whether this step's forwards must run again."""
         ...
 
     def restart(self) -> None:
@@ -102,12 +102,13 @@ class SteppingStage(Stage, Protocol):
 class VocabularyStage(Stage, Protocol):
     """A stage whose rank also has a vocabulary shard, for schedules with operations on shards.
 
-    The forward of the first stage starts from the embedding of E and EMBEDDED, and the backward of the last stage from
-    the gradient of L. The stage keeps the intermediate results that operations pass to each other, by microbatch.
+    The forward of the first stage starts from the result of E and EMBEDDED, and the backward of the last stage starts
+    from the gradient that L computes. The stage keeps the intermediate results that operations pass to each other, by
+    microbatch.
     """
 
     def run_on_shard(self, op: Op) -> None:
-        """Run an E, EW, S, L or T of this rank, whose inputs are there."""
+        """Run an E, EW, S, L or T of this rank, whose inputs have arrived."""
         ...
 
     def exchange(self, op: Op) -> None:

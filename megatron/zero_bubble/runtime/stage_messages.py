@@ -17,7 +17,7 @@ _Key = tuple[bool, int, int]
 
 
 class StageMessages:
-    """Outputs and gradients between neighbouring stages: through channels, or directly on the same rank.
+    """Passes outputs and gradients between neighbouring stages: through channels, or directly on the same rank.
 
     Args:
         schedule: says which stages are neighbours.
@@ -35,17 +35,17 @@ class StageMessages:
         self._sends: deque[PendingSend] = deque()
 
     def input_of(self, op: Op, *, is_forward: bool) -> torch.Tensor | None:
-        """Wait for the input of a forward, or the output's gradient of a backward; None if no stage sends it."""
+        """Wait for the input of a forward or the output gradient of a backward; return None if no stage sends it."""
         edge = 0 if is_forward else self._placement.num_stages - 1
         if self._stages[op.chunk] == edge:
             return None
         return self._incoming.pop((is_forward, op.chunk, op.microbatch)).wait()
 
     def hand_on(self, op: Op, tensor: torch.Tensor | None, *, is_forward: bool) -> bool:
-        """Give the result of `op` to the neighbouring stage: on the same rank at once, else by the next send.
+        """Give the result of `op` to the neighbouring stage: at once on the same rank, else with a later send.
 
         Returns:
-            Whether the result has been passed on; a send does so later, and a result that no stage needs stays.
+            Whether the result has been passed on: False if a later send passes it on, or if no stage needs it.
         """
         neighbour = self._stages[op.chunk] + (1 if is_forward else -1)
         if tensor is None or neighbour == self._placement.num_stages:
@@ -58,7 +58,7 @@ class StageMessages:
         return True
 
     def send(self, op: Op) -> torch.Tensor:
-        """Start to send the result that `op` is about, and return it."""
+        """Start to send the message of the send operation `op`, and return the message."""
         is_forward = op.kind is OpKind.SEND_FORWARD
         tensor = self._outgoing.pop((is_forward, op.chunk, op.microbatch))
         destination = self._placement.peer_of(self._rank, op)
@@ -68,7 +68,7 @@ class StageMessages:
         return tensor
 
     def receive(self, stage: Stage, op: Op) -> None:
-        """Start to receive the message that `op` is about."""
+        """Start to receive the message of the receive operation `op`."""
         source = self._placement.peer_of(self._rank, op)
         key = (op.kind is OpKind.RECV_FORWARD, op.chunk, op.microbatch)
         self._incoming[key] = self._communicator.receive(source, stage.message_spec(op))
@@ -90,7 +90,7 @@ class StageMessages:
         self._sends.clear()
 
     def left(self) -> Iterator[str]:
-        """Describe the messages that a complete step would not have left."""
+        """Describe the messages that are left at the end of a step; a correct step leaves no messages."""
         for words, messages in (("received, not used", self._incoming), ("computed, not sent", self._outgoing)):
             for _, chunk, microbatch in messages:
                 yield f"a message of microbatch {microbatch}, chunk {chunk} was {words}"

@@ -1,4 +1,4 @@
-"""Plans each step whose microbatches differ in size, once the costs of their sizes are measured."""
+"""Plans each step whose microbatches differ in size, once the costs are measured for microbatches of any size."""
 
 from __future__ import annotations
 
@@ -24,85 +24,85 @@ from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, Stage
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
 
 FIRST_STEPS = (1, 3)
-"""Steps that are measured where none are profiled."""
+"""The first and the last measured step of a run without profiled steps."""
 REFITTED_AFTER = 8
 """Steps between the first fit of costs to sizes and the second, which has more samples."""
 _WAITED = 1.0
-"""Milliseconds for which a step waits for its plan, above which planning was not hidden."""
+"""Longest wait of a step for its plan, in milliseconds, with which its planning counts as hidden."""
 
 T = TypeVar("T")
 ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
-"""Returns the sizes of a step's microbatches in the order of the data, None for one that cannot be told."""
+"""Returns the sizes of a step's microbatches in the order of the data; None for a microbatch of unknown size."""
 
 
 class Peers(Protocol):
     """The ranks that run the same steps."""
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first rank of this pipeline; return its result, or raise its `Infeasible`, on all."""
+        """Run `action` on this pipeline's first rank; return its result, or raise its `Infeasible`, on all ranks."""
         ...
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of every rank that measures the same stages or others of them."""
+        """Return the values of all ranks whose measured operations are fitted together."""
         ...
 
     def highest(self, level: int) -> int:
-        """Return the highest level of all pipelines; called on their first ranks."""
+        """Return the highest level of memory of all pipelines; called on the first rank of each pipeline."""
         ...
 
 
 @dataclass
 class OrderTimes:
-    """Sums over the steps since the last report that were planned; times in milliseconds."""
+    """Sums over the planned steps since the last report; times in milliseconds."""
 
     num_steps: int = 0
     predicted: float = 0.0
     predicted_in_data_order: float = 0.0
     planning: float = 0.0
     num_not_hidden: int = 0
-    """Steps that waited for their plan."""
+    """Number of steps that waited for their plan."""
     num_late: int = 0
-    """Further steps that took the order of an earlier one, because their own was not planned in time."""
+    """Number of steps, besides `num_steps`, that took an earlier step's order because their plan was late."""
     num_in_less_memory: int = 0
-    """Steps that ran another schedule because their microbatches did not fit."""
+    """Number of steps that ran another schedule because their microbatches did not fit in memory."""
 
 
 class StepDecision(NamedTuple):
-    """The decision of the first rank about a step."""
+    """The decision of a pipeline's first rank about a step."""
 
     sizes: list[MicrobatchSize] | None
     """Sizes of the microbatches in the order of the data; None if they are unknown."""
     places: tuple[int, ...]
     """Place in the schedule -> number of the microbatch in the data."""
     level: int = 0
-    """Above 0 if a schedule for less memory takes the place of the run's (see `plan_step`)."""
+    """Level of memory: above 0 if a schedule for less memory replaces the run's schedule (see `plan_step`)."""
     schedule: Schedule | None = None
     """The schedule for less memory; None at level 0, where the run's own schedule runs."""
     order: MicrobatchOrder | None = None
     """The order that was planned for these sizes; None for the order of the data or of an earlier plan."""
     milliseconds: float = 0.0
-    """Time of planning."""
+    """Milliseconds that planning took."""
     waited: float = 0.0
     """Milliseconds for which the step waited for its plan."""
     is_late: bool = False
-    """Whether its plan was not ready, so that it has the order of an earlier one."""
+    """Whether the plan of the step was not ready, so that the step takes the order of an earlier step."""
 
     def in_data_order(self, results: list[Any]) -> list[Any]:
-        """Results by place in the schedule, brought into the order of the data."""
+        """Return results, which are ordered by place in the schedule, in the order of the data."""
         if len(results) != len(self.places):
             return results
         return [result for _, result in sorted(zip(self.places, results, strict=True), key=lambda pair: pair[0])]
 
 
 class StepPlanner:
-    """Plans the steps of a run. Until costs are measured, and where sizes cannot be told, the order is the data's.
+    """Plans the steps of a run. Until costs are measured, or if sizes are unknown, steps keep the order of the data.
 
     Args:
-        placement: of the schedules.
+        placement: placement of the schedules.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
         measured: the first and the last step that is measured.
-        peers: the other ranks.
+        peers: communication with the other ranks.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class StepPlanner:
         self._times = OrderTimes()
         self._decides = False
         self._last_orders: dict[int, tuple[tuple[int, ...], Sequence[MicrobatchSize]]] = {}
-        """Number of microbatches -> the last order that was planned for as many, and their sizes."""
+        """Number of microbatches -> the last order planned for this number, and the sizes of its microbatches."""
         self._process: PlanningProcess | None = None
         observer.sinks.append(self._profile.collect)
 
     def measures(self, step: int) -> bool:
-        """Whether a step is measured."""
+        """Return whether `step` is measured."""
         return self._first <= step <= max(self._fits_after)
 
     def take_times(self) -> OrderTimes:
-        """Return the sums since the last call."""
+        """Return the sums over the steps since the last call."""
         times, self._times = self._times, OrderTimes()
         return times
 
@@ -137,18 +137,19 @@ class StepPlanner:
         read_sizes: ReadSizes,
         read_next_sizes: ReadSizes = lambda: (),
     ) -> StepDecision:
-        """Plan a step; a collective call of the ranks of a pipeline, and with limits of all pipelines.
+        """Plan a step; a collective call of the ranks of a pipeline, or of all pipelines if there are memory limits.
 
         Args:
-            step: its number.
-            rules: of the plan.
-            num_microbatches: of the step.
-            read_sizes: returns the sizes of its microbatches; called on the first rank.
-            read_next_sizes: returns the sizes of the next step, which is then planned while this one runs; none if
-                they are not known. Called on the first rank, too, after the other ranks have the decision.
+            step: number of the step.
+            rules: rules that the plan follows.
+            num_microbatches: number of microbatches of the step.
+            read_sizes: returns the sizes of the step's microbatches; called on the first rank.
+            read_next_sizes: returns the sizes of the next step's microbatches, or no sizes if they are unknown. The
+                next step is then planned while this step runs. `read_next_sizes` is called on the first rank, after the
+                other ranks have the decision.
 
         Raises:
-            Infeasible: the microbatches do not fit into the limits, even one after the other.
+            Infeasible: the microbatches do not fit in the memory limits, even one after the other.
         """
         decision = self._peers.on_first(lambda: self._decide(rules, num_microbatches, read_sizes()))
         if self._decides:
@@ -209,13 +210,13 @@ class StepPlanner:
         return StepDecision(known, order.places, level, schedule if level else None, order, milliseconds, waited)
 
     def _is_late(self, problem: StepProblem) -> bool:
-        """Whether the step takes an earlier order, which is safe for memory where there is no limit."""
+        """Return whether the step takes an earlier order, because its plan is not ready and memory is unlimited."""
         process, rules = self._process, problem.rules
         is_planned = process is not None and process.is_busy and process.plans(problem)
         return is_planned and rules.limits is None and len(problem.sizes) in self._last_orders
 
     def _answer(self, problem: StepProblem) -> StepPlan | Infeasible:
-        """The plan that was made ahead, if it was made for this problem; else one that is made now."""
+        """Return the plan that was made ahead for this problem, or else make a plan now."""
         if self._process is not None and self._process.plans(problem):
             answer = self._process.answer()
             if answer is not None:
@@ -226,7 +227,7 @@ class StepPlanner:
             return error
 
     def after_step(self, step: int, usual: Callable[[], StageCosts]) -> None:
-        """Fit costs to sizes after the steps that measure them; a collective call of the whole job.
+        """Fit costs to sizes after the measured steps; a collective call of the whole job.
 
         Args:
             usual: returns the costs of the mean microbatch.
@@ -237,12 +238,12 @@ class StepPlanner:
 
 
 def whole_limits(limits: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
-    """Return the bytes that operations of every rank may need, from limits on the bytes that they leave behind."""
+    """Convert each rank's limit on bytes that operations leave behind to a limit on bytes that operations need."""
     return tuple(map(add, limits, inside))
 
 
 class PlanningProcess:
-    """A process that plans one step at a time; a thread would take the interpreter from the step that runs."""
+    """A process that plans one step at a time; a thread would take Python's interpreter lock from the running step."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
@@ -258,11 +259,11 @@ class PlanningProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the process still plans."""
+        """Whether the process is still planning."""
         return self._asked is not None and not self._asked[1].done()
 
     def ask(self, problem: StepProblem) -> None:
-        """Begin to plan a step; nothing may be planned at present."""
+        """Begin to plan a step; the process must not be busy."""
         self._asked = problem, self._thread.submit(self._answer, problem)
 
     def _answer(self, problem: StepProblem) -> StepPlan | Infeasible:
@@ -270,7 +271,7 @@ class PlanningProcess:
         return cast("StepPlan | Infeasible", self._connection.recv())
 
     def plans(self, problem: StepProblem) -> bool:
-        """Whether this problem was asked last."""
+        """Return whether `problem` is the problem that was asked last."""
         return self._asked is not None and self._asked[0].is_as(problem)
 
     def answer(self) -> StepPlan | Infeasible | None:

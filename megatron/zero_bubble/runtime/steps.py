@@ -1,4 +1,4 @@
-"""The operations of one rank as the executor walks them, the profiler ranges around them, and how far it has come."""
+"""The operations of one rank in the order of the executor, their profiler ranges, and the executor's progress."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def no_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def new_range() -> Range:
-    """Choose the kind of profiler range: torch's while its profiler runs, else NVTX on a GPU, for Nsight Systems.
+    """Choose the kind of profiler range: torch's while torch's profiler runs, else NVTX on a GPU, for Nsight Systems.
 
-    torch's range takes as much time as the rest of the executor, whether or not its profiler runs. NVTX's takes none.
+    A range of torch takes as much time as the rest of the executor, even if torch's profiler is off. A range of NVTX
+    takes no time.
     """
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function
@@ -42,7 +43,7 @@ class Step(NamedTuple):
 
 
 def steps_of(groups: Iterable[tuple[Op, ...]]) -> list[Step]:
-    """Return the steps of groups of operations that run as one, in their order."""
+    """Return one `Step` for each group of operations that run as one, in the order of the groups."""
     steps: list[Step] = []
     position = 0
     for together in groups:
@@ -57,7 +58,7 @@ class StepProgress:
 
     Args:
         steps: the operations in the order in which they run.
-        num_ops: their number.
+        num_ops: number of operations.
     """
 
     def __init__(self, steps: Sequence[Step], num_ops: int) -> None:
@@ -69,19 +70,19 @@ class StepProgress:
         self._recorder: OpRecorder | None = None
 
     def start(self, recorder: OpRecorder | None) -> None:
-        """Begin a step, which `recorder` measures."""
+        """Begin a step; `recorder` measures it, if given."""
         self._recorder, self._marked, self._begun = recorder, [], -1
 
     def begin(self) -> None:
-        """Note that the inputs of the operation are there, and it starts to compute."""
+        """Note that the inputs of the current operation have arrived, and that this operation starts to compute."""
         self._begun = self.position
         self._marked.append(self.position)
 
     def reached(self) -> tuple[int, bool]:
-        """Return the index of the operation this rank is at, and whether its inputs are there; any thread may ask.
+        """Return the index of the current operation, and whether its inputs have arrived; callable from any thread.
 
-        If a recorder measures the step on a GPU, the answer is the GPU's position, because the process runs ahead of
-        it; it is then never a communication operation.
+        If a recorder measures the step on a GPU, the result is the GPU's position, because the process runs ahead of
+        the GPU. The GPU's position is never a communication operation.
         """
         launched = self.position
         reached = self._recorder.num_reached() if self._recorder is not None else None

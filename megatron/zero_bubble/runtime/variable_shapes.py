@@ -1,9 +1,9 @@
 """Sends messages whose shape the receiver does not know before they arrive.
 
-The sender announces such a message: a header with its shape goes from process to process, over channels of its own and
-in the order of the messages. The receiver posts the message once it has the header. Two kinds of messages need no
-header: messages of fixed shape, and answers, such as the gradient of an activation, whose shape this rank knows from
-the message that it sent.
+The sender announces a message of unknown shape: a header with the shape goes from process to process, over separate
+channels and in the order of the messages. The receiver posts the receive of the message once it has the header. Two
+kinds of messages need no header: messages of fixed shape, and answers, such as the gradient of an activation, whose
+shape this rank knows from the message that it sent.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
 
 HEADER = TensorSpec((1 + 64,), torch.int64, torch.device("cpu"))
-"""A header: the number of dimensions, of which torch's operations take up to 64, and their sizes, then zeros."""
+"""A header: the number of dimensions (at most 64 in torch's operations), the sizes of the dimensions, and zeros."""
 
 
 @dataclass(frozen=True)
 class AnnouncedSpec:
-    """A message whose shape its header tells."""
+    """A message whose shape is in its header."""
 
     dtype: torch.dtype
     device: torch.device
@@ -35,14 +35,14 @@ class AnswerSpec:
     """A message whose shape is known as soon as this rank has sent the message that it answers."""
 
     find: Callable[[], TensorSpec | None]
-    """Returns None as long as the shape is not known."""
+    """Returns the shape and type of the message; None as long as the shape is not known."""
 
 
 def refuse_one_queue(device: torch.device) -> None:
     """Raise `ValueError` on a GPU with one hardware queue.
 
-    Receives that are posted only when they are needed let sends wait, and with them all that their rank has launched
-    behind them.
+    Receives that are posted only when they are needed make sends wait. With one hardware queue, all later work of the
+    sending rank then waits, too.
     """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError("shapes that vary need several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1")
@@ -53,7 +53,7 @@ AnySpec = TensorSpec | AnnouncedSpec | AnswerSpec
 
 @runtime_checkable
 class Announcing(Protocol):
-    """A communicator that is told of every activation before it is sent."""
+    """A communicator whose `announce` is called for every activation before the activation is sent."""
 
     def announce(self, tensor: torch.Tensor, destination: int) -> PendingSend: ...
 
@@ -61,14 +61,14 @@ class Announcing(Protocol):
 class VariableCommunicator:
     """A `Communicator` that also receives messages of unknown shape.
 
-    A rank waits for the header of a message only at the operation that uses the message. There the rank posts the
-    receive of the message after all earlier receives of the channel, so that every channel keeps the order of the
-    schedule.
+    A rank waits for the header of a message only at the operation that uses the message. At this operation the rank
+    posts the receive of the message after all earlier receives of the channel, so that every channel keeps the order of
+    the schedule.
 
     Args:
         messages: the channels of the messages.
-        headers: the same channels once more, between the hosts. On a GPU the processes that launch work run ahead of
-            their devices, and so do the headers.
+        headers: the channels of the headers, between the hosts. On a GPU the processes that launch work, and the
+            headers that they send, run ahead of the devices.
     """
 
     def __init__(self, messages: Communicator, headers: Communicator) -> None:
@@ -76,7 +76,7 @@ class VariableCommunicator:
         self._channels: dict[int, deque[_Receive]] = defaultdict(deque)
 
     def announce(self, tensor: torch.Tensor, destination: int) -> PendingSend:
-        """Tell rank `destination` the shape of the next message whose shape it does not know."""
+        """Tell rank `destination` the shape of the next message whose shape that rank does not know."""
         header = torch.zeros(HEADER.shape, dtype=HEADER.dtype)
         header[: 1 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
         return self._headers.send(header, destination)
@@ -85,7 +85,7 @@ class VariableCommunicator:
         return self._messages.send(tensor, destination)
 
     def receive(self, source: int, spec: AnySpec) -> PendingReceive:
-        """Ask for the next message from rank `source`; post its receive if its shape is known and its turn has come."""
+        """Ask for rank `source`'s next message; post its receive if its shape is known and no earlier one waits."""
         header = self._headers.receive(source, HEADER) if isinstance(spec, AnnouncedSpec) else None
         receive = _Receive(self, source, spec, header)
         self._channels[source].append(receive)
@@ -110,7 +110,7 @@ class VariableCommunicator:
 
 @dataclass
 class _Receive:
-    """A message that was asked for; its receive may not be posted yet."""
+    """A message that was asked for, and whose receive may not be posted yet."""
 
     communicator: VariableCommunicator
     source: int

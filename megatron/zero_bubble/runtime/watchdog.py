@@ -3,7 +3,7 @@
 A rank that hangs is silent, and its neighbours wait. Each rank therefore has a thread that regularly checks whether the
 rank has advanced. The first thread whose rank has not advanced for too long raises an alarm in the job's store. After
 an alarm every rank writes its position to the store, the rank that raised the alarm reports, and all ranks exit. While
-the job runs, each check costs the store one small request, and the operations themselves cost none.
+the job runs, each check costs the store one small request, and the operations themselves cost no request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 _LOOKS = 10
 """Number of checks within the timeout."""
 _LONGEST_PAUSE = 5.0
-"""Most seconds between two checks; the report waits up to two such pauses for the other ranks."""
+"""Most seconds between two checks; the report waits for the other ranks for up to twice the time between checks."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Position:
     """Position of a rank in a step: at operation `index` of its lowered schedule, or after the last operation."""
 
     call: int
-    """Number of the call of the forward-backward function: evaluation runs the same operations without new steps."""
+    """Number of the call of the forward-backward function, which also counts evaluations; `step` does not."""
     step: int
     """Number of training steps begun since the job's start."""
     schedule: Schedule
@@ -61,7 +61,7 @@ class Position:
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank's report on itself when there is an alarm."""
+    """The state that a rank reports about itself after an alarm."""
 
     rank: int
     host: str
@@ -73,13 +73,13 @@ class RankState:
     excerpt: str
     """The rank's schedule around its position; empty between two steps."""
     line: str
-    """The line of code that the rank's watched thread is at."""
+    """The line of code that the rank's watched thread executes."""
     is_computing: bool
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A hung pipeline: the rank that raised the alarm, and the state of each rank, None if it did not answer."""
+    """A hung pipeline: the rank that raised the alarm, and the state of each rank (None if the rank did not answer)."""
 
     schedule: str
     timeout: float
@@ -92,7 +92,7 @@ class Watchdog:
 
     Args:
         store: the job's store, used through a separate connection; all ranks make their watchdogs in the same order.
-        position: returns where this rank is, None between two steps; called on the watchdog's thread.
+        position: returns the position of this rank, or None between two steps; called on the watchdog's thread.
         timeout: seconds at one operation after which an alarm is raised.
         report: called on the one rank that raised the alarm first.
         leave: called on every rank after the report; it should end the process, because a rank that hangs cannot be

@@ -80,7 +80,7 @@ class WeightGradStore:
         self._bundle.append(_Deferred(parameter, start, weight_grad, bytes_of))
 
     def flush(self, chunk: int, microbatch: int) -> None:
-        """Queue all that was put since the last flush as the W of `microbatch`."""
+        """Queue all weight gradients that were put since the last flush as the W of `microbatch`."""
         self._queues[chunk].append((microbatch, self._bundle))
         self.flushed_bytes = self.bytes_since(0)
         self._start_bundle()
@@ -96,7 +96,7 @@ class WeightGradStore:
         _run_in_order([(0, deferred) for deferred in pending], lambda microbatch: None)
 
     def bytes_since(self, num_put: int) -> int:
-        """Bytes held by the weight gradients that the current B has put after the first `num_put`."""
+        """Return the bytes held by the weight gradients that the current B has put after the first `num_put`."""
         deferred = self._bundle[num_put:]
         return sum({cdata: size for gradient in deferred for cdata, size in gradient.held.items()}.values())
 
@@ -118,7 +118,7 @@ class WeightGradStore:
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
-        """Take the W of microbatches by parameter; a function, so that nothing else keeps a W that has run."""
+        """Take the W of microbatches, grouped by parameter; a separate function, so that no variable keeps a run W."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
@@ -144,7 +144,7 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run weight gradients in order, releasing each once it has run; each is started before the previous one runs."""
+    """Run weight gradients in order, and release each after its run; each is started before the previous one runs."""
     pending.reverse()
     if pending:
         pending[-1][1].start()

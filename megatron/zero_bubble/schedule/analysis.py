@@ -43,11 +43,11 @@ class Bubble:
     waiting_for_copy: float = 0
     """Idle time before a D whose copy has not ended, or before a backward whose activations are still on the host."""
     streams: float = 0
-    """Idle time because a message or launch waits behind another one on the GPU (see `schedule.streams`)."""
+    """Idle time because a message or launch waits behind another launch on the GPU (see `schedule.streams`)."""
 
     @property
     def total(self) -> float:
-        """The makespan less the work of the rank."""
+        """The makespan minus the work of the rank."""
         return self.warmup + self.within_span + self.tail
 
     @property
@@ -138,8 +138,8 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The critical path of a timeline: the chain of operations that determines the makespan.
 
     Each operation of the path could not start earlier because of the previous operation of the path: the rank was busy
-    with it, or its result was needed. If both reasons hold, the path stays on the rank. Waits on NCCL's streams are not
-    part of the path.
+    with it, or its result was needed. If a rank was busy until a needed result arrived, the path stays on the rank.
+    Waits on NCCL's streams are not part of the path.
 
     Returns:
         (rank, operation with its times), from the first operation to the last.
@@ -173,7 +173,7 @@ class Input(NamedTuple):
     position: int
     """Position of the producing operation in the lane of its rank."""
     arrival: float
-    """Time at which the result arrives; if messages occupy ranks, the time at which it is produced."""
+    """Time at which the result arrives; if messages occupy ranks, the time at which the result is produced."""
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:
@@ -229,7 +229,7 @@ def _positions(timeline: Timeline) -> _Positions:
 
 
 Steps = list[tuple[float, float]]
-"""A step function as points (time, value): the function has a value from its time to the time of the next point."""
+"""A step function as points (time, value): each value holds from the time of its point to the time of the next."""
 
 
 def idle_ranks_over_time(timeline: Timeline) -> Steps:

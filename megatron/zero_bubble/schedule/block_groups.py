@@ -41,9 +41,9 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
 
 
 def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
-    """The costs of the same stages with one group, given that the memory of these costs is for `groups`.
+    """The costs of the same stages with one group, from costs whose memory is measured with `groups`.
 
-    For memory and copies this is the inverse of `in_groups`. The times of computations do not change.
+    For memory and copies, this function is the inverse of `in_groups`. The times of computations do not change.
     """
     if max(groups, default=1) == 1:
         return costs
@@ -67,7 +67,7 @@ def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> Stage
 
 
 def _copy(costs: StageCosts, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
-    """Set the memory that D and H of a stage copy to `size`, with times for the same rate."""
+    """Set the memory that D and H of a stage copy to `size`, and scale the times of the copies in proportion."""
     for name in COPY_COSTS if costs.memory_d[stage] else ():
         columns[name][stage] *= size / costs.memory_d[stage]
 

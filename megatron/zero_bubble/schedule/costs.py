@@ -35,11 +35,12 @@ class StageCosts:
     microbatch on a whole rank. The memory of an operation is a change: F allocates at its start, and B and W release at
     their end, so that `memory_b` and `memory_w` are usually negative. BW costs as much as B and W together.
 
-    Recomputation: F of a microbatch that has an R takes `memory_f - memory_r`, and R allocates `memory_r`.
+    Recomputation: F of a microbatch that has an R allocates `memory_f - memory_r`, and R allocates `memory_r`.
 
-    Offload: D releases `memory_d`, and H allocates it again. The copies of both occupy the host link of the rank.
+    Offload: D releases `memory_d`, and H allocates it again. The copies of D and H occupy the host link of the rank.
 
-    Vocabulary shards: a rank has one shard, with costs for its first chunk. The costs of its other chunks are zeros.
+    Vocabulary shards: a rank has one shard, whose costs belong to the stage of the first chunk. The stages of the other
+    chunks have zeros in these fields.
     """
 
     time_f: tuple[float, ...]
@@ -87,7 +88,7 @@ class StageCosts:
     memory_t: tuple[float, ...] = ()
     """Stage -> change of memory by T."""
     latency_collective: tuple[float, ...] = ()
-    """Stage -> time of a collective of all ranks after S; 0 if it takes as long as the slowest message."""
+    """Stage -> time of a collective of all ranks after S; 0 stands for the time of the slowest message."""
 
     def __post_init__(self) -> None:
         num_stages = len(self.time_f)
@@ -155,14 +156,14 @@ class StageCosts:
         return len(self.time_f)
 
     def times(self) -> Mapping[OpKind, Sequence[float]]:
-        """Kind of operation, without communication -> its time on every stage.
+        """Kind of operation, except sends and receives -> its time on every stage.
 
         The times of STEP and VALIDATE are zeros, because the optimizer is not part of a schedule's time.
         """
         return {kind: self._sum(facts.time) for kind, facts in KINDS.items() if facts.message is None}
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
-        """Kind of operation, without communication -> its change of memory on every stage."""
+        """Kind of operation, except sends and receives -> its change of memory on every stage."""
         return {
             kind: tuple(map(sub, self._sum(facts.memory), self._sum(facts.frees)))
             if facts.frees
@@ -174,8 +175,8 @@ class StageCosts:
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
         """Time of a pair of a forward and a backward, in which one operation computes while the other exchanges tokens.
 
-        The time is the larger of the computation of both and the exchange of both, because a rank has one network link
-        and computes one operation at a time.
+        The time is the maximum of the computation time of both operations and the exchange time of both, because a rank
+        has one network link and computes one operation at a time.
 
         Args:
             forward: stage of the forward.
@@ -218,7 +219,7 @@ class StageCosts:
         return any(self.time_s)
 
     def with_shards(self, placement: Placement, shard: Mapping[str, float]) -> StageCosts:
-        """The same costs with a vocabulary shard on every rank; `shard` has its `VOCABULARY_COSTS`."""
+        """The same costs with a vocabulary shard on every rank; `shard` has the `VOCABULARY_COSTS` of one shard."""
         others = (0,) * (placement.num_stages - placement.num_ranks)
         return replace(
             self, **{name: (shard.get(name, 0),) * placement.num_ranks + others for name in VOCABULARY_COSTS}
@@ -296,7 +297,7 @@ class StageCosts:
 def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
     """Convert measured values of kinds of operations to values of F, B and W.
 
-    A fused backward counts half as B and half as W, because B and W were not measured apart.
+    A fused backward counts half as B and half as W, unless B and W were measured separately.
 
     Args:
         measured: kind of operation -> measured value, such as a time.

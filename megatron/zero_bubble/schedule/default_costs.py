@@ -16,7 +16,7 @@ bytes for each token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)
 DEFAULT_SHARD = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
 """Default times of the operations on the vocabulary shard of a rank, relative to the F of a stage.
 
-On eight ranks with one layer each, the whole output layer then takes as long as 0.8 layers.
+With these times, on eight ranks with one layer each, the whole output layer takes as long as 0.8 layers.
 """
 
 
@@ -26,8 +26,8 @@ def default_costs(
     """Costs with F = B = W = 1 on every stage, messages that take no time, and memory in M_B.
 
     Args:
-        placement: of the stages. The chunks of a rank take 1 M_B together.
-        recompute: whether there is an R, which takes as long as F.
+        placement: placement of the stages. The chunks of a rank take 1 M_B together.
+        recompute: whether the schedule has R. The time of R is the time of F.
         vocabulary_parallel: whether every rank has a vocabulary shard, with the times of `DEFAULT_SHARD`.
     """
     chunks = placement.num_chunks
@@ -42,9 +42,9 @@ def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -
     """The costs with times of copies to the host and back, from the rate of the host link.
 
     Args:
-        costs: of the stages; `memory_d` stays as it is unless all of its values are zero.
+        costs: costs of the stages; `memory_d` does not change unless all of its values are zero.
         rate: memory that the host link copies in a unit of time.
-        stays: memory of a microbatch that a stage never copies, which is its input; by default the fraction
+        stays: memory, for one microbatch, of the input of a stage, which is never copied; by default the fraction
             `1 - DROPPED` of the memory of F.
     """
     copied = costs.memory_d

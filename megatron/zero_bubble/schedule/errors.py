@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 class ScheduleError(ValueError):
-    """A schedule, or a request for one, that cannot be used."""
+    """A schedule, or a request for a schedule, that cannot be used."""
 
 
 class UnknownSchedule(ScheduleError):

@@ -23,7 +23,7 @@ class Arrival(NamedTuple):
 
     node: Node
     edge: int | None
-    """Stage s, if a message between stages s and s + 1 brings the result; None if a collective does."""
+    """Stage s, if a message between stages s and s + 1 brings the result; None if a collective brings it."""
 
     @property
     def is_reduced(self) -> bool:
@@ -110,7 +110,7 @@ def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
 
 
 def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
-    """Whether the schedule has an operation whose only result is the needed one."""
+    """Whether the schedule has an operation that makes only the needed result."""
     placement = schedule.placement
     op = Op(need.result, microbatch, placement.chunk_of(stage))
     return op in schedule.op_sets[placement.rank_of(stage)]
@@ -171,7 +171,7 @@ def collective_kinds(schedule: Schedule) -> tuple[OpKind, ...]:
 
 
 def collective_time(costs: StageCosts) -> float:
-    """Time of a collective of all ranks: measured with vocabulary shards, else the time of the slowest message."""
+    """Time of a collective of all ranks: `latency_collective` if it is given, else the time of the slowest message."""
     return max(costs.latency_collective) or max(costs.time_comm, default=0)
 
 

@@ -26,12 +26,12 @@ class Hierarchy:
     """The levels of hierarchical SGD, from the smallest groups to the group of all replicas.
 
     Raises:
-        ValueError: the levels are not a hierarchy.
+        ValueError: the levels do not form a hierarchy.
     """
 
     levels: tuple[Level, ...]
     warmup: int = 0
-    """Number of iterations, from the start of a training, that reduce gradients over all replicas."""
+    """Number of iterations, from the start of training, that reduce gradients over all replicas."""
 
     def __post_init__(self) -> None:
         first = self.levels[0]
@@ -55,7 +55,7 @@ class Hierarchy:
         """Read levels in the form `PERIOD:SIZE,PERIOD:SIZE,...`.
 
         Raises:
-            ValueError: the text has another form, or its levels are not a hierarchy.
+            ValueError: the text is not in this form, or its levels do not form a hierarchy.
         """
         matches = [_LEVEL.fullmatch(part) for part in text.split(",")]
         if not all(matches):
@@ -64,7 +64,7 @@ class Hierarchy:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas, which is the size of the last group."""
+        """The number of replicas, which is the group size of the last level."""
         return self.levels[-1].group_size
 
     def is_local(self, iteration: int) -> bool:

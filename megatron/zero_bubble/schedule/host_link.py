@@ -54,7 +54,7 @@ class LinkTimes:
         return links
 
     def start_of(self, op: Op, start: float) -> float:
-        """The start of an operation, which waits for its copy and otherwise starts at `start`."""
+        """The start time of an operation: `start`, or later if the operation has to wait for a copy."""
         key = op.microbatch, op.chunk
         if op.kind is OpKind.D:
             return max(start, self._out[key])
@@ -86,10 +86,10 @@ def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
 
 
 def check_copies(schedule: Schedule, rank: int) -> None:
-    """Check that every D of a rank has an H, and that copied activations are not recomputed and not in a pair.
+    """Check that every D of a rank has an H, and that copied activations are neither recomputed nor part of a pair.
 
     Raises:
-        InvalidSchedule: an H is missing, or copied activations are recomputed or in a pair.
+        InvalidSchedule: an H is missing, or copied activations are recomputed or belong to a pair.
     """
     if not schedule.offloads:
         return
@@ -117,7 +117,7 @@ def without_copies(schedule: Schedule) -> Schedule:
 
 
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
-    """The same schedule without communication, with a copy to the host and back on every stage, to measure their costs.
+    """The same schedule without communication, with a copy to the host and back on every stage, to measure copy costs.
 
     The activations of the first microbatch of a stage are copied to the host right after F, and back right before the
     backward. R of the first microbatch is removed.
@@ -164,5 +164,5 @@ def _host_memory(schedule: Schedule, costs: StageCosts, rank: int) -> float:
 
 
 def num_offloaded(schedule: Schedule) -> int:
-    """The number of D on all ranks of a schedule."""
+    """The number of D operations on all ranks of a schedule."""
     return sum(op.kind is OpKind.D for ops in schedule.ops for op in ops)

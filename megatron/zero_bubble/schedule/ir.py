@@ -27,9 +27,9 @@ from megatron.zero_bubble.schedule.kinds import (
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
-"""Largest number of stages of a placement, because bounds take time in the square of the number of stages."""
+"""Largest number of stages of a placement: the time to compute lower bounds grows with the square of this number."""
 MAX_OPERATIONS = 4_000_000
-"""Largest number of F, B and W of a schedule; planning it takes about a minute and some gigabytes in one process."""
+"""Largest number of F, B and W in a schedule; one process plans that many in about a minute, with some gigabytes."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
 """Word -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""
@@ -52,7 +52,7 @@ class Op(NamedTuple):
         """Read an operation from its word, such as `F3` or `B3.1`.
 
         Raises:
-            ScheduleError: the word has another form.
+            ScheduleError: the word is not an operation.
         """
         match = _WORD.fullmatch(word)
         if match is None or match[1] not in _WORDS:
@@ -69,8 +69,8 @@ class Placement:
 
     - `linear`: one chunk a rank; rank `r` has stage `r`.
     - `interleaved`: chunk `c` of rank `r` is stage `c * num_ranks + r` (Megatron's virtual pipeline).
-    - `v`: like interleaved, but odd chunks are in reverse order of ranks. Chunk 1 of rank `r` is stage
-      `2 * num_ranks - 1 - r`, so that the first and the last stage are on rank 0.
+    - `v`: like `interleaved`, but odd chunks have the ranks in reverse order. Chunk 1 of rank `r` is stage
+      `2 * num_ranks - 1 - r`. With two chunks, the first and the last stage are on rank 0.
     """
 
     kind: PlacementKind
@@ -132,7 +132,7 @@ class Placement:
 
 
 def check_size(placement: Placement, num_microbatches: int) -> None:
-    """Raise `ScheduleError` if a schedule of this size would have more than `MAX_OPERATIONS`."""
+    """Raise `ScheduleError` if a schedule of this size has more than `MAX_OPERATIONS` operations."""
     most = MAX_OPERATIONS // (3 * placement.num_stages)
     if num_microbatches > most:
         raise ScheduleError(
@@ -153,8 +153,8 @@ class Schedule:
     ops: tuple[tuple[Op, ...], ...]
     """Rank -> its operations in order."""
     groups: tuple[int, ...] = ()
-    """Stage -> number of groups of layers in which it recomputes activations; empty if every stage has one group. With
-    several groups R recomputes the last group, and B recomputes each other group right before its gradients."""
+    """Stage -> number of groups of layers in which the stage recomputes activations; empty if every stage has one.
+    If a stage has several groups, R recomputes the last, and B recomputes each other one right before its gradients."""
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:
@@ -196,7 +196,7 @@ class Schedule:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any F drops activations, which R recomputes, or B in groups."""
+        """Whether any F drops activations, which R or B recomputes."""
         return OpKind.R in self.kinds or max(self.groups, default=1) > 1
 
     @property
@@ -229,13 +229,13 @@ class Schedule:
         return (op for op in self.ops[rank] if op.kind not in COMMUNICATION)
 
     def without_communication(self) -> Schedule:
-        """The schedule before lowering."""
+        """The same schedule without sends, receives and collectives, as before lowering."""
         if not self.is_lowered:
             return self
         return replace(self, ops=tuple(tuple(self.compute_ops(rank)) for rank in range(self.num_ranks)))
 
     def forward_only(self) -> Schedule:
-        """The schedule of an evaluation, which has only the forwards, in the same order."""
+        """The schedule of an evaluation, which has only the forwards, in the order of this schedule."""
         runs = FORWARDS - RESTORING
         forwards = tuple(tuple(op for op in ops if op.kind in runs) for ops in self.ops)
         return replace(self, name=f"{self.name} (forward only)", ops=forwards)
@@ -244,8 +244,8 @@ class Schedule:
         """The operations of `rank` around `position` as text for error messages.
 
         Args:
-            rank: whose operations are shown.
-            position: of the operation that is put in brackets.
+            rank: rank whose operations are shown.
+            position: position of the operation that is put in brackets.
             radius: number of operations shown before and after `position`.
         """
         first = max(0, position - radius)

@@ -1,7 +1,7 @@
 """The kinds of operations, and `KINDS`, the table of the properties of each kind.
 
 The table has the inputs, the costs and the colour of every kind of operation. A new kind needs a row in the table, a
-handler in the executor, and a planner that places it; CONTRIBUTING.md has an example.
+handler in the executor, and a planner that places its operations; CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OpKind(str, Enum):
     B = "B"
     """Backward that computes only the gradient of the input, which the previous stage needs."""
     W = "W"
-    """Backward that computes only the gradient of the weights, which no operation needs."""
+    """Backward that computes only the gradient of the weights, which no other operation needs."""
     BW = "BW"
     """Backward that computes both gradients in one operation, as autograd does."""
     PB = "&B"
@@ -29,10 +29,10 @@ class OpKind(str, Enum):
     PBW = "&BW"
     """BW in a pair: it runs as one operation with the F right before it, which is of another microbatch or stage."""
     R = "R"
-    """Recomputation: repeats a forward whose activations were dropped, before its backward."""
+    """Recomputation: repeats a forward whose activations were dropped, before the backward of the same microbatch."""
     D = "D"
-    """Offload: waits for the copy of activations from the device to the host, and releases them on the device. The copy
-    starts when F ends, and runs on the host link of the rank while the rank computes."""
+    """Offload: waits for the copy of activations from device to host, and releases the activations on the device. The
+    copy to the host starts when F ends, and runs on the host link of the rank while the rank computes."""
     H = "H"
     """Reload: allocates the activations that D has released, and starts their copy from the host to the device, for
     which the backward waits."""
@@ -42,11 +42,11 @@ class OpKind(str, Enum):
     EW = "EW"
     """Weight gradient of the embedding for the vocabulary shard of this rank."""
     S = "S"
-    """Output layer for the vocabulary shard of this rank: softmax over its rows, and its part of the input gradient."""
+    """Output layer for the vocabulary shard of this rank: softmax over its rows, and part of the input gradient."""
     L = "L"
     """Loss of one microbatch on the last rank, from the softmax of all ranks."""
     T = "T"
-    """Weight gradient of the output layer for the vocabulary shard of this rank, which no operation needs."""
+    """Weight gradient of the output layer for the vocabulary shard of this rank, which no other operation needs."""
     SEND_FORWARD = "SEND_FORWARD"
     RECV_FORWARD = "RECV_FORWARD"
     SEND_BACKWARD = "SEND_BACKWARD"
@@ -66,7 +66,7 @@ class OpKind(str, Enum):
     STEP = "STEP"
     """The optimizer step of this rank, before the state of all gradients is known."""
     VALIDATE = "VALIDATE"
-    """Confirms or amends the step of the previous iteration, once the state of all gradients is known."""
+    """Confirms or amends the optimizer step of the previous iteration, once the state of all gradients is known."""
 
     __str__ = str.__str__
     # The hash of Enum is slow, and kinds are hashed for every operation.
@@ -84,35 +84,35 @@ class Place(Enum):
     FIRST_RANK = "first rank"
     """The rank of the first stage."""
     LAST_RANK = "last rank"
-    """The rank of the last stage; in a V it is the first rank."""
+    """The rank of the last stage; in a V with two chunks a rank, it is also the first rank."""
     ALL_RANKS = "all ranks"
     """Every rank: a collective combines the results, and no rank sends or receives a message."""
 
 
 class Need(NamedTuple):
-    """A result that an operation needs, unless it would come from a stage that does not exist."""
+    """A result that an operation needs, unless the stage that would make the result does not exist."""
 
     result: OpKind
     """The result, named by the kind of operation that makes this result alone."""
     place: Place
     """The stage or rank that makes the result."""
     num_before: int = 0
-    """Number of the operation's microbatch less the number of the result's microbatch; iterations for STEP."""
+    """Microbatch number of the operation minus microbatch number of the result; for STEP, iteration numbers."""
     is_optional: bool = False
     """Whether the result is needed only if the schedule has an operation that makes this result alone."""
     only_at: Place | None = None
-    """The only stage whose operations need the result, first or last; None if all stages need it."""
+    """The stage, first or last, whose operations alone need the result; None if all stages need the result."""
 
 
 class Message(NamedTuple):
     """One end of a message: a send or a receive."""
 
     is_send: bool
-    """Whether this end sends."""
+    """Whether this end of the message is a send."""
     neighbour: int
-    """Stage at the other end less the stage at this end: 1 or -1."""
+    """Stage number at the other end of the message minus stage number at this end: 1 or -1."""
     other_end: OpKind
-    """Kind of the operation at the other end."""
+    """Kind of the operation at the other end of the message."""
 
 
 class Collective(NamedTuple):
@@ -148,7 +148,7 @@ class KindFacts:
     collective: Collective | None = None
     """The collective of this kind; None for kinds that are not collectives."""
     time: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is the time of the operation; empty if it takes no time."""
+    """The fields of `StageCosts` whose sum is the time of the operation; empty if the operation takes no time."""
     memory: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is the change of memory by the operation."""
     frees: tuple[str, ...] = ()
@@ -156,26 +156,26 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation of the same microbatch. If a schedule has this operation, the earlier operation
-    allocates less, by the memory of this operation."""
+    """Kind of an earlier operation of the same microbatch, such as F for R. The earlier operation allocates less
+    memory, by the memory of this operation, if the schedule has both operations."""
     waiting: str = ""
     """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """Plural name of the result, if it must be made once for each microbatch, in microbatch order; otherwise empty."""
+    """Plural name of a result that must be made once for each microbatch, in microbatch order; otherwise empty."""
     pairs_with: OpKind | None = None
     """Kind of the previous operation, with which the operation runs as one (see `pairs`); None outside of pairs."""
     runs_on: Place = Place.SAME_STAGE
     """Where the operation runs: in every stage, or, as an operation of chunk 0, on every rank or on the last rank."""
     adds_gradient: bool = False
-    """Whether the operation adds to gradients. Operations that do not can be run again."""
+    """Whether the operation adds to gradients. Operations that add to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether a rank may run the operation long before its first forward, so that its span starts later."""
+    """Whether a rank may run the operation long before its first forward: the span of the rank starts afterwards."""
     is_per_iteration: bool = False
-    """Whether a rank runs the operation once an iteration, so that its microbatch is the number of the iteration."""
+    """Whether a rank runs the operation once an iteration; its `microbatch` is then the iteration number."""
     colour: str = ""
     """Fill colour in drawings, from the palette of Okabe and Ito (2008) for colour-blind readers."""
     meaning: str = ""
-    """Name in the legend of drawings."""
+    """Name of the kind of operation in the legend of drawings."""
     pytorch: str = ""
     """Letters in the CSV of torch.distributed.pipelining; empty if that CSV has no letters for the kind."""
 
@@ -193,7 +193,7 @@ _BACKWARD = KindFacts(
     adds_gradient=True,
     waiting="waiting_for_backward",
 )
-"""Properties that all operations that compute the gradient of a stage's input share."""
+"""Properties shared by all operations that compute the gradient of a stage's input."""
 
 KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
     {

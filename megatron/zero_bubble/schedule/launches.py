@@ -13,18 +13,18 @@ from megatron.zero_bubble.schedule.pairs import times_in_pairs
 
 
 class Stream:
-    """The messages of a channel, or the collectives of all ranks: each rank starts its ends in the same order."""
+    """The messages of a channel, or the collectives of all ranks, which every rank starts in the same order."""
 
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
         self.complete: list[float] = []
-        """Message -> time at which it is complete, for all complete messages."""
+        """Message -> time at which the message is complete, for all complete messages."""
         self.waiting: list[int] = []
         """The ranks that wait for the next message to be complete."""
         self._num_started: list[int] = []
         """Message -> number of its ends that have started."""
         self._last_start: list[float] = []
-        """Message -> latest start of an end."""
+        """Message -> latest start of one of its ends."""
 
     def start(self, index: int, start: float, time: float) -> bool:
         """Start one end of a message; return whether all ends have started, so that the message becomes complete.
@@ -32,7 +32,7 @@ class Stream:
         Args:
             index: number of the message on the stream.
             start: time at which the end starts.
-            time: that the message takes after its last end has started.
+            time: duration of the message after its last end has started.
         """
         if index == len(self._num_started):
             self._num_started.append(1)
@@ -66,7 +66,7 @@ class End:
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
         self.sends = sends
-        """Whether the messages are sends or collectives, for which the rank waits at the end of an iteration."""
+        """Whether this end posts sends or collectives, for which the rank waits at the end of an iteration."""
         self.num_posted = 0
 
 
@@ -76,12 +76,12 @@ class StreamLaunch(NamedTuple):
     time: float
     """Time of the computation or of the message."""
     end: End | None
-    """Stream end of the message, or of the input message of a computation; None for a computation without one."""
+    """Stream end of the message, or of the input message of a computation; None without a message."""
     computes: bool
-    """Whether the launch is a computation on the compute stream; otherwise it is one end of a message."""
+    """Whether the launch is a computation on the compute stream; otherwise the launch is one end of a message."""
     indices: dict[int, int]
-    """Microbatch -> number, on its stream, of the input message of the computation. An entry exists from the posting of
-    the message until the computation runs."""
+    """Microbatch -> number, on its stream, of the input message of the computation. The entry of a microbatch exists
+    from the posting of the message until the computation runs."""
 
 
 class Host:
@@ -99,7 +99,7 @@ class Host:
         """Duration of the reduction that a STEP starts."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
-        """Return the launch of the operations of a kind and chunk."""
+        """Return the launch of the operations of one kind and chunk."""
         op = Op(kind, 0, chunk)
         if kind is OpKind.STEP:
             return StreamLaunch(0, None, True, {})

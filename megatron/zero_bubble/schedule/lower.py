@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.streams import HardwareQueues
 RECEIVE_AHEAD = 1
 """Default number of computations between the posting of a receive and its consumer."""
 _NEGLIGIBLE = 0.001
-"""Largest increase of the makespan by messages, as a fraction, before receives are tried in other places."""
+"""Largest increase of the makespan by messages, as a fraction, for which no other places of receives are tried."""
 
 
 @paused_collector()
@@ -38,26 +38,26 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     ranks run the collectives of vocabulary shards in the same order (see `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer, or earlier if the order of its channel demands
-    it. If the ranks then deadlock or lose time on a GPU with one hardware queue (see `streams`), the receives are also
-    placed so that ranks cannot deadlock (see `_between_makers`), and the faster of both schedules is taken. A lowered
-    schedule never deadlocks unless the schedule itself does.
+    it. If the ranks then deadlock or lose time on a GPU with one hardware queue (see `streams`), a second schedule is
+    made, with receives at places that exclude deadlocks (see `_between_makers`). The faster of both schedules is taken.
+    A lowered schedule deadlocks only if the schedule deadlocks even without communication.
 
     A receive is not posted before VALIDATE if its message is sent after a VALIDATE, because a failed validation repeats
-    only the messages that were sent before.
+    only the messages that were sent before VALIDATE.
 
     Lowering is idempotent: existing communication is removed first.
 
     Args:
-        schedule: with or without communication.
+        schedule: schedule with or without communication.
         receive_ahead: number of computations between a receive and its consumer.
-        costs: of the stages; by default an operation takes 1 and a message 0.
+        costs: costs of the stages; by default `unit_costs`.
 
     Returns:
         The same schedule with communication.
 
     Raises:
         InvalidSchedule: a tensor has no consumer or no producer.
-        Deadlock: the ranks of the schedule itself deadlock.
+        Deadlock: the ranks deadlock even without communication.
     """
     if receive_ahead < 0:
         raise ScheduleError(f"receive_ahead must not be negative, got {receive_ahead}")
@@ -82,10 +82,10 @@ class _Message(NamedTuple):
 
     send: Op
     maker: int
-    """Position of the computation that makes the tensor, on the source."""
+    """Position, on the source rank, of the computation that makes the tensor."""
     receive: Op
     consumer: int
-    """Position of the computation that uses the tensor, on the destination."""
+    """Position, on the destination rank, of the computation that uses the tensor."""
     time: float
 
 
@@ -103,8 +103,8 @@ class _Place(NamedTuple):
     before: int
     """Position of the computation before which the receive is posted."""
     turn: int
-    """Sort key of receives before the same computation, so that messages are posted in the order in which they are
-    needed: the place, in the serial order, of the maker of the previous message of the channel."""
+    """Sort key of receives before the same computation: the place, in the serial order, of the maker of the previous
+    message of the channel. With this key, messages are posted in the order in which they are needed."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -140,14 +140,14 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
 
 
 class _Route(NamedTuple):
-    """The messages with the results of all operations of one kind and chunk."""
+    """The send and receive of the results of all operations of one kind and chunk."""
 
     destination: int
     """Rank that receives the results."""
     send: Op
-    """The send of one microbatch."""
+    """The send of the results of one microbatch."""
     receive: Op
-    """The receive of the same microbatch."""
+    """The receive, on the destination rank, of the message of `send`."""
     time: float
     """Time of a message."""
 
@@ -176,7 +176,7 @@ def _with_communication(
     places: Sequence[Sequence[_Place]],
     collectives: Sequence[PlacedCollective],
 ) -> Schedule:
-    """Insert the sends, each right after its maker, and receives and collectives at the given places."""
+    """Insert each send right after the operation that makes its tensor; insert receives and collectives at `places`."""
     inserted: list[list[tuple[int, int, int, int, int, Op]]] = [[] for _ in schedule.ops]
     """Rank -> operations to insert: (position of the computation before which to insert, sort keys, operation)."""
     for (source, destination, messages), channel_places in zip(channels, places, strict=True):
@@ -224,8 +224,8 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
     next message, whose send waits for the receive. By induction, when a computation starts, all earlier messages are
     complete except the last message of each channel, and no launch before the computation waits.
 
-    Within these bounds a receive is posted `receive_ahead` computations before its consumer; later if the previous
-    message is still in flight; earlier if its own message would otherwise arrive too late.
+    The preferred place of a receive is `receive_ahead` computations before its consumer: later if the previous message
+    is still in flight; earlier if the message of the receive would otherwise arrive too late.
     """
     source, rank, messages = channel
     starts, ends = order.starts[rank], order.ends[rank]

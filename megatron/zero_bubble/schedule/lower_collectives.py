@@ -32,18 +32,19 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 
     A collective can start when its last maker has ended and the previous collective is complete. A rank joins a
     collective before the computation that the rank runs when the collective can start. With one hardware queue, a rank
-    that joins while the previous collective is in flight delays its own next computation. If the delay of the
-    computation is longer than the delay of the collective by the computation, the rank joins after the computation.
+    that joins while the previous collective is in flight delays its own next computation. The rank joins after its
+    next computation if this delays the collective no longer than joining before would delay the computation.
 
     Collectives cannot cause a deadlock, whatever times the operations take. Consider a run of all computations one at a
     time, in `order`. Every rank joins a collective before the first user of this or a later collective, and no rank
-    joins the next collective earlier. When a computation starts, its inputs, and the inputs of all launches before it,
-    are therefore complete. All ranks join a collective on the same side of VALIDATE.
+    joins a collective before all ranks have joined the previous collective. When a computation starts, its inputs, and
+    the inputs of all launches before it, are therefore complete. All ranks join a collective on the same side of
+    VALIDATE.
 
     Args:
         schedule: without communication.
-        order: of all computations, one at a time.
-        costs: of the stages.
+        order: serial order of all computations.
+        costs: costs of the stages.
 
     Raises:
         InvalidSchedule: an operation that contributes to a collective is missing.
@@ -68,12 +69,12 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 
 
 def joined_early(schedule: Schedule) -> Schedule:
-    """Let every rank join each collective as early as it can.
+    """Let every rank join each collective as early as possible.
 
-    This is for collectives that wait in a thread of their own, so that a rank which joins early delays no computation.
-    A rank that joins a collective where `place_collectives` planned it lets the other ranks wait if it is late. Here it
-    joins after its last operation that contributes to the collective, after the previous collective, and on the same
-    side of STEP and VALIDATE as before. The ranks keep the order of the collectives, so that they cannot deadlock.
+    This pass is for collectives that wait in a separate thread, where joining early delays no computation. At a place
+    from `place_collectives`, a rank that is late makes the other ranks wait. With this pass, a rank joins a collective
+    after its last operation that contributes to the collective, after the previous collective, and on the same side of
+    STEP and VALIDATE as before. The ranks keep the order of the collectives, so that they cannot deadlock.
 
     Args:
         schedule: lowered.
@@ -104,8 +105,8 @@ def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, co
     """Position of the computation before which a rank best joins a collective, judged by times alone.
 
     Args:
-        starts: of the computations of the rank.
-        ends: of the computations of the rank.
+        starts: start times of the computations of the rank.
+        ends: end times of the computations of the rank.
         start: earliest start of the collective.
         complete: time at which the previous collective is complete.
     """
@@ -141,7 +142,7 @@ def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
     users: dict[Op, list[tuple[int, int]]] = {collective: [] for collective in makers}
     for rank, ops in enumerate(schedule.ops if makers else ()):
         ends: dict[tuple[OpKind, int], list[tuple[OpKind, dict[Op, list[tuple[int, int]]]]]] = {}
-        """(kind, chunk) of operations -> (kind of collective, `makers` or `users`) for each collective of theirs."""
+        """(kind, chunk) of operations -> (kind of collective, `makers` or `users`) for each of their collectives."""
         for position, op in numbered(ops):
             kind, microbatch, chunk = op
             if (kind, chunk) not in ends:

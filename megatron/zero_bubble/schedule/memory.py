@@ -28,9 +28,9 @@ def memory_held(
     An operation allocates memory at its start, and releases memory at its end.
 
     Args:
-        schedule: with the operations, lowered or not.
-        costs: of the stages; the result has their unit of memory.
-        rank: whose memory is computed.
+        schedule: schedule, lowered or not.
+        costs: costs of the stages; the result has their unit of memory.
+        rank: rank whose memory is computed.
         lengths: microbatch -> factor of the costs, as in `simulate`.
     """
     memory: float = 0
@@ -48,7 +48,7 @@ def _changes(
     ops: Sequence[Op],
     lengths: Sequence[float],
 ) -> Iterable[float]:
-    """The change of memory by each of the operations of `rank`, from the changes by kind and stage."""
+    """The change of memory by each operation of `rank`, from `by_kind`, the changes by kind and stage."""
     stages = schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
     usual: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))

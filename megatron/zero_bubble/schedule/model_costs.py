@@ -31,7 +31,7 @@ class UnitCosts:
     time_r: float = 0
     memory_r: float = 0
     num_blocks: float = 0
-    """Number of blocks that can be recomputed separately: 1 for a layer that can be, 0 for other units."""
+    """Number of blocks that can be recomputed separately: 1 for a layer with recomputation, 0 for other units."""
     state: float = 0
     """Memory of the parameters, gradients and optimizer states of the unit."""
     all_to_all_f: float = 0
@@ -63,7 +63,7 @@ class ModelCosts:
     time_comm: float = 0
     """Time of one message between two ranks."""
     ties_output: bool = False
-    """Whether the output layer shares the weight of the embedding, of which there are two copies."""
+    """Whether the embedding and the output layer share one weight, of which each has a copy."""
     shard: Mapping[str, float] | None = None
     """Field of `StageCosts` -> cost for the vocabulary shard of each rank; None without vocabulary shards. With shards
     the costs of `embedding` and `output` are zeros."""
@@ -74,13 +74,13 @@ class ModelCosts:
     time_collective: float = 0
     """Time by which a collective of all ranks, with the data of one message, delays a rank that computes meanwhile."""
     latency_collective: float = 0
-    """Time of such a collective on a rank that waits for it, while the others compute; 0 for `time_comm`."""
+    """Time of a collective on a rank that waits for it while the other ranks compute; 0 stands for `time_comm`."""
     time_between: float = 0
     """Time between two operations of a rank."""
     spread: float = 0
-    """Half the interquartile range of a duration, divided by its median."""
+    """Half the interquartile range of a measured duration, divided by the median of the duration."""
     fused_backward: float = 0
-    """Time of a backward that computes both gradients at once, divided by the time of B and W; 0 if unknown."""
+    """Time of a backward that computes both gradients at once, divided by the sum of B and W; 0 if unknown."""
 
     @property
     def with_fused_backwards(self) -> ModelCosts:
@@ -97,8 +97,8 @@ class ModelCosts:
     def vocabulary_parallel(self, num_ranks: int) -> ModelCosts:
         """The costs of the same model with the embedding and the output layer in equal shards on all ranks.
 
-        S computes the forward of the output layer and its input gradient for the rows of a shard, and T computes their
-        weight gradient. The activations that the output layer keeps for its backward are kept from S to T.
+        S computes the forward and the input gradient of the output layer for the rows of a shard, and T computes the
+        weight gradient of these rows. The activations that the output layer keeps for its backward stay from S to T.
         """
         embedding, output = self.embedding, self.output
         shard = {
@@ -143,10 +143,10 @@ class ModelCosts:
     def check(self, partition: Partition, placement: Placement) -> None:
         """Check that a partition divides the layers of the model into the stages of a placement.
 
-        Every stage needs a layer. Without vocabulary shards, the stages of the embedding and the output need none.
+        Every stage needs a layer. Without vocabulary shards, the stages of the embedding and the output need no layer.
 
         Raises:
-            ScheduleError: the partition does not fit.
+            ScheduleError: the partition does not fit the model and the placement.
         """
         if len(partition) != placement.num_stages:
             raise ScheduleError(
@@ -204,7 +204,7 @@ def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
     """Replace the memory of states in the costs of the units of a model.
 
     Args:
-        costs: of the units.
+        costs: costs of the units of a model.
         states: memory of the states of the embedding, every layer, and the output, in this order.
     """
     units = (costs.embedding, *costs.layers, costs.output)

@@ -2,8 +2,8 @@
 
 In a pair, layers of the forward of one microbatch and of the backward of another microbatch alternate, so that one
 computes while the other exchanges tokens between experts (megatron-core's combined 1F1B). A pair starts when the inputs
-of both operations are ready, and both results are ready when it ends. In a timeline the backward has the time of the
-pair, and the forward takes no time.
+of both operations are ready, and both results are ready when the pair ends. In a timeline the backward has the time of
+the pair, and the forward takes no time.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op,
     """Operation of a pair on `rank` -> its time: the time of the whole pair for the backward, 0 for the forward.
 
     Args:
-        schedule: whose pairs are timed.
-        costs: of the stages.
-        rank: of the operations.
+        schedule: schedule with the pairs.
+        costs: costs of the stages.
+        rank: rank that runs the pairs.
     """
     times: dict[Op, float] = {}
     if schedule.kinds.isdisjoint(PAIRED):
@@ -78,7 +78,7 @@ def check_pairs(schedule: Schedule, rank: int) -> None:
 
 
 def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
-    """Join backwards with the forwards right before them to pairs.
+    """Join each chosen backward and the forward right before it into a pair.
 
     Args:
         schedule: without communication.
@@ -94,14 +94,14 @@ def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
 
 
 def apart(schedule: Schedule) -> Schedule:
-    """The same order without communication and pairs: each forward and each backward is a separate operation."""
+    """The same schedule without communication and pairs: each forward and each backward is a separate operation."""
     return _separated(schedule, [{backward for _, backward in pairs(lane)} for lane in _lanes(schedule)])
 
 
 def half_apart(schedule: Schedule) -> Schedule:
-    """Divide every second pair of the same chunks of a schedule, and remove communication.
+    """Split every second pair with the same chunks into its two operations, and remove communication.
 
-    A training step with the result measures both pairs and single forwards and backwards of every chunk.
+    A training step with the resulting schedule measures pairs, and also single forwards and backwards of every chunk.
     """
     separated: list[set[Op]] = [set() for _ in schedule.ops]
     for lane, here in zip(_lanes(schedule), separated, strict=True):
@@ -125,7 +125,7 @@ def _lanes(schedule: Schedule) -> list[tuple[Op, ...]]:
 
 
 def _separated(schedule: Schedule, chosen: Sequence[Set[Op]]) -> Schedule:
-    """The same order without communication, in which the pairs of the chosen backwards are divided."""
+    """Remove communication, and split the pair of each chosen backward into its two operations."""
     kinds = {OpKind.PB: OpKind.B, OpKind.PBW: OpKind.BW}
     ops = tuple(
         tuple(op._replace(kind=kinds[op.kind]) if op in here else op for op in lane)

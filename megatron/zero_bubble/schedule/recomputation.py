@@ -49,8 +49,8 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
     """Insert R like `with_recomputation`, with at least one R on every stage, so that a run measures the costs of R.
 
-    A stage without an R gets an R for its first microbatch. No schedule with the same order needs less memory, so that
-    a run can measure activations that would not fit in memory together.
+    A stage without an R gets an R for its first microbatch. No other choice of R needs less memory, so that a run can
+    measure a model whose activations would not all fit in memory.
     """
     groups, schedule = schedule.groups, with_recomputation(schedule)
     ranks = [list(ops) for ops in schedule.ops]
@@ -70,7 +70,7 @@ def without_recomputation(schedule: Schedule) -> Schedule:
 
 
 def num_recomputed(schedule: Schedule) -> int:
-    """The number of R on all ranks of a schedule."""
+    """The number of R operations on all ranks of a schedule."""
     return sum(op.kind is OpKind.R for ops in schedule.ops for op in ops)
 
 

@@ -1,4 +1,4 @@
-"""The serial order of a schedule: all computations of all ranks, one at a time; lowering places communication by it."""
+"""The serial order of a schedule: all computations of all ranks, one at a time, used to place communication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
 def unit_costs(num_stages: int) -> StageCosts:
-    """Costs with which every operation takes 1, and messages, L, STEP and VALIDATE take no time."""
+    """Costs with which F, B, W, E, EW, S and T take 1 each, and messages and all other operations take no time."""
     times = (name for name in VOCABULARY_COSTS if name.startswith("time"))
     return replace(StageCosts.uniform(num_stages), **dict.fromkeys(times, (1,) * num_stages))
 
@@ -92,9 +92,9 @@ class SerialOrder:
         return [numbers[first:end] for first, end in pairwise(firsts)]
 
     def _turn(self, rank: int, position: int) -> tuple[float, bool]:
-        """Sort key of operations that take no time and end at the same time: their end in unit times.
+        """Sort key of operations that take no time and end at the same time: their end with unit costs.
 
-        In unit times, an operation that waits for another one ends later.
+        With unit costs, an operation ends later than the operations that it waits for.
         """
         unit = self._in_unit_times[rank][position]
         return unit.end, unit.start == unit.end

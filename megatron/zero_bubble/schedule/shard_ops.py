@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 LEAD = 2
-"""Number of microbatches by which the lookup of an embedding precedes its use, so that no rank waits for it."""
+"""Number of microbatches by which the lookup of an embedding precedes its use, so that no rank waits for embeddings."""
 
 
 def interval(schedule: Schedule, costs: StageCosts) -> float:
@@ -34,17 +34,17 @@ def shortest_delay(costs: StageCosts) -> float:
 
 
 def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequence[float]) -> list[Schedule]:
-    """Insert E, S, L, T and EW into a schedule, and remove communication; one result for each delay.
+    """Insert E, S, L, T and EW into a schedule, and remove communication; return one schedule for each delay.
 
-    The operations of a rank are sorted by planned start times. The planned starts of forwards are those of a simulation
-    in which W also takes the time of the operations on shards. Backwards and W start later by the delay. S starts when
+    The operations of a rank are sorted by planned start times. Forwards start as in a simulation in which the time of W
+    includes the operations on shards. Backwards and W start later than in the simulation, by the delay. S starts when
     the output of the last stage arrives, E some microbatches before its F, and T and EW together with the W of their
-    microbatch. Pairs are divided, because operations on shards may come between their forward and backward.
+    microbatch. Pairs are split, because operations on shards may come between the forward and the backward of a pair.
 
     Args:
         schedule: to insert operations into.
-        costs: of the stages, with vocabulary shards.
-        given_delays: of all backwards and W. With a delay below `shortest_delay(costs)` the ranks may deadlock.
+        costs: costs of the stages, with vocabulary shards.
+        given_delays: delays of all backwards and W. With a delay below `shortest_delay(costs)` the ranks may deadlock.
     """
     schedule = apart(without_vocabulary(schedule))
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
@@ -58,12 +58,12 @@ def delays(schedule: Schedule, costs: StageCosts) -> list[float]:
 
 
 def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[float] | None) -> Schedule:
-    """Insert operations on vocabulary shards into a schedule, with the delay that makes it fastest.
+    """Insert operations on vocabulary shards into a schedule, with the delay that makes the schedule fastest.
 
     Args:
         schedule: to insert operations into.
-        costs: of the stages, with vocabulary shards.
-        limits: memory limit of every rank. A delay that exceeds a limit is taken only if all delays do.
+        costs: costs of the stages, with vocabulary shards.
+        limits: memory limit of every rank. A delay that exceeds a limit is taken only if all delays exceed a limit.
     """
     timelines = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays(schedule, costs))]
 
@@ -116,7 +116,7 @@ class _Times:
         """Microbatch -> planned time at which the gradient of the embedding is ready."""
 
     def of_rank(self, rank: int) -> Iterator[_Timed]:
-        """Yield all operations of `rank`; among equal starts, an operation for which other ranks wait sorts first."""
+        """Yield all operations of `rank`; among equal starts, operations for which other ranks wait sort first."""
         order = [OpKind.E, OpKind.S, OpKind.L, *(kind for kind in KINDS if kind not in VOCABULARY), OpKind.T, OpKind.EW]
         starts = {**self._starts[rank], **self._of_shard(rank)}
         return ((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())

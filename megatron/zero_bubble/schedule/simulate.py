@@ -33,27 +33,27 @@ def simulate(
     """Simulate the compute operations of a schedule with given costs.
 
     Every rank runs its operations in order, each as soon as the rank is free and the inputs of the operation have
-    arrived. A message between ranks takes `costs.time_comm`. The state of all gradients, which VALIDATE needs, takes as
-    long as the slowest message, and occupies no rank. Copies to and from the host occupy only the host link of their
-    rank (see `LinkTimes`). The simulation computes only sums and maxima, so that integers and fractions give exact
-    results.
+    arrived. A message between ranks takes `costs.time_comm`. The reduction of the state of all gradients, for which
+    VALIDATE waits, takes the time of a collective (`collective_time`) and occupies no rank. Copies to and from the host
+    occupy only the host link of their rank (see `LinkTimes`). The simulation computes only sums and maxima, so that
+    integers and fractions give exact results.
 
     Args:
         schedule: lowered or not.
-        costs: of the stages.
-        overlap_communication: whether ranks compute while messages are in flight. Otherwise a message occupies the
-            sender right after the operation that makes the tensor, and the receiver right before its consumer.
+        costs: costs of the stages.
+        overlap_communication: whether ranks compute while messages are in flight. Without overlap, a message occupies
+            the sender right after the operation that makes the tensor, and the receiver right before its consumer.
         hardware_queues: hardware queues of the GPUs, to simulate a lowered schedule on NCCL's streams. On streams a
             message also waits until its receive is posted and the previous message of its channel is complete. With one
             hardware queue a computation also waits for all earlier launches. By default streams are not simulated.
-        lengths: microbatch -> factor of the times and the memory of `costs`; by default 1.
+        lengths: microbatch -> factor of the times and the memory of `costs`; by default 1 for every microbatch.
 
     Returns:
         The timeline, in the units of the costs.
 
     Raises:
         ScheduleError: the costs are for another number of stages, or `lengths` do not fit the schedule.
-        InvalidSchedule: a schedule on streams lacks a message.
+        InvalidSchedule: a schedule that is simulated on streams lacks a message.
         Deadlock: some ranks wait for each other for ever.
     """
     if costs.num_stages != schedule.num_stages:
@@ -91,11 +91,11 @@ class _Wait(NamedTuple):
     """A result that all operations of one kind in one stage need."""
 
     slot: int
-    """Index of the end of the result for microbatch 0, less `num_before`."""
+    """Index, in the list of end times, of the result for microbatch 0, minus `num_before`."""
     num_before: int
-    """`Need.num_before`."""
+    """The value of `Need.num_before`."""
     is_optional: bool
-    """`Need.is_optional`."""
+    """The value of `Need.is_optional`."""
     transit: float | None
     """Time from the end of the result on another rank to its arrival; None if the same rank makes the result."""
     occupies: bool
@@ -110,9 +110,9 @@ class _Step(NamedTuple):
     plain_waits: tuple[tuple[int, float | None], ...]
     """(slot, transit) for each wait; empty if any wait is optional, occupies a rank or is for another microbatch."""
     waits: tuple[_Wait, ...]
-    """The waits, if `plain_waits` cannot represent them; else empty."""
+    """The waits of the operation, if `plain_waits` cannot represent them; otherwise empty."""
     slots: tuple[int, ...]
-    """Indices of the ends of the operation's results for microbatch 0."""
+    """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float
     """Time for which the message with the result occupies the sender."""
 
@@ -129,7 +129,7 @@ class _Simulation:
     """A simulation that runs each rank until it waits for a result, and runs it again when the result is known.
 
     Planners simulate many schedules. For speed, values that are the same for all microbatches are computed once, and
-    the ends of all results are in one flat list.
+    the end times of all results are in one flat list.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class _Simulation:
         return tuple(timed_ops(ops, lane.starts, lane.ends) for ops, lane in zip(schedule.ops, lanes, strict=True))
 
     def _explain(self, blocked: dict[int, list[int]], lanes: Sequence[_Lane]) -> str:
-        """The message of a deadlock: one line with the ranks that wait for each other."""
+        """The error message of a deadlock: one line with the ranks that wait for each other."""
         schedule, results = self._schedule, list(self._rows)
         waits_for: dict[int, tuple[OpKind, int, int]] = {}
         for slot, ranks in blocked.items():
@@ -228,7 +228,7 @@ class _Simulation:
         blocked: dict[int, list[int]],
         runnable: deque[int],
     ) -> float:
-        """Run operations of `rank` until one lacks a result; return the time from which the rank is free."""
+        """Run operations of `rank` until one lacks an input; return the time from which the rank is free."""
         ends, is_made, ops, in_pairs = self._ends, self._is_made, self._schedule.ops[rank], self._pairs[rank]
         link, lengths = self._links[rank] if self._links else None, self._lengths
         for position in range(len(lane.ends), len(ops)):
@@ -284,7 +284,7 @@ class _Simulation:
         blocked: dict[int, list[int]],
         runnable: deque[int],
     ) -> float:
-        """Run one operation of a pair, whose results are ready when the backward ends; return when the rank is free."""
+        """Run one operation of a pair, whose results are ready at the end of the pair; return when `rank` is free."""
         op = self._schedule.ops[rank][position]
         end = start + self._pairs[rank][op]
         lane.starts.append(start)

@@ -13,7 +13,7 @@ class MicrobatchSize(NamedTuple):
     """Size of a microbatch, on which the costs of its operations depend."""
 
     tokens: int
-    """Number of tokens of all sequences, with padding."""
+    """Number of tokens of all sequences, including padding."""
     squares: int
     """Sum of the squared lengths of the sequences, to which the work of attention is proportional."""
 
@@ -40,9 +40,9 @@ class SizedCosts:
     """Costs of the operations of every stage, as functions of the size of a microbatch.
 
     Attributes:
-        usual: costs of a usual microbatch, which fields without a curve have for every size.
+        usual: costs of a usual microbatch. Fields without a curve have these costs for every size.
         curves: name of a field of `StageCosts` -> curve of every stage.
-        inside: stage -> largest temporary memory of an operation; empty for none.
+        inside: stage -> curve of the largest temporary memory of an operation; empty if no memory was measured.
     """
 
     usual: StageCosts

@@ -38,7 +38,7 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
     `STEP1` of all ranks. The first iteration has no VALIDATE, because no step precedes it.
 
     Args:
-        schedule: one iteration.
+        schedule: schedule of one iteration.
         num_steps: number of iterations.
     """
 
@@ -58,8 +58,8 @@ def operation_name(op: Op, num_microbatches: int, num_steps: int) -> str:
     """The name of an operation of a repeated schedule, such as `F3 of iteration 2`.
 
     Args:
-        op: of the repeated schedule.
-        num_microbatches: of one iteration.
+        op: operation of the repeated schedule.
+        num_microbatches: number of microbatches of one iteration.
         num_steps: number of iterations, counted from 1 in the name.
     """
     is_marker = op.kind in POST_VALIDATION
@@ -78,14 +78,14 @@ def iteration_time(
     """The time of one iteration in a sequence of iterations, in the unit of the costs.
 
     Without post-validation every iteration waits for all ranks of the previous iteration, and the time is the makespan.
-    With post-validation a rank starts the next iteration as soon as it is done, and the time is the makespan of three
-    iterations less the makespan of two.
+    With post-validation a rank starts an iteration as soon as it has finished its previous iteration, and the time is
+    the makespan of three iterations minus the makespan of two iterations.
 
     Args:
-        schedule: one iteration.
-        costs: of the stages.
-        overlap_communication: as in `simulate`.
-        hardware_queues: as in `simulate`.
+        schedule: schedule of one iteration.
+        costs: costs of the stages.
+        overlap_communication: see `simulate`.
+        hardware_queues: see `simulate`.
     """
 
     def makespan(num_steps: int) -> float:
@@ -100,14 +100,14 @@ def iteration_time(
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     """Add STEP at the end and VALIDATE in the warmup of every rank, and remove communication.
 
-    In an iteration that follows another one, VALIDATE comes one forward later than the state of all gradients arrives.
-    VALIDATE at this place delays no operation, even if a rank is a little late, and few forwards are run again if the
-    validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the
-    state. VALIDATE also comes before a forward whose input another rank makes after the VALIDATE of that rank.
+    VALIDATE comes one forward later than the arrival of the state of all gradients of the previous iteration. The
+    margin of one forward avoids a delay if a rank is slightly late, and few forwards are run again if the validation
+    fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the state of
+    all gradients. VALIDATE also comes before a forward whose input another rank makes after the VALIDATE of that rank.
 
     Args:
-        schedule: one iteration.
-        costs: of the stages, from which the arrival time of the state of all gradients is simulated.
+        schedule: schedule of one iteration.
+        costs: costs of the stages, from which the arrival time of the state of all gradients is simulated.
     """
     schedule = without_post_validation(schedule)
     stepped = replace(schedule, ops=tuple((*ops, _STEP) for ops in schedule.ops))
@@ -165,15 +165,15 @@ def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 def stale_receives(schedule: Schedule, rank: int) -> tuple[Op, ...]:
     """The receives of `rank` after its VALIDATE whose messages other ranks send before their VALIDATE.
 
-    If the validation fails, a message that was sent before VALIDATE has a wrong tensor. The receives of a channel are
-    in the order of the channel.
+    If the validation fails, a message that was sent before VALIDATE has a wrong tensor. The receives of each channel
+    are in the order in which the messages are sent.
     """
     received = set(before_validation(schedule, rank))
     return tuple(receive for receive in _sent_before_validation(schedule, rank) if receive not in received)
 
 
 def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
-    """Yield the receives of `rank` whose messages other ranks send before their VALIDATE, in the order of a channel."""
+    """Yield the receives of `rank` whose messages other ranks send before their VALIDATE, in order of sending."""
     for source in range(schedule.num_ranks):
         for op in before_validation(schedule, source):
             if op.kind in SENDS:

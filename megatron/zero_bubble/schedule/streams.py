@@ -48,7 +48,7 @@ class StreamReplay:
 
     Args:
         schedule: lowered.
-        costs: of the stages; None for operations and messages that take no time.
+        costs: costs of the stages; None for operations and messages that take no time.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts | None = None) -> None:
@@ -57,7 +57,7 @@ class StreamReplay:
         """Rank -> copies on its host link in the latest run, with their times."""
 
     def run(self, queues: HardwareQueues) -> tuple[tuple[TimedOp, ...], ...]:
-        """Run the schedule, which has passed the other checks of `validate`.
+        """Run the schedule, which must have passed the other checks of `validate`.
 
         Returns:
             Rank -> its computations with their times.
@@ -85,7 +85,7 @@ class StreamReplay:
         return tuple(device.lane() for device in devices)
 
     def _explain(self, devices: Sequence[_Device], queues: HardwareQueues) -> str:
-        """The message of a deadlock: one line with the ranks that wait for each other."""
+        """The error message of a deadlock: one line with the ranks that wait for each other."""
         waits_for: dict[int, tuple[int, Op]] = {}
         for rank, device in enumerate(devices):
             if device.blocked_by is not None:
@@ -138,7 +138,7 @@ class _Device:
         return timed_ops(self._computed, self._starts, self._ends)
 
     def go_on(self, runnable: deque[int]) -> None:
-        """Run launches until one has to wait; add ranks that waited for a now complete message to `runnable`."""
+        """Run launches until one has to wait; add each rank whose awaited message becomes complete to `runnable`."""
         self.blocked_by = None
         ops, by_kind, in_line = self._ops, self._by_kind, self._in_line
         for position in range(self._position, len(ops)):

@@ -4,7 +4,7 @@ The gradient of a parameter can be reduced over the data-parallel replicas after
 microbatch order, all parameters have their last W at the end of the iteration. The W after the last B of a rank need no
 further input, so that they can run parameter by parameter: the gradient of one parameter is reduced while the W of the
 next parameter run ("Zero Bubble Pipeline Parallelism", appendix A). Each gradient is the same, bit for bit, because its
-terms are added in the same order. On a rank with a vocabulary shard the last T come before the last W, and the last EW,
+terms are added in the same order. On a rank with a vocabulary shard, the last T come before the last W. The last EW,
 which wait for the first rank, come after the last W.
 """
 
@@ -28,7 +28,7 @@ def reorder_tail(schedule: Schedule) -> Schedule:
     """Reorder the last W of every rank chunk by chunk, the last chunk first.
 
     Times and peak memory do not grow, because the last W and T wait for no other rank and allocate no memory.
-    Communication keeps its places.
+    Sends, receives and collectives keep their places.
 
     Args:
         schedule: lowered or not.
@@ -58,7 +58,7 @@ def _tail(ops: Sequence[Op]) -> tuple[int, int]:
 
 
 def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """The operations of a rank in groups that run as one: pairs, and the last W of one chunk; others are alone."""
+    """The operations of a rank in groups that run as one: a pair, the last W of one chunk, or any other operation."""
     start, end = _tail(ops)
 
     def key(numbered: tuple[int, Op]) -> tuple[bool, int]:

@@ -45,7 +45,7 @@ class Idle:
     """Idle time of all ranks as a fraction of (number of ranks x longest span of a rank), in two parts."""
 
     imbalance: float
-    """Fraction that follows from the partition, because ranks have less work than the busiest rank."""
+    """Fraction that follows from the partition: idle time of ranks with less work than the busiest rank."""
     bubble: float
     """Bubble rate: fraction that follows from the order, (longest span - work of the busiest rank) / longest span."""
 
@@ -99,7 +99,7 @@ class Timeline:
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
-        """The lanes with one entry, the backward, for each pair."""
+        """The lanes without the forwards of pairs, so that each pair is one entry."""
         in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
         return tuple(
             [timed for timed in lane if timed.op not in forwards] if forwards else lane
@@ -111,7 +111,7 @@ class Timeline:
         """Rank -> span: time from the start of its first operation to the end of its last operation.
 
         STEP and VALIDATE do not count, because a rank may validate long before its first forward. Embeddings before the
-        first forward count only with their own time.
+        first forward add only their own time to the span.
         """
         spans = []
         for lane in self.lanes:

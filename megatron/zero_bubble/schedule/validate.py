@@ -37,7 +37,7 @@ from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
 _Rows = dict[tuple[OpKind, int], list[int]]
-"""(kind, chunk) -> microbatch -> position of its operation in the order of a rank; -1 if the rank has none."""
+"""(kind, chunk) -> microbatch -> position of its operation in the order of a rank; -1 if the rank lacks it."""
 
 
 @paused_collector()
@@ -53,7 +53,7 @@ def validate(schedule: Schedule) -> None:
     - In a lowered schedule, every tensor for another rank is sent after it is made, and received before it is used. The
       sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
       same order.
-    - Activations that are copied to the host are copied back; they are not recomputed, and not of a pair.
+    - Activations that are copied to the host are copied back; they are not recomputed, and do not belong to a pair.
     - STEP and VALIDATE keep the rules of `check_post_validation`.
     - The ranks do not deadlock. A lowered schedule is checked on NCCL's streams with one hardware queue and with many.
 
@@ -61,8 +61,8 @@ def validate(schedule: Schedule) -> None:
         schedule: lowered or not.
 
     Raises:
-        InvalidSchedule: the schedule breaks one of these rules. The message is one line with the rank and the
-        operation. Deadlock: some ranks wait for each other for ever.
+        InvalidSchedule: the schedule breaks a rule. The error message is one line with the rank and the operation.
+        Deadlock: some ranks wait for each other for ever.
     """
     if schedule.num_microbatches < 1:
         raise InvalidSchedule(f"schedule {schedule.name} has {schedule.num_microbatches} microbatches")
@@ -108,7 +108,7 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """The number of microbatches in a row: if a rank has n operations, a missing one is among the first n + 1."""
+    """The length of a row: n + 1 microbatches are enough to find a missing operation of a rank with n operations."""
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 
@@ -126,7 +126,7 @@ _MADE_IN_ORDER = {
 }
 """Kind of operation -> its results that must be in microbatch order."""
 _MAKERS = {result: _makers(result) for result in KINDS}
-"""Result -> kinds of operations that make it, first the kinds with several results."""
+"""Result -> kinds of operations that make the result; the kinds with several results come first."""
 
 
 def _check_complete(schedule: Schedule, rank: int, rows: _Rows) -> None:
@@ -176,7 +176,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
-    """Check that the results that an operation needs from its own rank are made before it."""
+    """Check that the results that an operation needs from its own rank are made before the operation."""
     placement = schedule.placement
     for (kind, chunk), row in rows.items():
         if kind in COMMUNICATION:
@@ -201,7 +201,7 @@ def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
 
 
 def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[int]:
-    """Merge rows of positions: microbatch -> first position that is not -1 in any row; -1 if there is none."""
+    """Merge rows of positions: microbatch -> first position that is not -1 in any row; -1 if all are -1."""
     if len(rows) == 1:
         return rows[0]
     return [next((row[k] for row in rows if row[k] >= 0), -1) for k in range(num_microbatches)]
@@ -265,7 +265,7 @@ def _check_collectives(schedule: Schedule) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Check that the k-th send and the k-th receive of every channel are of the same message."""
+    """Check that the k-th send and the k-th receive of every channel belong to the same message."""
     placement = schedule.placement
     received: dict[tuple[int, int], list[Op]] = defaultdict(list)
     for rank, ops in enumerate(schedule.ops):

@@ -1,4 +1,4 @@
-"""Flags of scripts written for the first fork of zero bubble, translated into our flags when they are parsed."""
+"""Translates the flags of scripts that were written for the first fork of zero bubble into our flags."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def translated(flags: T) -> T:
 
 
 def _v_schedule(flags: AliasFlags, schedule: str | None) -> str | None:
-    """The schedule that `--zero-bubble-v-schedule` stands for; None without it."""
+    """The schedule that `--zero-bubble-v-schedule` stands for; None without that flag."""
     setup = flags.zero_bubble_v_schedule_mem_setup
     if not flags.zero_bubble_v_schedule:
         if setup is not None:
@@ -86,7 +86,7 @@ def _window(flags: AliasFlags) -> list[int] | None:
 
 
 def check_window(first: int, last: int, flag: str) -> None:
-    """Raise `ValueError` unless `first` to `last` are iterations that a job can profile, or 0 to 0 for none."""
+    """Raise `ValueError` unless a job can profile the iterations `first` to `last`; 0 to 0 means no profile."""
     if not (1 <= first <= last or first == last == 0):
         raise ValueError(f"{flag} {first} {last}: give the first and the last iteration, counted from 1, or 0 0")
 

@@ -21,10 +21,10 @@ from megatron.zero_bubble.session.settings import JobSettings
 def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     """Print parameters, deferred gradients, the schedule and the stages of each host, once in the job.
 
-    It is a collective call of all ranks.
+    This function is a collective call of all ranks.
 
     Raises:
-        ValueError: W of a linear layer is not deferred, or under `--zero-bubble-strict` of any weight; raised on all
+        ValueError: W of a linear layer (with `--zero-bubble-strict`: of any module) is not deferred; raised on all
             ranks.
     """
     flags, plan = job.flags, job.plan
@@ -59,7 +59,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
 
 
 def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
-    """Modules whose weight gradient stays in B, each with its largest share of any rank's parameters."""
+    """Modules whose weight gradient stays in B, each with the largest share of a rank's parameters that it has."""
     shares: dict[str, float] = {}
     for gradients in ranks.values():
         for name, size in gradients.unsplit:
@@ -82,7 +82,7 @@ def _refuse_unsplit(flags: JobFlags, ranks: Mapping[ModelRank, Gradients], unspl
 
 
 def _gather(world_size: int, gradients: Gradients) -> dict[ModelRank, Gradients]:
-    """The gradients of every model-parallel rank, in order; replicas of a rank hold the same. A collective call."""
+    """The gradient counts of every model-parallel rank, in order; replicas have equal counts. A collective call."""
     rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     ranks: list[Any] = [None] * world_size
     dist.all_gather_object(ranks, (rank, gradients))

@@ -1,4 +1,4 @@
-"""Draws what ranks did (`--zero-bubble-timeline`), and what they will do (a plan in TensorBoard and W&B)."""
+"""Draws the measured operations of ranks (`--zero-bubble-timeline`), and their plans (in TensorBoard and W&B)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TimelineWriter:
     Args:
         folder: the folder for the files, which is created if it is missing.
         first, last: the first and the last iteration to write.
-        start: the iteration after which the job started; the observer counts from there.
+        start: the iteration after which the job started; the observer counts its steps from this iteration on.
     """
 
     def __init__(self, folder: str, first: int, last: int, start: int, forward_backward: ForwardBackward) -> None:
@@ -50,7 +50,7 @@ class TimelineWriter:
             self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
-        """Write the iteration if it is to be drawn; a collective call of the pipeline of rank 0."""
+        """Write the files of `iteration` if it is to be drawn; a collective call of the pipeline of global rank 0."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return
@@ -73,7 +73,7 @@ class TimelineWriter:
 
 
 def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:
-    """The writer for `--zero-bubble-timeline`, or None; the job begins after iteration `iteration`."""
+    """The writer for `--zero-bubble-timeline`, None without the flag; the job begins after iteration `iteration`."""
     if flags.zero_bubble_timeline is None:
         return None
     window = profile_window(flags)
@@ -86,7 +86,8 @@ def clock_offset(group: dist.ProcessGroup) -> float:
     """Seconds by which this rank's clock is ahead of the clock of the group's first rank; a collective call.
 
     Ranks leave a barrier at nearly the same moment. The offset is the median over several barriers of the difference
-    between the clocks at that moment. Its error is the time of a barrier, some tens of microseconds on one host.
+    between the clocks at that moment. The error of the offset is the time of a barrier, some tens of microseconds on
+    one host.
     """
     differences = []
     for _ in range(_CLOCK_ROUNDS):
@@ -134,7 +135,7 @@ def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_ru
 
 
 def cause_scalars(timeline: Timeline) -> dict[str, float]:
-    """The share of all ranks' time that is lost to each cause, under its tag."""
+    """The share of all ranks' time that is lost to each cause of idle time, under the tag of the cause."""
     whole = float(timeline.cost) * len(timeline.lanes)
     return {
         f"predicted-idle/{cause.replace(' ', '-')}": float(sum(times)) / whole
@@ -144,7 +145,7 @@ def cause_scalars(timeline: Timeline) -> dict[str, float]:
 
 def plan_picture(timeline: Timeline) -> np.ndarray:
     """A picture [height, width, 3] of the operations of every rank over time, numbered by their microbatches."""
-    from PIL import Image, ImageDraw  # which TensorBoard needs for pictures, too
+    from PIL import Image, ImageDraw  # TensorBoard needs this package for pictures, too
 
     schedule = timeline.schedule
     image = Image.new("RGB", (_WIDTH, _LANE * len(timeline.lanes)), "#ffffff")

@@ -24,7 +24,7 @@ def device_of_rank(local_rank: int, num_devices: int) -> int:
 
 
 def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devices: int) -> None:
-    """Refuse more ranks on a host than it has devices.
+    """Refuse to run more ranks on a host than the host has devices.
 
     Without torchrun's `LOCAL_WORLD_SIZE` nothing is refused, because each rank may see devices of its own.
 
@@ -43,10 +43,10 @@ def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devi
 
 
 def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
-    """Say that the ranks on a host without devices take turns; None if each has a core of its own.
+    """A text that the ranks on a host without devices share processor cores; None if each rank has its own core.
 
     Args:
-        environment: with torchrun's `LOCAL_WORLD_SIZE`.
+        environment: the environment variables, with torchrun's `LOCAL_WORLD_SIZE`.
         num_cores: processor cores of the host.
     """
     num_ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
@@ -62,7 +62,7 @@ def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
 def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nodes: Path) -> None:
     """Refuse to train on the CPU of a host that should have a device, unless a flag asks for it.
 
-    A single rank without a device would fall back to another backend than the other ranks, and all would wait.
+    A single rank without a device would fall back to another backend than the other ranks, and all ranks would hang.
 
     Args:
         nodes: the folder of device nodes (`/dev`).
@@ -81,7 +81,7 @@ def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nod
 
 
 def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
-    """The setting or file that shows that this process should have a CUDA device; None if there is none."""
+    """The setting or file that shows that this process should have a CUDA device; None if nothing shows a device."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         # Slurm writes NoDevFiles if it gives the task no device.
@@ -93,7 +93,7 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
 
 
 def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchrun --nproc-per-node") -> None:
-    """Raise `ValueError` if the number of ranks, which `source` gives, is not a multiple of those of a replica."""
+    """Raise `ValueError` if the number of ranks, which `source` gives, is not a multiple of the ranks of a replica."""
     ranks = flags.ranks_of_replica
     if world_size % ranks == 0:
         return
@@ -108,10 +108,10 @@ def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchr
 
 
 def check_environment(flags: JobFlags, environment: Mapping[str, str], has_cuda: bool) -> None:
-    """Refuse CUDA settings that make messages on the device hang; messages through host memory work with all.
+    """Refuse CUDA settings that make messages on the device hang; messages through host memory work with every setting.
 
     Raises:
-        ValueError: a zero-bubble schedule cannot run under a setting.
+        ValueError: a setting can make a zero-bubble schedule hang.
     """
     if not has_cuda or flags.schedule is None or flags.zero_bubble_communicator == "host":
         return

@@ -1,4 +1,4 @@
-"""Checks flags that optional features need, and refuses flags that contradict them. Imports no megatron.core."""
+"""Checks flags that optional features need, and refuses contradicting flags. The module imports no megatron.core."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
     """The hierarchy in which replicas average their parameters; None without `--hierarchical-sgd`.
 
     Raises:
-        ValueError: the flag is malformed, or does not fit the job's replicas or another flag; one line.
+        ValueError: the flag is malformed, or does not fit the job's replicas or another flag; the message is one line.
     """
     text, warmup = flags.hierarchical_sgd, flags.hierarchical_sgd_warmup
     if warmup < 0:
@@ -50,7 +50,7 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
 
 
 def _example(replicas: int) -> str:
-    """Example of levels for a number of replicas."""
+    """An example value of `--hierarchical-sgd` for a number of replicas."""
     sizes = [size for size in range(2, replicas + 1) if replicas % size == 0]
     levels = [sizes[0]]
     for size in sizes[1:]:
@@ -68,7 +68,7 @@ def plans_offload(flags: JobFlags) -> bool:
 
 
 def check_offload(flags: JobFlags) -> None:
-    """Raise `ValueError` if a flag that offload needs is missing, or if a flag does not work with it."""
+    """Raise `ValueError` if a flag that offload needs is missing, or if a flag does not work with offload."""
     if not plans_offload(flags):
         return
     if flags.zero_bubble_memory_limit is None:
@@ -105,7 +105,7 @@ _PAIRS = "--overlap-moe-expert-parallel-comm"
 
 
 def check_pairs(flags: JobFlags) -> None:
-    """Raise `ValueError` for a flag that pairs of a forward and a backward do not support."""
+    """Raise `ValueError` for a flag that does not work with pairs of a forward and a backward."""
     if not flags.overlap_moe_expert_parallel_comm:
         return
     if flags.mtp_num_layers and not flags.untie_embeddings_and_output_weights:
@@ -135,7 +135,7 @@ def check_post_validation(flags: JobFlags) -> None:
 
 
 def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
-    """A line that says what post-validation gains with the plan's schedule if F, B and W take equally long."""
+    """A line with the gain of post-validation under the plan's schedule, for F, B and W that take equally long."""
     schedule = plan.schedule(flags.most_microbatches)
     costs = default_costs(schedule.placement)
     without, with_it = (iteration_time(s, costs) for s in (schedule, with_post_validation(schedule, costs)))
@@ -149,9 +149,9 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
-    """The reason why the first stage's step waits for the end of the last stage, or None.
+    """The reason why the first stage's optimizer step waits for the end of the last stage; None without such a wait.
 
-    While it waits, iterations cannot overlap.
+    Iterations cannot overlap while the first stage waits.
     """
     if placement.kind == "v":
         return None  # The first and the last stage are on one rank.
@@ -166,7 +166,7 @@ def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
     """Check `--zero-bubble-vocabulary-parallel` before the size of the vocabulary is known.
 
     Raises:
-        ValueError: it does not work with another flag.
+        ValueError: the flag does not work with another flag.
     """
     value = flags.zero_bubble_vocabulary_parallel
     given = f"{flag_name('zero_bubble_vocabulary_parallel')} {value}"
@@ -177,10 +177,10 @@ def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
 
 
 def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
-    """Check that the vocabulary divides into as many shards as there are ranks, if it is spread over them.
+    """Check that the vocabulary divides into as many shards as there are ranks, if the flags ask for shards.
 
     Raises:
-        ValueError: it does not divide; the message names a divisor that works.
+        ValueError: the vocabulary does not divide; the message names a divisor that works.
     """
     if flags.vocabulary_parallel:
         ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size
@@ -188,7 +188,7 @@ def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
 
 
 def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
-    """Whether a layout that is searched spreads the vocabulary; None if the search may choose."""
+    """Whether the layouts of the search spread the vocabulary over the ranks; None if the search may choose."""
     if flags.zero_bubble_vocabulary_parallel in ("on", "off"):
         return flags.vocabulary_parallel
     if flags.use_torch_fsdp2:

@@ -11,7 +11,7 @@ from pathlib import Path
 def write_file(path: str | Path, text: str) -> None:
     """Write `text` to `path`. If writing or the machine fails, a regular file keeps its old content.
 
-    A regular file is replaced by a new one with its permissions. A symbolic link is followed and stays a link. A
+    A regular file is replaced by a new file with the same permissions. A symbolic link is followed and stays a link. A
     device, a FIFO or an open file of this process (`/dev/stdout`, `/dev/fd/3`) is written to and not replaced.
 
     Raises:

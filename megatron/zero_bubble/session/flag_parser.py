@@ -28,10 +28,10 @@ def flag(
     sets True.
 
     Args:
-        const: the value of a flag that is given without one, which `nargs="?"` allows.
+        const: the value of the field if the flag is given without a value, which `nargs="?"` allows.
         names: further spellings of the flag.
-        parse: converts a word to the value, or raises `argparse.ArgumentTypeError`; without it the field's type
-            converts. A default that is a string is parsed, too.
+        parse: converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by default the type of
+            the field sets the conversion. A default that is a string is converted, too.
         metavar: placeholder of the value in `--help`.
         repeat: allow the flag several times, and collect its values in a list.
     """
@@ -63,7 +63,7 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
 
     Args:
         arguments: the dataclass; its fields come from the base classes `groups`.
-        groups: dataclasses of flags in the order of `--help`, where the first line of a docstring is a title.
+        groups: dataclasses of flags in the order of `--help`; the first line of each docstring is the group's title.
 
     Raises:
         ValueError: a flag is unknown or missing, or a value has the wrong type; the message is one line.
@@ -72,7 +72,7 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
 
 
 def take_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse the flags of `groups`, which may stand anywhere in `argv`, and return the other arguments in their order.
+    """Parse the flags of `groups`, which may stand anywhere in `argv`; return them and the other arguments in order.
 
     Raises:
         ValueError: a flag is missing, or a value has the wrong type; the message is one line.
@@ -133,7 +133,7 @@ def _help(entry: Field[Any]) -> str:
 
 
 def _converter(hint: Any) -> Any:
-    """The converter for a field's type: that of `int` for `int`, `int | None` and `list[int] | None`."""
+    """The converter for a field's type, such as `_integer` for `int`, `int | None` and `list[int] | None`."""
     types = (hint, *get_args(hint), *(innermost for inner in get_args(hint) for innermost in get_args(inner)))
     for inner in types:
         if inner is int:

@@ -1,4 +1,4 @@
-"""The flags of parallelism and of zero bubble, which the trainer and the launcher share."""
+"""Defines the flags of parallelism and of zero bubble, which the trainer and the launcher share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ParallelFlags:
 
     @property
     def ranks_of_replica(self) -> int:
-        """How many ranks hold one replica of the model."""
+        """The number of ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
@@ -182,7 +182,7 @@ class ZeroBubbleFlags:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether embedding and output layer are spread over all pipeline ranks, as far as that is decided."""
+        """Whether embedding and output layer are spread over all pipeline ranks; False while the choice is open."""
         return self.zero_bubble_vocabulary_parallel == "on"
 
 
@@ -192,10 +192,10 @@ def flag_name(name: str) -> str:
 
 
 def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
-    """Refuse zero-bubble flags that are wrong or contradict each other, whatever the model.
+    """Refuse zero-bubble flags that are wrong or contradict each other for every model.
 
     Raises:
-        ValueError: the first flag that cannot work.
+        ValueError: a flag cannot work; the message names the first such flag.
     """
     _check_owners(flags)
     if flags.zero_bubble_rollback == "inverse" and flags.zero_bubble_rollback_on_host:
@@ -233,7 +233,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
 
 
 def limit_flag(flags: ZeroBubbleFlags) -> str:
-    """The flag and value of the memory limit as the user gave them, for messages."""
+    """The flag of the memory limit with its value, as the user gave them, for error messages."""
     text = flags.zero_bubble_memory_limit or "1 (the default)"
     pending = pending_backwards(text)
     return f"--zero-bubble-memory-limit {text}" if pending is None else f"--zero-bubble-max-pending-backward {pending}"

@@ -11,11 +11,11 @@ _STAGE, _FURTHER = "|", "/"
 
 @dataclass(frozen=True)
 class HybridPattern:
-    """A pattern, as megatron-core's `HybridModel` takes it.
+    """A layer pattern of megatron-core's `HybridModel`.
 
     Attributes:
         stages: the symbols of every stage's layers, in model order; one entry if the pattern has no `|`.
-        further: the part for multi-token prediction, with its `/`; empty without.
+        further: the part for multi-token prediction, with its `/`; empty without multi-token prediction.
     """
 
     stages: tuple[str, ...]
@@ -36,7 +36,7 @@ class HybridPattern:
 
     @property
     def num_further(self) -> int:
-        """The number of layers of multi-token prediction; each part of `further` is one."""
+        """The number of layers of multi-token prediction; each part of `further` is one such layer."""
         return len([part for part in self.further.split(_FURTHER) if part])
 
     @property
@@ -50,7 +50,7 @@ class HybridPattern:
         return tuple(map(len, self.stages))
 
     def divided(self, partition: Sequence[int]) -> HybridPattern:
-        """The same layers with the numbers of `partition` in each stage."""
+        """The same layers, divided into stages with the numbers of layers in `partition`."""
         assert sum(partition) == len(self.symbols), "a partition of another number of layers"
         ends = accumulate(partition, initial=0)
         return HybridPattern(tuple(self.symbols[start:end] for start, end in pairwise(ends)), self.further)

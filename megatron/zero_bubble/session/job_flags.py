@@ -22,7 +22,7 @@ _PARTITION = (
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
 RECOMPUTATION = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-"""Names of Megatron's flags that say what is recomputed."""
+"""Names of Megatron's flags that set the recomputation."""
 _MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("seq_length", "micro_batch_size", "bf16", "fp16", "fp8", "fp4", "swiglu", "num_experts", "mtp_num_layers"),
@@ -30,13 +30,13 @@ _MODEL = (
     *("tensor_model_parallel_size", "expert_model_parallel_size", "context_parallel_size", "sequence_parallel"),
     *(*_PARTITION, *RECOMPUTATION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel"),
 )
-"""Names of the flags on which the costs of a stage depend, whatever the model."""
+"""Names of the flags on which the costs of a stage depend in every model."""
 _SWITCHES = re.compile(
     r"window_.*|no_rope_freq|(qk|q|k)_(layer|l2_)norm|add_qkv_bias|.*attention_(output_gate|variant|freq)|dsa_.*(heads|dim|topk)"
     r"|fp32_residual_connection|recompute_modules"
     r"|tp_comm_overlap|activation_func_(fp8|clamp).*|squared_relu|quick_geglu"
 )
-"""Names of further such flags, which are off by default and which not every program has."""
+"""Names of further flags on which the costs of a stage depend; they are off by default, and some programs lack them."""
 _FURTHER = {
     "num_experts": re.compile(
         r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"
@@ -46,7 +46,7 @@ _FURTHER = {
         r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
     ),
 }
-"""Flag of a model -> names of the further flags that describe a model with that flag; programs may lack some."""
+"""Flag of a model -> names of further flags that describe such a model; a program may lack some of these flags."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Names that megatron-core's `TransformerConfig` gives to flags."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
@@ -54,7 +54,7 @@ LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary
 
 
 def keeping_everything(settings: object) -> dict[str, Any]:
-    """The changes of flags that switch full recomputation off; none if it is off."""
+    """The changes of flags that switch full recomputation off; empty if full recomputation is off already."""
     return dict.fromkeys(RECOMPUTATION) if getattr(settings, "recompute_granularity", None) == "full" else {}
 
 
@@ -66,11 +66,11 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     world_size: int = 1
     data_parallel_size: int = 1
     model_chunks: int | None = None
-    """Model chunks a rank if Megatron's flags ask for several; None leaves the number to the schedule."""
+    """Number of model chunks on a rank, if Megatron's flags ask for several; None leaves the number to the schedule."""
     num_layers: int = 0
     mtp_num_layers: int | None = None
     hybrid_layer_pattern: str | None = None
-    """The layers of a `HybridModel`, with `|` between stages if the flags or the choice of a layout say where."""
+    """The layers of a `HybridModel`, with `|` between stages if the flags or the chosen layout set the stages."""
     micro_batch_size: int = 1
     global_batch_size: int = 1
     rampup_batch_size: list[int] | None = None
@@ -101,13 +101,13 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @classmethod
     def of(cls, source: object, **known: Any) -> JobFlags:
-        """Read the flags from the attributes of `source`. Values in `known` come first, defaults last."""
+        """Read the flags from the attributes of `source`; values in `known` replace attributes or defaults."""
         given = {entry.name: getattr(source, entry.name) for entry in fields(cls) if hasattr(source, entry.name)}
         return cls(**{**given, "given_model": _model_of(source), **known})
 
     @property
     def schedule(self) -> str | None:
-        """Name of the zero-bubble schedule that the flags ask for, or None for megatron-core's own."""
+        """Name of the zero-bubble schedule that the flags ask for, or None for megatron-core's own schedule."""
         if self.zero_bubble_schedule is None and self.zero_bubble:
             return "auto"
         return self.zero_bubble_schedule
@@ -121,12 +121,12 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def layers_of_block(self) -> int:
-        """The layers that are recomputed together, as one block."""
+        """The number of layers that are recomputed together, as one block."""
         return self.recompute_num_layers or 1 if self.recompute_method == "uniform" else 1
 
     @property
     def interlocks_iterations(self) -> bool:
-        """Whether ranks that have stepped begin the next iteration while others are still in this one."""
+        """Whether a rank can begin the next iteration while other ranks are still in the current iteration."""
         return self.zero_bubble_post_validation and self.untie_embeddings_and_output_weights
 
     @property
@@ -137,14 +137,14 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @cached_property
     def memory_limit(self) -> MemoryLimit | None:
-        """The memory limit that the flags set; None for the schedule's own.
+        """The memory limit that the flags set; None for the schedule's own limit.
 
         Raises:
             ValueError: the flag's value cannot be parsed.
         """
         text = self.zero_bubble_memory_limit
         if text is None:
-            # By default a schedule without a limit of its own may take as much memory as megatron-core's own.
+            # By default a schedule without a limit of its own may take as much memory as megatron-core's own schedule.
             if self.has_own_limit:
                 return None
             return MemoryLimit(
@@ -164,12 +164,12 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def pairs(self) -> bool:
-        """Whether a plan may run a forward and a backward as one: with vocabulary shards it does not."""
+        """Whether a plan may run a forward and a backward as one operation; vocabulary shards exclude this."""
         return self.overlap_moe_expert_parallel_comm and not self.vocabulary_parallel
 
     @property
     def model(self) -> Mapping[str, Setting]:
-        """The model as a profile describes it: a profile fits only jobs with the same values."""
+        """The flags that describe the model in a profile; a profile fits only jobs with the same values."""
         layout = ("pipeline_model_parallel_layout", "hybrid_layer_pattern")
         return {**self.given_model, **{name: getattr(self, name) for name in layout}}
 
@@ -180,7 +180,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def batch_sizes(self) -> range:
-        """All global batch sizes of the job's iterations: one unless `--rampup-batch-size` is given."""
+        """All global batch sizes of the job's iterations: a single size unless `--rampup-batch-size` is given."""
         start, increment, _ = self.rampup_batch_size or (self.global_batch_size, 1, 0)
         return range(start, self.global_batch_size + 1, increment)
 
@@ -194,7 +194,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         return batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def num_iterations(self, start: int) -> int | None:
-        """Most iterations of a job that begins after iteration `start`; None if the flags set no number."""
+        """Largest number of iterations of a job that begins after iteration `start`; None if no flag sets it."""
         if self.train_iters is None:
             return None
         left = self.train_iters - start
@@ -204,17 +204,17 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
 
 def _model_of(source: object) -> dict[str, Setting]:
-    """The flags of `source` on which the costs of a stage depend, named and completed as Megatron-LM does it."""
+    """The flags of `source` on which the costs of a stage depend, named and completed as in Megatron-LM."""
     model = {name: getattr(source, name, getattr(source, _IN_CONFIGURATION.get(name, ""), None)) for name in _MODEL}
     for names in (_SWITCHES, *(names for owner, names in _FURTHER.items() if model[owner])):
         model.update((name, value) for name, value in vars(source).items() if names.fullmatch(name))
-    if model["num_experts"]:  # Megatron-LM fills these in
+    if model["num_experts"]:  # Megatron-LM fills in both defaults
         model["moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
         shared_by = model.get("expert_tensor_parallel_size") or model["tensor_model_parallel_size"]
         model["expert_tensor_parallel_size"] = shared_by
     if not getattr(source, "group_query_attention", True):
-        model["num_query_groups"] = model["num_attention_heads"]  # Megatron-LM's arguments leave a 1 there
-    if isinstance(model["attention_backend"], Enum):  # Megatron-LM's, where local layers have but one attention
+        model["num_query_groups"] = model["num_attention_heads"]  # in Megatron-LM's arguments it is 1
+    if isinstance(model["attention_backend"], Enum):  # Megatron-LM's type; local layers have only one attention
         is_local = model["transformer_impl"] == "local"
         model["attention_backend"] = "local" if is_local else model["attention_backend"].name
     return {name: _as_in_json(value) for name, value in model.items()}

@@ -1,4 +1,4 @@
-"""Turns flags into a partition, the layers of every stage, and a partition into a layout of megatron-core."""
+"""Converts flags to a partition (the layers of every stage), and a partition to megatron-core's layout notation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WITHOUT_PARTITION: dict[str, Any] = {
 }
 """Default values of the flags that set the number of layers of the first and the last stage."""
 _MOST_REPEATS = 10_000
-"""Most repeats of a part of a layout: more than any model has layers."""
+"""Largest repeat count in a layout that is accepted; no model has as many layers."""
 
 
 def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
     """The layers of every stage, in model order, that the flags ask for.
 
     Raises:
-        ValueError: flags contradict each other, or do not add up to `--num-layers`; the message names them.
+        ValueError: flags contradict each other, or do not add up to `--num-layers`; the message names the flags.
     """
     sources = partition_sources(flags)
     if len(sources) > 1:
@@ -42,9 +42,10 @@ def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -> str | None:
-    """The layout with which megatron-core builds `partition`; None if it needs no layout for that.
+    """The layout with which megatron-core builds `partition`; None if megatron-core needs no layout for it.
 
-    megatron-core looks for the layers of multi-token prediction on the last rank, which in a V holds other stages.
+    megatron-core expects the multi-token prediction layers on the last rank, but in a V placement the first rank holds
+    the last stage.
     """
     if flags.pipeline_model_parallel_layout is not None or flags.pattern is not None:
         return flags.pipeline_model_parallel_layout
@@ -53,7 +54,7 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags that set the layers of stages. Of flags that belong together only the first is listed."""
+    """The flags that set the number of layers of stages. Flags that belong together make one entry."""
     layout = flags.pipeline_model_parallel_layout
     sources = list(_layers_of_ends(flags))[:1]
     if layout is not None:
@@ -66,7 +67,7 @@ def partition_sources(flags: JobFlags) -> list[str]:
 
 
 def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: str) -> Partition:
-    """The layers that a flag gives to each stage, which must be all layers on all stages."""
+    """The layers that a flag gives to each stage; raise `ValueError` unless they are all layers on all stages."""
     if len(layers) != placement.num_stages:
         raise ValueError(
             f"{given} {len(layers)} stages, but {placement.num_ranks} pipeline ranks with {placement.num_chunks} model "
@@ -78,16 +79,17 @@ def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: st
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """The layers that flags give to the first and the last rank; each key is a flag with its value."""
+    """The number of layers that flags give to the first and the last rank; each key is a flag with its value."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
 
 
 def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
-    """The partition whose first and last rank have the numbers of the flags; in a V, whose first and last stage do.
+    """The partition with the given numbers of layers on the first and last rank; in a V, on the first and last stage.
 
-    A rank's layers are spread evenly over its chunks, as in megatron-core. In a V one rank holds both ends.
+    A rank's layers are spread evenly over its chunks, as in megatron-core. In a V one rank holds both the first and the
+    last stage.
     """
     chunks, places, noun = placement.num_chunks, placement.num_ranks, "pipeline ranks"
     if placement.kind == "v":
@@ -113,7 +115,7 @@ def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def _spread(flags: JobFlags, placement: Placement) -> Partition:
-    """The partition with the most even stages that the flags allow."""
+    """The most even partition that the flags allow."""
     stages, layers = placement.num_stages, flags.num_layers
     embedding, loss = flags.account_for_embedding_in_pipeline_split, flags.account_for_loss_in_pipeline_split
     if (layers + embedding + loss) % stages and not flags.allow_padding_num_layers:
@@ -132,7 +134,7 @@ def _spread(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
-    """As `model_costs.spread_layers`, with an error that names the flag."""
+    """Call `model_costs.spread_layers`; an error names the flag `--num-layers`."""
     try:
         return model_costs.spread_layers(num_layers, num_stages, embedding=embedding, loss=loss)
     except ScheduleError as error:
@@ -142,7 +144,7 @@ def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, 
 def to_layout(layers: Sequence[int], num_further_tokens: int | None = None) -> str:
     """The layers of each stage, in model order, in the notation of megatron-core's `--pipeline-model-parallel-layout`.
 
-    `num_further_tokens` multi-token prediction layers join the last stage.
+    The last stage also gets `num_further_tokens` layers of multi-token prediction.
     """
     further = "m" * (num_further_tokens or 0)
     return f"E{'|'.join(f't*{count}' if count else '' for count in layers)}{further}L"
@@ -172,7 +174,7 @@ def layers_of_layout(layout: str, num_ranks: int) -> Partition:
 
 
 def chunks_of_flags(flags: JobFlags) -> int | None:
-    """Model chunks a rank if Megatron's flags ask for several, else None.
+    """The number of model chunks on a rank; None unless Megatron's flags ask for several chunks.
 
     Raises:
         ValueError: the flags contradict each other or do not divide the layers.

@@ -39,22 +39,22 @@ SAVED_NAMES = (
     *("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute", "zero_bubble_seed_by_layer"),
     *("zero_bubble_vocabulary_parallel", _PATTERN),
 )
-"""Arguments in a checkpoint that say which layout was chosen."""
+"""Names of arguments in a checkpoint that record the chosen layout."""
 _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
-"""Flags that must be the same for a saved layout to be kept."""
+"""Names of flags that must have the values of the checkpoint, so that its layout can be kept."""
 
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """A layout as a job takes it over.
+    """A layout that a job adopts.
 
     Attributes:
-        flags: the flags, by name, that fix it.
-        request: the request of its plan; None for a layout that was not planned with costs.
-        megatrons: the time that megatron-core's own schedule was predicted to take on Megatron's split; None if the
-            layout is that split, or that is not known.
-        is_megatrons_split: whether the layout is the one that Megatron's flags give. Its memory limit follows from the
-            measured memory of 1F1B, so that 1F1B's order always fits.
+        flags: the flags, by name, that fix the layout.
+        request: the planner's request for the layout; None for a layout that was not planned with costs.
+        megatrons: the predicted time of megatron-core's own schedule on Megatron's split of the layers; None if the
+            layout is Megatron's split, or if the time is unknown.
+        is_megatrons_split: whether the layout is the layout of Megatron's flags. The memory limit of Megatron's layout
+            follows from the measured memory of 1F1B, so that 1F1B's order always fits.
     """
 
     flags: Mapping[str, Any]
@@ -69,18 +69,19 @@ class LayoutChoice:
 
     plan: Plan
     megatrons: tuple[Plan, ...]
-    """Plans of Megatron's split under the job's schedule and under megatron-core's own, as far as they fit."""
+    """Plans of Megatron's split under the job's schedule and under megatron-core's own schedule, without plans that do
+    not fit in memory."""
     model: ModelCosts
 
     @property
     def is_megatrons_split(self) -> bool:
-        """Whether the chosen layout is the one that Megatron's flags give."""
+        """Whether the chosen layout is the layout of Megatron's flags, apart from recomputation."""
         usual = self.plan.request.usual
         return usual is not None and replace(self.plan.layout, recompute=usual.recompute) == usual
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """The time of megatron-core's own schedule on Megatron's split; None if that does not fit, or is chosen."""
+        """The time of megatron-core's own schedule on Megatron's split; None if the split does not fit or is chosen."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -88,14 +89,14 @@ class LayoutChoice:
 
 
 def is_layout_open(flags: JobFlags) -> bool:
-    """Whether partition, placement and chunks are left to the search. A user who names a schedule chooses them."""
+    """Whether the flags leave partition, placement and chunks to the search: they name no schedule and no layout."""
     if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
         return False
     return not partition_sources(flags)
 
 
 def megatrons_layout_flags(flags: JobFlags) -> list[str]:
-    """The flags of Megatron that fix partition or chunks, which `--zero-bubble` would otherwise choose.
+    """Megatron's flags that fix the partition or the chunks; without such flags `--zero-bubble` chooses both.
 
     The list is empty if a flag of zero bubble fixes the layout.
     """
@@ -111,7 +112,7 @@ def megatrons_layout_flags(flags: JobFlags) -> list[str]:
 
 
 def check_unit_costs_output(flags: JobFlags) -> None:
-    """Raise `ValueError` if a file of unit costs is asked for, and no layout is chosen, so that none are measured."""
+    """Raise `ValueError` if a flag asks for a file of unit costs in a job that chooses no layout, so measures none."""
     if flags.zero_bubble_unit_costs_output is not None and not is_layout_open(flags):
         given = f"--zero-bubble-unit-costs-output {flags.zero_bubble_unit_costs_output}"
         raise ValueError(
@@ -136,7 +137,7 @@ def choose_layout(
     Args:
         free_bytes: free memory of a device before the model is built; None for no limit.
         is_quick: plan with little effort.
-        frees_layout: search all layouts, also where Megatron's flags fix one, which is then the usual one.
+        frees_layout: search all layouts, even if Megatron's flags fix a layout.
         host_rate: bytes that a host link copies in a millisecond; None if no activations may be copied.
         report: called often with the progress of the search in words.
 
@@ -166,8 +167,9 @@ def choose_layout(
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """The layout that was chosen for the job which saved its arguments in a checkpoint.
 
-    None if no layout was chosen for it, if it had other pipeline ranks or layers than a job with `flags`, or if these
-    flags ask for another one, or do not allow what it recomputes or spreads.
+    The result is None if the saved job chose no layout or had another number of pipeline ranks or other layers than
+    `flags`. The result is also None if `flags` ask for another layout, or for FSDP2, which excludes recomputation and
+    vocabulary shards of the saved layout.
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
@@ -187,7 +189,7 @@ def _undivided(pattern: str | None) -> str | None:
 def _request(
     flags: JobFlags, model: ModelCosts, usual: Layout, free_bytes: float | None, *, frees_layout: bool
 ) -> PlanRequest:
-    """The planner's request for the layouts that the flags leave open, under their memory limit."""
+    """The planner's request for the layouts that the flags leave open, under the memory limit of the flags."""
     name = flags.schedule
     assert name is not None
     capacity, activations = None if free_bytes is None else MARGIN * free_bytes, None
@@ -215,7 +217,7 @@ def _request(
 
 
 def _megatrons_layout(flags: JobFlags) -> Layout:
-    """The layout of Megatron's flags."""
+    """The layout that Megatron's flags describe."""
     num_ranks, chunks = flags.pipeline_model_parallel_size, flags.model_chunks or 1
     if partition_sources(flags):
         placement = Placement("linear" if chunks == 1 else "interleaved", num_ranks, chunks)
@@ -239,7 +241,7 @@ def _placements(flags: JobFlags, name: str, *, frees_layout: bool) -> tuple[Plac
 
 
 def _can_recompute(flags: JobFlags) -> bool:
-    """Whether the model's class recomputes layers; hybrid models do from megatron-core 0.18 on."""
+    """Whether the model's class can recompute layers; hybrid models can from megatron-core 0.18 on."""
     if flags.pattern is None:
         return True
     from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES
@@ -248,7 +250,7 @@ def _can_recompute(flags: JobFlags) -> bool:
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """The kinds of recomputation to search: R where the memory limit needs it is one unless a flag forbids it."""
+    """The kinds of recomputation to search; they include planned recomputation unless a flag forbids it."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
     cannot = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm
@@ -258,7 +260,7 @@ def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
 
 
 def new_choice(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> ChosenLayout:
-    """Search for the best layout on rank 0, print what it found, and tell all ranks; a collective call.
+    """Search for the best layout on rank 0, print the result, and send it to all ranks; a collective call.
 
     Raises:
         ValueError: no layout fits in the memory; raised on all ranks.

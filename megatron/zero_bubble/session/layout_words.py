@@ -1,4 +1,4 @@
-"""A layout in words, and as the flags that fix it."""
+"""Describes a layout in words, and as the flags that fix it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def flags_of_layout(
     """The flags, by name, that fix `layout` in a job.
 
     Args:
-        num_further_tokens: the job's number of layers of multi-token prediction.
+        num_further_tokens: the job's number of multi-token prediction layers.
         pattern: the layers, if the model is a `HybridModel`.
     """
     if pattern is None:
@@ -39,19 +39,19 @@ def flags_of_layout(
 
 
 def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron's split") -> list[tuple[str, Plan]]:
-    """The rows of a table of layouts, each with its name: the chosen one, the others, and the usual one."""
+    """The rows of a table of layouts, each with a name: the chosen layout, the runners-up, and the usual layout."""
     rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
     rows += [(placement_words(plan.layout), plan) for plan in chosen.others]
     return rows + [(f"{usual}, {plan.request.schedule}", plan) for plan in megatrons]
 
 
 def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
-    """How many times as fast the chosen layout is as Megatron's split under each schedule."""
+    """The speedup of the chosen layout over Megatron's split under each schedule, in words."""
     return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
 
 
 def placement_words(layout: Layout) -> str:
-    """The placement and what is recomputed, in words."""
+    """The placement, vocabulary shards and recomputation of a layout, in words."""
     placement = layout.placement
     words = {"linear": "linear", "v": "V", "interleaved": f"interleaved, {placement.num_chunks} chunks"}[placement.kind]
     words += ", vocabulary shards" if layout.vocabulary_parallel else ""
@@ -64,10 +64,10 @@ def placement_words(layout: Layout) -> str:
 
 
 def layers_words(layout: Layout, pattern: HybridPattern | None = None) -> str:
-    """The layers of every stage in model order; `4x3` are three stages of four layers.
+    """The layers of every stage in model order; `4x3` means three stages of four layers each.
 
     Args:
-        pattern: the layers of a `HybridModel`, whose symbols then name them.
+        pattern: the layers of a `HybridModel`, which the text then shows as symbols.
     """
     if pattern is not None:
         return " | ".join(pattern.divided(layout.partition).stages)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters of one rank. Experts are counted apart, because other ranks share them."""
+    """Numbers of parameters of one rank. Experts are counted apart, because fewer replicas hold each expert."""
 
     dense: int
     expert: int
@@ -23,15 +23,14 @@ def element_bytes(args: Any) -> int:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that a rank keeps for each parameter, how ZeRO divides them among replicas, and what these then exchange.
+    """Bytes that a rank keeps for each parameter, their division among replicas by ZeRO, and the replicas' traffic.
 
-    ZeRO (Rajbhandari et al. 2020): the optimizer's part is divided among the d data-parallel ranks from stage 1 on,
-    the gradients from stage 2, the parameters from stage 3; context-parallel ranks count as data-parallel ones. In
-    mixed precision a parameter takes 2 bytes, its gradient 2, or 4 where gradients accumulate in fp32, and Adam 12:
-    the fp32 copy and two moments, or less with `--use-precision-aware-optimizer`. SGD has one moment, or none without
-    momentum; other optimizers count as Adam.
-    Where the replicas hold several instances of a sharded optimizer, only the ranks of one instance divide it.
-    Post-validation that rolls back from a snapshot on the device keeps the optimizer's part twice.
+    ZeRO (Rajbhandari et al. 2020) divides the optimizer's state among the data-parallel ranks from stage 1 on, the
+    gradients from stage 2 on, and the parameters in stage 3. Context-parallel ranks count as data-parallel ranks. In
+    mixed precision a parameter takes 2 bytes, and its gradient 2, or 4 if gradients accumulate in fp32. Adam's state
+    takes 12 bytes, an fp32 copy and two moments, or less with `--use-precision-aware-optimizer`. SGD has one moment, or
+    none without momentum; other optimizers count as Adam. If a sharded optimizer has several instances, the ranks of
+    each instance divide its state. Post-validation with a snapshot on the device keeps the optimizer's state twice.
     """
 
     parameter: int
@@ -42,15 +41,16 @@ class States:
     instances: int = 1
     """Number of groups of replicas that each hold a whole copy of the divided states."""
     sums_whole_gradients: bool = False
-    """Whether gradients are divided only after they are summed over the microbatches of a step."""
+    """Whether gradients are divided among replicas only after they are summed over the microbatches of a step."""
     keeps_shards: bool = False
-    """Whether a rank keeps its shard of parameters beside the whole ones of stage 2, as torch's FSDP2 does."""
+    """Whether a rank keeps its shard of the parameters beside the gathered parameters, as torch's FSDP2 does in stage
+    2."""
 
     @classmethod
     def of(cls, args: Any, zero_stage: int | None = None) -> States:
-        """Read Megatron's and our flags from the attributes of `args`; another `zero_stage` than theirs may be given.
+        """Read Megatron's and our flags from the attributes of `args`; `zero_stage` replaces the flags' stage.
 
-        Flags that came after Megatron-LM 0.9 or are the trainer's own may be missing.
+        Flags that are newer than Megatron-LM 0.9, or that only the trainer has, may be missing.
         """
         size = element_bytes(args)
         reduces_in_bf16 = getattr(args, "grad_reduce_in_bf16", False)
@@ -76,7 +76,7 @@ class States:
     def bytes_a_parameter(self, replicas: int) -> float:
         """Return the most bytes that one of `replicas` ranks holds in a step for each parameter of its model part.
 
-        Not counted are the layers that stage 3 has gathered at the moment.
+        The parameters of layers that ZeRO stage 3 has gathered temporarily are not counted.
         """
         shards = max(1, replicas // self.instances)
         optimizer = self.optimizer / (shards if self.zero_stage >= 1 else 1)
@@ -90,10 +90,11 @@ class States:
         return parameter + gradient + optimizer
 
     def passes(self, num_microbatches: int) -> tuple[int, int]:
-        """Return how often a step sends all gradients, and all parameters, once round the replicas.
+        """Return how often a step exchanges all gradients, and all parameters, among the replicas.
 
-        An all-reduce passes twice, a reduce-scatter and an all-gather once each. Stage 3 gathers parameters for the F
-        and for the B of every microbatch. Gradients that are not summed whole are reduced after every microbatch.
+        An all-reduce counts as two exchanges, a reduce-scatter or an all-gather as one. ZeRO stage 3 gathers parameters
+        for the F and for the B of every microbatch. From stage 2 on, gradients are reduced after every microbatch
+        unless `sums_whole_gradients` is set.
         """
         reductions = num_microbatches if self.zero_stage >= 2 and not self.sums_whole_gradients else 1
         return [(2, 0), (1, 1), (reductions, 1), (reductions, 2 * num_microbatches)][self.zero_stage]
@@ -101,7 +102,7 @@ class States:
     def sent_a_parameter(self, replicas: int, num_microbatches: int) -> float:
         """Return the bytes that one of `replicas` ranks sends to others in a step for each parameter it works with.
 
-        In a pass round d ranks, a rank sends (d - 1) / d of the bytes: all but its own part.
+        In one exchange among d ranks, a rank sends (d - 1) / d of the bytes: all but its own part.
         """
         gradients, parameters = self.passes(num_microbatches)
         shards = max(1, replicas // self.instances)
@@ -110,13 +111,13 @@ class States:
         return sent + 2 * self.gradient / shards * (self.instances - 1) / self.instances
 
     def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
-        """Return the bytes of all states of a rank; `expert_ranks` of the `replicas` divide the experts among them."""
+        """Return the bytes of all states of a rank; groups of `expert_ranks` replicas divide the experts."""
         expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
         return parameters.dense * self.bytes_a_parameter(replicas) + expert
 
 
 def _precision_aware(args: Any) -> int:
-    """Bytes of the copy of a parameter and of Adam's moments in the types of the flags.
+    """Bytes of the main copy and of Adam's moments for one parameter, in the types that the flags set.
 
     An fp32 copy of a bf16 parameter takes 16 bits, because the parameter holds the other 16.
     """

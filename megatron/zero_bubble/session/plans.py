@@ -30,10 +30,10 @@ _SECONDS_PER_OPERATION = 4e-5
 
 
 def choose_plan(flags: JobFlags) -> RunSchedules | None:
-    """The plan that the flags ask for; None for megatron-core's own schedule. `make_schedules` makes its schedules.
+    """The plan that the flags ask for, without its schedules yet; None for megatron-core's own schedule.
 
     Raises:
-        ValueError: there is no such schedule, or the number of ranks or chunks does not fit.
+        ValueError: the named schedule does not exist, or the number of ranks or chunks does not fit the schedule.
     """
     name = flags.schedule
     if name is None:
@@ -77,8 +77,8 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
 def group_size(flags: JobFlags, placement: Placement) -> int | None:
     """Number of microbatches that a chunk runs before the next chunk's turn; None if the planner may choose.
 
-    With dropout the order of the forwards of several chunks decides which random numbers they draw, unless layers have
-    seeds of their own: megatron-core's order stays, with groups of as many microbatches as there are ranks.
+    With dropout and without a seed for each layer, the order of the forwards of several chunks decides which random
+    numbers they draw. In this case megatron-core's order stays, with groups of as many microbatches as there are ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     draws = (flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
@@ -88,7 +88,7 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
 
 
 def _check_recomputation(flags: JobFlags, name: str) -> None:
-    """Raise `ValueError` if a flag contradicts that the schedule decides what is recomputed."""
+    """Raise `ValueError` if a flag contradicts `--zero-bubble-recompute planned`."""
     if flags.recompute is not Recompute.PLANNED:
         return
     given = f"{flag_name('zero_bubble_recompute')} {flags.zero_bubble_recompute}"
@@ -118,17 +118,17 @@ def check_number(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _all_microbatches(flags: JobFlags) -> int:
-    """Microbatches of one iteration of every size, on one data-parallel rank."""
+    """Microbatches on one data-parallel rank, summed over one iteration of every batch size."""
     sizes = flags.batch_sizes
     # The sum of an arithmetic series, because the range may be too long to add up.
     return len(sizes) * (sizes[0] + sizes[-1]) // 2 // (flags.micro_batch_size * flags.data_parallel_size)
 
 
 def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
-    """Make every schedule that the run needs; the plan keeps them. If that takes seconds, a line says so.
+    """Make every schedule that the run needs, for the plan to keep; print a line first if this takes seconds.
 
     Raises:
-        ValueError: there is no schedule for some number of microbatches, or under the memory limit.
+        ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
     """
     seconds = _all_microbatches(flags) * 3 * plan.placement.num_stages * _SECONDS_PER_OPERATION
     if plan.given is None and seconds > SILENT_SECONDS and flags.rank == 0:
@@ -168,13 +168,14 @@ def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | No
 
 
 _ASSUMED_EXCHANGE = 0.3
-"""The part of F and of B that passes in pairs, before a job has measured it."""
+"""Share of the time of F and of B that token exchanges between experts are assumed to take before a measurement."""
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
     """Default costs with the number of blocks that a stage can recompute, or with exchanges between experts.
 
-    They are None without recomputation and pairs. With exchanges the profiled iterations run some pairs.
+    The result is None without recomputation and without pairs of F and B. With exchanges in the costs, the profiled
+    iterations run some pairs.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)
@@ -207,7 +208,7 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """The limit `smallest`, in M_B, in the unit of the flag that set the limit, rounded up."""
+    """Convert the limit `smallest` from M_B to the unit of the flag that set the limit, rounded up, in words."""
     num_ranks = flags.pipeline_model_parallel_size
     placement = Placement("linear", num_ranks)
     peak = MemoryLimit(multiple=1.0).in_unit_costs(placement, flags.most_microbatches, flags.recompute)
@@ -218,7 +219,7 @@ def _multiple(flags: JobFlags, smallest: float) -> str:
 
 
 def choose_placement(flags: JobFlags, plan: RunSchedules | None) -> Placement:
-    """The placement of stages: the plan's, or that of megatron-core's own schedule."""
+    """The placement of stages of the plan; without a plan, of megatron-core's own schedule."""
     if plan is not None:
         return plan.placement
     num_chunks = flags.model_chunks or 1

@@ -32,13 +32,13 @@ def partition_of_profile(profile: Profile) -> Partition:
 
 
 def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCosts:
-    """The costs of units whose sums over stages come closest to the profile, by least squares.
+    """The unit costs that fit the stage costs of the profile best, by least squares.
 
-    The costs of a stage are the sum of the costs of its layers; the first stage has the embedding and the last one the
-    output. Two stages do not determine the costs of the embedding, which are then zero. If all stages have equally many
-    layers of two kinds, both kinds get the same costs. Costs are never negative. `state` is zero, because a profile
-    does not contain it. Without recomputation in the profile, R of a layer takes the time of its forward, and restores
-    all that this keeps but the layer's input.
+    The costs of a stage are the sum of the costs of its layers; the first stage also has the embedding, and the last
+    stage the output. A profile of two stages does not determine the costs of the embedding, which are then zero. If the
+    stages do not tell the kinds of layers apart, all layers get the same costs. Costs are never negative. The field
+    `state` of the costs is zero, because a profile does not contain it. If the profile has no recomputation, R of a
+    layer takes the time of F, and restores everything that F keeps except the layer's input.
 
     Args:
         kinds: the kind of each layer, as numbers from 0; by default all are alike.
@@ -101,7 +101,7 @@ class _Fit(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, kinds: Sequence[int]) -> _Fit:
-        """Of the systems that have one solution, the one with the fewest assumptions."""
+        """The system of equations with the fewest assumptions that has exactly one solution."""
         for fit in cls._candidates(partition, kinds):
             columns = np.column_stack([*([fit.embedding] if fit.embedding.any() else []), fit.layers, fit.output])
             if np.linalg.matrix_rank(columns) == columns.shape[1]:
@@ -127,6 +127,6 @@ class _Fit(NamedTuple):
         return [embedding, *(of_kinds[kind] for kind in self.kinds), output]
 
     def solve_layers(self, costs: Sequence[float]) -> list[float]:
-        """The costs of every layer, where no other unit has any."""
+        """The costs of every layer, with costs of zero for the embedding and the output."""
         of_kinds = nonnegative_least_squares(self.layers, np.asarray(costs, dtype=float)).tolist()
         return [of_kinds[kind] for kind in self.kinds]

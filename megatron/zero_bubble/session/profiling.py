@@ -1,4 +1,4 @@
-"""Decides how a job measures its costs and plans with them, and prints and saves each plan."""
+"""Decides how a job measures costs and plans with them; prints each plan and saves its profile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.zero_bubble.session.reports import describe_plan, print_rank_0
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
-    """Raise `ValueError` if the limit is the free memory of a CUDA device and the job has no device."""
+    """Raise `ValueError` if the memory limit is the free memory of a CUDA device and the job has no such device."""
     limit = flags.memory_limit
     if limit is not None and limit.is_auto and not has_cuda:
         raise ValueError(
@@ -35,11 +35,11 @@ def profile_window(flags: JobFlags) -> tuple[int, int] | None:
 def planning_options(
     flags: JobFlags, placement: Placement, *, knows_costs: bool = False, profile: Profile | None = None
 ) -> PlanningOptions | None:
-    """How this job profiles and plans; None if it does neither.
+    """The options with which this job profiles and plans; None if the job does neither.
 
     Args:
-        knows_costs: whether the layout is chosen by costs of layers, which also make the first plan.
-        profile: the given profile, with `knows_costs` only if it was measured with the chosen layout.
+        knows_costs: whether the layout is chosen from costs of layers, with which the first plan is also made.
+        profile: the given profile; None if it was measured with another layout than the chosen one.
 
     Raises:
         ValueError: a flag needs measured costs and there are none, or the given profile does not fit the job.
@@ -64,10 +64,10 @@ def planning_options(
 
 
 def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: MemoryLimit | None) -> None:
-    """Raise `ValueError` for flags that need measured costs if other flags prevent that costs are measured.
+    """Raise `ValueError` for flags that need measured costs if other flags prevent the measurement.
 
     Args:
-        limit: the memory limit, if it needs them.
+        limit: the memory limit; None if the costs are known without a measurement.
     """
     output, threshold = flags.zero_bubble_profile_output, flags.zero_bubble_replan_threshold
     output_flag = f"--zero-bubble-profile-output {output}"
@@ -106,10 +106,10 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
 
 
 def given_profile(flags: JobFlags) -> Profile | None:
-    """The profile of `--zero-bubble-profile-input`, which may be of another layout; None if none is given.
+    """The profile of `--zero-bubble-profile-input`, which may be of another layout; None without that flag.
 
     Raises:
-        ValueError: it cannot be read, or is of another model.
+        ValueError: the profile cannot be read, or was measured with another model.
     """
     if flags.zero_bubble_profile_input is None:
         return None

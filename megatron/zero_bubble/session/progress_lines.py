@@ -1,4 +1,4 @@
-"""Says from time to time how far a search is, so that nobody takes it for a hang."""
+"""Reports the progress of a search from time to time, so that nobody takes a long search for a hang."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 SILENT_SECONDS = 2.0
-"""Time without a line."""
+"""Seconds that may pass without a printed line."""
 
 
 class ProgressLines:
-    """Calls `say` with a text if it has not been called for `SILENT_SECONDS`."""
+    """Passes a text on to `say` if `say` has not been called for `SILENT_SECONDS`."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

@@ -1,4 +1,4 @@
-"""What a run prints: its parameters, layout, plan, idle time and waits. No other module of a run prints."""
+"""Formats and prints the output of a run: parameters, layout, plan, idle time and waits. No other module prints it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 ModelRank = tuple[int, int]
 """(tensor, pipeline) model parallel rank."""
 LOUD = 0.01
-"""Share of a rank's parameters from which the line about a module that is not split is a warning."""
+"""Share of a rank's parameters from which on the line about an unsplit module is a warning."""
 _MOST_NAMED = 16
-"""Most replicas whose waits are all in a log line."""
+"""Largest number of replicas for which a log line lists the wait of each replica."""
 
 
 def print_line(message: str) -> None:
@@ -53,14 +53,14 @@ def print_error(program: str, message: object) -> None:
 
 
 def parameter_line(ranks: Mapping[ModelRank, Gradients]) -> str:
-    """The number of parameters of every pipeline rank, with tensor parallelism of its first tensor-parallel rank."""
+    """A line with the number of parameters on the first tensor-parallel rank of every pipeline rank."""
     sizes = ", ".join(str(gradients.total) for (tensor, _), gradients in ranks.items() if tensor == 0)
     part = "" if all(tensor == 0 for tensor, _ in ranks) else "first tensor-parallel rank of each "
     return f" > number of parameters on {part or 'each '}pipeline rank: {sizes}"
 
 
 def deferred_line(ranks: Mapping[ModelRank, Gradients]) -> str:
-    """The share of the weights of the model's matrix products whose gradient W computes."""
+    """A line with the share of weights in the model's matrix products whose gradient W computes."""
     deferred = sum(gradients.in_w for gradients in ranks.values())
     weights = deferred + sum(size for gradients in ranks.values() for _, size in gradients.unsplit)
     share = deferred / weights if weights else 1.0
@@ -107,7 +107,7 @@ def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[st
 
 
 def without_gain(ratio: float) -> str:
-    """Say that pairs of a forward and a backward gain nothing, which take `ratio` times as long as their parts."""
+    """Say that pairing forwards with backwards gains nothing: a pair takes `ratio` times as long as its two parts."""
     return (
         f"F and B as one operation take {ratio:.2f} times as long as one after the other on this machine: "
         "the plan does not pair them"
@@ -122,7 +122,7 @@ def _times(unit: UnitCosts) -> str:
 
 
 def _cells(plan: Plan, pattern: HybridPattern | None) -> tuple[str, ...]:
-    """The cells of a layout's row, without the first."""
+    """The cells of a layout's row in the table, except the first cell."""
     timeline = plan.timeline
     return (
         layers_words(plan.layout, pattern),
@@ -199,7 +199,7 @@ def _mib(num_bytes: float) -> float:
 
 
 def channels_line(memory: ChannelMemory) -> str:
-    """The device memory of the channels on a rank of one pipeline; other pipelines take as much."""
+    """A line about the device memory that the channels between stages take on a rank of one pipeline."""
     each = memory.num_bytes / max(1, memory.num_channels)
     return (
         f" > channels between stages: {memory.num_channels} communicators on a rank take "
@@ -208,7 +208,7 @@ def channels_line(memory: ChannelMemory) -> str:
 
 
 def describe_hierarchy(hierarchy: Hierarchy) -> str:
-    """A line that says when replicas average."""
+    """A line that says when replicas average their parameters."""
     levels = ", ".join(
         f"{level.group_size} every {level.period} iteration{'s' * (level.period > 1)}" for level in hierarchy.levels
     )
@@ -229,9 +229,9 @@ def wait_fields(waits: Waits | None) -> str:
 
 
 def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
-    """Return the idle share of a pipeline as text for the end of a log line; None is left out.
+    """Return the idle share of a pipeline as text for the end of a log line, without values that are None.
 
-    The prediction is its bubble rate alone.
+    The text contains only the bubble rate of the prediction.
     """
     line = ""
     if measured is not None:
@@ -241,10 +241,10 @@ def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
 
 
 def order_fields(times: OrderTimes | None) -> str:
-    """Return the gain of planned orders of microbatches as text for the end of a log line; empty without any.
+    """Return the gain of planned orders of microbatches as text for the end of a log line; empty without such orders.
 
-    The gain is the simulated time in the order of the data over that in the planned order. Planning is hidden where it
-    ends before the step begins.
+    The gain is the simulated time in the order of the data, divided by the simulated time in the planned order.
+    Planning counts as hidden if it ends before the step begins.
     """
     if times is None or times.num_steps == 0:
         return ""
@@ -259,7 +259,7 @@ def order_fields(times: OrderTimes | None) -> str:
 
 
 def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:
-    """Return the idle share of a pipeline under the tags of TensorBoard and Weights & Biases; None is left out."""
+    """Return the idle share of a pipeline under the tags of TensorBoard and Weights & Biases, without None."""
     scalars: dict[str, float] = {}
     if measured is not None:
         scalars |= {"idle": measured.total, "imbalance": measured.imbalance, "bubble-rate": measured.bubble}

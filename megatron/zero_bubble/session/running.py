@@ -1,4 +1,4 @@
-"""Makes what runs a job: its forward-backward function, post-validation, and the averaging of replicas."""
+"""Makes the objects that run a job: its forward-backward function, post-validation, and the averaging of replicas."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_plan(
 
     Args:
         iteration: the iteration after which the job begins.
-        write_plan: called on every rank with each plan from measured costs, beside what is printed of it.
+        write_plan: called on every rank with each plan from measured costs, in addition to the printed lines.
     """
     assert job.plan is not None
     flags = job.flags
@@ -102,14 +102,14 @@ def units_of(
     forward_step: Callable[..., Any],
     microbatch: Mapping[str, torch.Tensor],
 ) -> UnitModels:
-    """The units of a model, once the process groups exist.
+    """Make the units of a model, after the process groups are made.
 
     Args:
         settings: Megatron's and our flags, as attributes.
         config: the configuration of the model.
         build: see `UnitModels`.
-        forward_step: the training's.
-        microbatch: what `forward_step` gets from its data, every time.
+        forward_step: the forward step of the training.
+        microbatch: the microbatch that `forward_step` reads from its data in every call.
     """
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
     [shape] = get_tensor_shapes(
@@ -144,15 +144,16 @@ def costs_of_units(
     """The costs of a model's units without full recomputation, and of a message; a collective call of all ranks.
 
     Args:
-        kinds: for each layer of the model which layer of `Unit.layer` it is like.
-        profile: of an earlier run of the model, perhaps in another layout; without it units and message are measured.
-        seconds: time for all units, see `measure_model`.
+        kinds: for each layer of the model, the number of its kind, as in `Unit.layer`.
+        profile: the profile of an earlier run of the model, perhaps in another layout; if None, units and messages are
+            measured.
+        seconds: time for the measurement of all units, see `measure_model`.
 
     Returns:
-        The same on every rank.
+        The same costs on every rank.
 
     Raises:
-        ScheduleError: the profile does not tell them.
+        ScheduleError: the profile does not determine the costs.
     """
     if profile is not None:
         return with_states(fit_units(profile, kinds), count_states(models, kinds))
@@ -174,7 +175,7 @@ _TOO_OFTEN = 1 / 3
 def build_post_validation(
     flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """The post-validation of an optimizer; None if the flags do not ask for it, or with a single pipeline rank.
+    """The post-validation of an optimizer; None if the flags do not ask for it or there is only one pipeline rank.
 
     Raises:
         ValueError: post-validation does not support the optimizer, or the rollback cannot invert it.
@@ -212,8 +213,8 @@ class RollbackWatch:
     def warning(self, was_amended: bool) -> str | None:
         """Record one step, and return a warning if at least a third of the last 100 steps were amended, else None.
 
-        Amending runs forwards again, which takes about the time that is gained, and takes the step twice: from one
-        amended step in three on, the gain is doubtful.
+        Amending a step runs forwards again, which takes about the time that post-validation gains, and takes the
+        optimizer's step twice. If one step in three is amended, the gain is doubtful.
         """
         self._amended.append(was_amended)
         rate = sum(self._amended) / _WINDOW
@@ -227,12 +228,13 @@ class RollbackWatch:
 
 
 class Replicas:
-    """The replicas of this rank's part of the model: averages them if the flags say so, and measures their waits.
+    """Averages the replicas of this rank's part of the model if the flags say so, and measures the replicas' waits.
 
-    Made before the first step; a collective call of all ranks. With a single replica it does nothing.
+    The object is created before the first step, in a collective call of all ranks. With a single replica the object
+    does nothing.
 
     Args:
-        chunks: this rank's modules in DDP.
+        chunks: this rank's model chunks, wrapped in DDP.
         iteration: the iteration after which the job begins.
         changed: called when parameters or the optimizer's moments have been averaged.
 
@@ -273,13 +275,14 @@ class Replicas:
 
     @property
     def is_local(self) -> bool:
-        """Whether the next iteration's loss, norm and step are this replica's own."""
+        """Whether each replica has its own loss, gradient norm and optimizer step in the next iteration."""
         return self._averaging is not None and self._averaging.is_local
 
     def changes_after(self, iteration: int) -> bool:
         """Whether `after_step(iteration)` averages parameters, or ends the synchronous steps.
 
-        Before that call the step must be validated, and the next iteration must not have begun.
+        If the result is True, the step must be validated, and the next iteration must not begin, before `after_step` is
+        called.
         """
         if self._averaging is None:
             return False
@@ -287,7 +290,7 @@ class Replicas:
         return hierarchy.group_size_after(iteration) is not None or iteration == hierarchy.warmup
 
     def after_step(self, iteration: int) -> None:
-        """Average the parameters if the hierarchy has an average after `iteration`; a collective call of that group."""
+        """Average the parameters if the hierarchy averages after `iteration`; a collective call of the group."""
         size = self._num_replicas
         if self._averaging is not None and self._averaging.hierarchy.is_local(iteration):
             size = self._averaging.hierarchy.group_size_after(iteration) or 1
@@ -303,7 +306,7 @@ class Replicas:
             self._averaging.average_all(iteration, with_states=with_states)
 
     def take_waits(self) -> Waits | None:
-        """The waits since the last call; None without an iteration since, or with a single replica.
+        """The replicas' waits since the last call; None if no iteration has ended since, or with a single replica.
 
         A collective call of the replicas.
         """

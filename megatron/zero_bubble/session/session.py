@@ -52,26 +52,26 @@ from megatron.zero_bubble.session.start_up import SessionError
 class Session:
     """One training run with zero bubble, or with megatron-core's own schedule if the settings name no other.
 
-    Whoever trains calls the methods at Megatron's seams: `make_schedules` at the beginning, `unit_costs` and
-    `choose_layout` when the process groups exist, `configure`, `initializing`, `shard` and `split` while the model is
-    built, `start` when everything is built and loaded, `forward_backward` and `after_iteration` in every iteration,
-    `settle` before anything but a training step reads parameters, and `close` at the end. As a context manager it
-    undoes its changes, also after an error.
+    The training loop calls `make_schedules` at the beginning, and `unit_costs` and `choose_layout` when the process
+    groups exist. The loop calls `configure`, `initializing`, `shard` and `split` while the model is built, and `start`
+    when everything is built and loaded. Every iteration calls `forward_backward` and `after_iteration`. The loop calls
+    `settle` before anything but a training step reads parameters, and `close` at the end. As a context manager, a
+    session undoes its changes, also after an error.
 
     Args:
-        job: the checked settings. If they leave the layout open, `choose_layout`, `restore_layout` or
+        job: the checked settings. If the settings leave the layout open, `choose_layout`, `restore_layout` or
             `keep_megatrons_layout` is called before anything is built.
         program: name of the program, with which the lines of its watchdog begin.
 
     Attributes:
         has_started: whether `start` was called.
-        iteration: training iterations that are done, also before the run.
-        num_steps: training iterations that this run has done.
-        num_microbatches: microbatches of the last iteration.
+        iteration: number of completed training iterations, including iterations before the run.
+        num_steps: number of training iterations that this run has completed.
+        num_microbatches: number of microbatches of the last iteration.
         store: takes the weight gradients that B defers; None under megatron-core's own schedule.
-        post_validation: takes the optimizer's steps within the schedule; None if whoever trains takes them.
+        post_validation: takes the optimizer's steps within the schedule; None if the training loop takes them.
         replicas: averages the replicas if the settings say so, and measures their waits; set by `start`.
-        run: runs a step or an evaluation, without a schedule megatron-core's own function; set by `start`.
+        run: function that runs a step or an evaluation, without a plan megatron-core's own function; set by `start`.
         forward_backward_func: `run` if it runs a zero-bubble schedule, otherwise None.
     """
 
@@ -95,7 +95,7 @@ class Session:
 
     @classmethod
     def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
-        """A session that builds models and runs no schedule; with a `store` their linear layers are split."""
+        """A session that builds models and runs no schedule; with a `store` the models' linear layers are split."""
         session = cls(JobSettings(flags, None, placement, (), None), "")
         session.store = store
         return session
@@ -103,18 +103,18 @@ class Session:
     # The schedules and the layout.
 
     def make_schedules(self) -> None:
-        """Make the schedules of a fixed layout, so that a run for which none fits ends before anything is built.
+        """Make the schedules of a fixed layout, so that a run without a fitting schedule ends before anything is built.
 
-        While the layout is open this does nothing: the schedules of a layout that is chosen are made at the first step.
+        While the layout is open, this method does nothing: the schedules of a chosen layout are made at the first step.
 
         Raises:
-            ValueError: there is no schedule for some number of microbatches, or under the memory limit.
+            ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
         """
         if self.job.plan is not None and not self.job.is_layout_open:
             make_schedules(self.job.flags, self.job.plan)
 
     def complete(self, flags: JobFlags) -> None:
-        """Replace the flags by complete ones of the same layout, which were not known before the model was built.
+        """Replace the flags by complete flags of the same layout, which were not known before the model was built.
 
         Raises:
             ValueError: a flag does not work, or no schedule fits.
@@ -144,14 +144,14 @@ class Session:
             The flags, by name, that fix the layout.
 
         Raises:
-            ValueError: no layout fits in the memory, or a flag does not work with the chosen one.
+            ValueError: no layout fits in the memory, or a flag does not work with the chosen layout.
         """
         choice = new_choice(replace(self.job.flags, **restrictions), costs, padded_vocab_size)
         self._take_layout(self.job.flags, choice)
         return choice.flags
 
     def restore_layout(self, saved: ChosenLayout, folder: str) -> Mapping[str, Any]:
-        """Take the layout of the checkpoint in `folder`, whose numbers depend on it; see `choose_layout`."""
+        """Take the layout of the checkpoint in `folder`, so that the numerics stay the same; see `choose_layout`."""
         print_rank_0(f" > layout: that of the checkpoint in --load {folder}")
         self._take_layout(self.job.flags, saved)
         return saved.flags
@@ -179,7 +179,7 @@ class Session:
             model_class: the class of the model, if it is not known to recompute.
 
         Raises:
-            ValueError: it has a setting that zero-bubble schedules cannot honour.
+            ValueError: the configuration has a setting that zero-bubble schedules do not support.
         """
         if self.store is None:
             return
@@ -193,10 +193,10 @@ class Session:
             refuse_unpaired(config, model_class)
 
     def initializing(self, *, is_first_stage: bool, first_layer: int = 0) -> AbstractContextManager[None]:
-        """A context in which a chunk is built: layers with seeds of their own draw their weights from these.
+        """A context in which a chunk is built; layers that have seeds of their own draw their weights from these seeds.
 
         Args:
-            first_layer: number of layers before the chunk's, if it is built as a whole model.
+            first_layer: number of layers before the chunk, if the chunk is built as a whole model.
         """
         if not self.job.flags.zero_bubble_seed_by_layer:
             return nullcontext()
@@ -206,7 +206,7 @@ class Session:
         """Spread the vocabulary over the ranks if the layout says so, once all chunks of this rank are built.
 
         Raises:
-            ValueError: the vocabulary does not divide into as many shards.
+            ValueError: the vocabulary does not divide into as many shards as there are ranks.
         """
         if self.job.flags.vocabulary_parallel:
             check_shards(self.job.flags, padded_vocab_size)
@@ -215,8 +215,8 @@ class Session:
     def split(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Split the linear layers of chunks, before they are wrapped for data parallelism.
 
-        DDP's configuration then needs `delay_wgrad_compute`, with which DDP gives each layer its hook that accumulates
-        and reduces a gradient; W calls the hook.
+        DDP's configuration then needs `delay_wgrad_compute`: DDP gives each layer the hook that accumulates and reduces
+        its gradient, and W calls the hook.
 
         Raises:
             ValueError: a layer has a setting with which its backward cannot be split.
@@ -233,11 +233,12 @@ class Session:
         iteration: int,
         write_plan: Callable[[Report], None] = lambda report: None,
     ) -> None:
-        """Make what runs the schedule, when everything is built and a checkpoint is loaded; a collective call.
+        """Make the objects that run the schedule, once everything is built and loaded; a collective call.
 
         Args:
             model: this rank's chunks, wrapped for data parallelism.
-            optimizer: megatron-core's; None only where neither post-validation nor averaging replicas needs it.
+            optimizer: megatron-core's optimizer; None only if neither post-validation nor averaging of replicas needs
+                it.
             iteration: number of iterations that were done before the run.
             write_plan: called on every rank with each plan from measured costs, in addition to the printed lines.
 
@@ -273,7 +274,7 @@ class Session:
 
         Raises:
             SessionError: no schedule for this number of microbatches fits the memory limit, or the forward step does
-                what the layout does not support.
+                something that the layout does not support.
         """
         try:
             losses = self.run(**arguments)
@@ -288,7 +289,7 @@ class Session:
         return losses
 
     def after_iteration(self) -> None:
-        """Draw the timeline of an iteration if that is asked for; a collective call of the pipelines that are drawn."""
+        """Draw the timeline of an iteration if the flags ask for it; a collective call of the drawn pipeline."""
         if self._timeline is not None:
             self._timeline.after_iteration(self.iteration, self.num_microbatches)
 

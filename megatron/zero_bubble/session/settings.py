@@ -49,14 +49,14 @@ class JobSettings:
 
     @property
     def first_placement(self) -> Placement:
-        """The placement for which the process groups are made; one chunk a rank as long as the layout is open."""
+        """The placement for which the process groups are made; a linear placement as long as the layout is open."""
         return Placement("linear", self.placement.num_ranks) if self.is_layout_open else self.placement
 
     @property
     def log_rank(self) -> int:
         """The global rank that prints the log line: the last rank that computes the loss.
 
-        In megatron-core's order of ranks the pipeline is outermost.
+        In megatron-core's order of global ranks, the pipeline rank varies slowest.
         """
         ranks_per_stage = self.flags.world_size // self.placement.num_ranks
         return (self.placement.rank_of(self.placement.num_stages - 1) + 1) * ranks_per_stage - 1
@@ -70,16 +70,17 @@ def job_settings(
     chooses_layout: bool = False,
     choice: ChosenLayout | None = None,
 ) -> JobSettings:
-    """Choose the plan and the placement of stages, and check the flags. The session makes the schedules.
+    """Choose the plan and the placement of stages, and check the flags. The session makes the schedules later.
 
     Every rank gets the same result without communication.
 
     Args:
-        chooses_layout: whether the caller chooses what the flags leave open of the layout, before a model is built.
-        choice: the layout that was chosen, which replaces that of the flags. Its costs make the first plan.
+        chooses_layout: whether the caller chooses the open parts of the layout before a model is built.
+        choice: the chosen layout, which replaces the layout of the flags. The first plan is made with the costs from
+            which the layout was chosen, if they are known.
 
     Raises:
-        ValueError: the first flag or setting that cannot work, in one line.
+        ValueError: a flag or setting cannot work; the message names the first one in one line.
     """
     if choice is not None:
         flags = replace(flags, **choice.flags)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 
 _SHARE = 0.9
-"""Default timeout as a share of the time after which a collective gives up: the watchdog must report first."""
+"""Default timeout as a share of the timeout of collectives: the watchdog must report before a collective gives up."""
 
 
 def stall_timeout(flags: JobFlags) -> float:
-    """Seconds at one operation after which a pipeline counts as hung; 0 for never."""
+    """Seconds that a rank may spend at one operation before the pipeline counts as hung; 0 for no limit."""
     given: float | None = flags.zero_bubble_timeout
     return _SHARE * 60.0 * flags.distributed_timeout_minutes if given is None else given
 

@@ -1,4 +1,4 @@
-"""Starts and ends a program as a rank of a job. Imports nothing of megatron-core."""
+"""Starts and ends a program as a rank of a job. The module imports nothing of megatron-core."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.zero_bubble.runtime.processes import end_children, end_with_parent
 from megatron.zero_bubble.session.reports import print_error
 
 _SECONDS_FOR_RANK_0 = 5.0
-"""Seconds the other ranks wait for rank 0 to report the same mistake, and any rank for torchrun to end it."""
+"""Seconds that other ranks wait for rank 0 to report the same mistake, and that a rank waits for torchrun to end it."""
 _SECONDS_TO_END = 8
 """Seconds the interpreter has to exit after an error before the kernel ends it."""
 _STATUS = 2
@@ -40,7 +40,7 @@ class _LostRankError(SessionError):
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Turn a `ValueError` of a check into a `SessionError`, to tell it from one that a script's own code raises."""
+    """Turn a `ValueError` of a check into a `SessionError`; a `ValueError` of a script's own code stays distinct."""
     try:
         yield
     except SessionError:
@@ -50,9 +50,10 @@ def users_mistakes() -> Iterator[None]:
 
 
 def quiet_start_up() -> None:
-    """Drop repeated warnings of megatron-core: of each rank at import, and of each split of a dataset without a cache.
+    """Drop repeated warnings of megatron-core, which come from every rank at import and from every split of a dataset.
 
-    Warnings of the import are shown by rank 0 on a GPU alone.
+    Only rank 0 shows the warnings at import, and only with a GPU. The warnings about datasets without a cache are shown
+    once each.
     """
     told: set[str] = set()
 
@@ -69,15 +70,14 @@ def quiet_start_up() -> None:
 
 
 def run_program(program: str, body: Callable[[], None], mistakes: type[ValueError] = ValueError) -> int:
-    """Run `body` as the whole program of one rank, and leave no child process behind however it ends.
+    """Run `body` as the whole program of one rank; end all child processes afterwards, also after an error.
 
-    A user's mistake is printed as one line. So are a host without memory for activations, and the end of another
-    process: of one that loads data, or of a rank that this one talks to. Any other error also reaches torchrun, which
-    repeats it in its summary. Ctrl-C ends the process at once and silently, like SIGTERM, unless
-    `body` handles these signals.
+    A user's mistake is printed as one line. A lack of host memory for activations, and the end of a data-loading
+    process or of another rank, are also printed as one line. Any other error is raised, and torchrun repeats it in its
+    summary. Ctrl-C ends the process at once and silently, like SIGTERM, unless `body` handles these signals.
 
     Args:
-        program: name of the program as the user calls it, with which the line begins.
+        program: name of the program as the user calls it, with which the printed line begins.
         mistakes: the type of exception that a user's mistake raises.
 
     Returns:
@@ -105,11 +105,11 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 
 
 def report(program: str, error: Exception) -> int:
-    """Print the reason for the program's end once, although every rank finds it, and return its exit status.
+    """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
     Rank 0 prints a mistake at once. The other ranks print only if they still run some seconds later: a mistake that all
-    ranks find ends the job with rank 0, and one that only another rank finds is still printed. A rank that has lost
-    another one waits, too: torchrun ends it as soon as the other one has ended.
+    ranks find ends the job with rank 0, and a mistake that only another rank finds is still printed. A rank that has
+    lost the connection to another rank also waits: torchrun ends it when the lost rank has ended.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -124,7 +124,7 @@ def report(program: str, error: Exception) -> int:
 
 
 def _lost_process(error: Exception) -> SessionError | None:
-    """The error as one line, if its cause is that another process has ended; None if the cause is in this one."""
+    """The error as one line, if the end of another process is its cause; None if the cause is in this process."""
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
@@ -139,10 +139,10 @@ def _lost_process(error: Exception) -> SessionError | None:
 
 
 def _tell_torchrun(reason: str) -> None:
-    """Write the reason to torchrun's error file, in the form of its `ErrorHandler`, so that its summary shows it.
+    """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
-    torchrun takes the earliest failure for the cause, in whole seconds, and counts ranks that it ends itself. Hence
-    the time is set one second back.
+    torchrun takes the earliest failure for the cause, in whole seconds, also among ranks that torchrun ends itself.
+    Hence the time of this error is set back by one second.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
@@ -152,7 +152,7 @@ def _tell_torchrun(reason: str) -> None:
 
 
 def _leave() -> NoReturn:
-    """End this process at once: torchrun waits for it before it ends the other ranks.
+    """End this process at once, because torchrun waits for it before torchrun ends the other ranks.
 
     A normal exit of the interpreter takes seconds when ranks share few cores.
     """

@@ -1,4 +1,4 @@
-"""Writes a measured timeline as drawings, beside the simulation of its schedule. Pure Python."""
+"""Writes drawings of a measured timeline and of the simulation of its schedule. The module is pure Python."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron.zero_bubble.session.files import write_file
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
 """Width in pixels of a drawing's margins, of an operation on average (most labels fit), and of the widest drawing."""
 _UNKNOWN = 1e-6
-"""Cost in milliseconds of an F, B or W that did not run, because it must be above zero."""
+"""Cost in milliseconds of an F, B or W that did not run; costs must be above zero."""
 _STYLE = "svg { max-width: 100%; height: auto; }\n"
 
 
 def write_timeline(folder: Path, name: str, measured: Timeline, memory_unit: str) -> None:
-    """Write `measured`, and the simulation of its schedule with its costs, to files `folder/name.*`.
+    """Write `measured`, and a simulation of its schedule with its costs, to files `folder/name.*`.
 
-    Both drawings have the same time scale. `folder` is created if it is missing. `memory_unit` is the unit of memory
-    in the costs.
+    The drawings of the measurement and of the simulation have the same time scale. `folder` is created if it is
+    missing. `memory_unit` is the unit of memory in the costs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     planned = simulate(measured.schedule, measured.costs, lengths=measured.lengths)
@@ -56,11 +56,11 @@ def measured_timeline(
     *,
     shapes_vary: bool = False,
 ) -> Timeline:
-    """The measured operations as a `Timeline`, from time 0, with this step's mean times as its costs.
+    """The measured operations of a step as a `Timeline` from time 0, with the step's mean times as its costs.
 
-    Forwards that were run again, after a step was amended, appear only where they ran last.
-    The costs of messages and memory come from `profiled`; without it they are zero. If shapes vary, each microbatch has
-    its own share of the times.
+    A forward that ran again because a step was amended appears only with its last run. The costs of messages and memory
+    come from `profiled`, or are zero if `profiled` is None. If shapes vary, the timeline also has the relative length
+    of each microbatch.
     """
     lanes = [_last_runs(lane) for lane in lanes]
     begin = min(lane[0].start for lane in lanes if lane)
@@ -71,7 +71,7 @@ def measured_timeline(
 
 
 def _lengths_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]]) -> tuple[float, ...]:
-    """The time of every microbatch over that of the mean one."""
+    """The time of every microbatch divided by the mean time of a microbatch."""
     times = [0.0] * schedule.num_microbatches
     for op, start, end in chain.from_iterable(lanes):
         times[op.microbatch] += end - start

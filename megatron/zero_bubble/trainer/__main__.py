@@ -1,6 +1,6 @@
 """Pretrains a GPT: torchrun --nproc-per-node 4 -m megatron.zero_bubble.trainer <Megatron flags> --zero-bubble.
 
-`pretrain_gpt.py` in a clone is the same program.
+`pretrain_gpt.py` in a clone of the repository is the same program.
 """
 
 from __future__ import annotations

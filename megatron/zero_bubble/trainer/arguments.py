@@ -1,7 +1,7 @@
-"""The flags of `pretrain_gpt.py`. Names and meanings are Megatron-LM's; ours begin with `--zero-bubble`.
+"""The flags of `pretrain_gpt.py`, named as in Megatron-LM; this project's own flags begin with `--zero-bubble`.
 
-Flags that are fields of megatron-core's configurations come from there (`core_flags.py`); all others are listed here
-and, where the launcher has them too, in `session/flags.py`.
+Flags for fields of megatron-core's configurations are made from these fields (`core_flags.py`); all other flags are
+listed here or, if the launcher has them too, in `session/flags.py`.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class OutputFlags:
 
 @dataclass(frozen=True)
 class MegatronFlags:
-    """Flags that this trainer leaves to Megatron-LM: it refuses them, and an estimate ignores them."""
+    """Flags of Megatron-LM that this trainer refuses, and that an estimate ignores."""
 
     train_samples: int | None = flag("length in sequences", None)
     lr_decay_samples: int | None = flag("length in sequences", None)
@@ -215,7 +215,7 @@ class Arguments(
     """Rows of the embedding; 0 until the tokenizer is known."""
 
     def changed(self, values: Mapping[str, Any]) -> Arguments:
-        """The flags with other values of these, by name."""
+        """Return a copy of the flags with the new values in `values`, which maps names of flags to values."""
         return replace(self, **values)
 
     @property
@@ -225,19 +225,19 @@ class Arguments(
 
     @property
     def fp8(self) -> str | None:
-        """Megatron-LM's name of the value of `--fp8-format`."""
+        """The value of `--fp8-format`, under Megatron-LM's name for the attribute."""
         value: str | None = self.fp8_format
         return value
 
     @property
     def fp4(self) -> str | None:
-        """Megatron-LM's name of the value of `--fp4-format`."""
+        """The value of `--fp4-format`, under Megatron-LM's name for the attribute."""
         value: str | None = self.fp4_format
         return value
 
     @property
     def pattern(self) -> HybridPattern | None:
-        """The layers of a hybrid model; None for another model."""
+        """The layer pattern of a hybrid model; None for another model."""
         return None if self.hybrid_layer_pattern is None else HybridPattern.parse(self.hybrid_layer_pattern)
 
     @property
@@ -248,7 +248,7 @@ class Arguments(
 def parse_arguments(
     argv: Sequence[str], prog: str = "pretrain_gpt.py", *, ignores_megatrons: bool = False
 ) -> Arguments:
-    """Parse the trainer's command line; aliases are replaced by our flags.
+    """Parse the trainer's command line, and replace aliases by the flags that they stand for.
 
     Args:
         ignores_megatrons: leave out the flags of `MegatronFlags` instead of refusing them.

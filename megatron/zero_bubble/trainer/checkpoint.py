@@ -44,7 +44,7 @@ _OF_ONE_RANK = ("rank", "local_rank")
 
 @dataclass
 class Progress:
-    """The iterations and sequences that a training has done, also before it was resumed."""
+    """Numbers of iterations and sequences that a training has done, including those before it was resumed."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -52,7 +52,7 @@ class Progress:
 
 
 class TrainingState(NamedTuple):
-    """The part of a training on this rank that changes, and that checkpoints save."""
+    """The state of a training on this rank that changes during training and is saved in checkpoints."""
 
     progress: Progress
     model: list[Any]
@@ -62,7 +62,7 @@ class TrainingState(NamedTuple):
 
 
 class Checkpointer:
-    """Saves a training's state, and loads it into `state`."""
+    """Saves the training state `state` to checkpoints, and loads checkpoints into `state`."""
 
     def __init__(self, args: Arguments, state: TrainingState) -> None:
         self._args = args
@@ -113,7 +113,7 @@ class Checkpointer:
         """Load the newest checkpoint under `args.load`; a collective call.
 
         Raises:
-            ValueError: on every rank, if there is no checkpoint, or it is damaged or of another model.
+            ValueError: on every rank, if there is no checkpoint, or the checkpoint is damaged or of another model.
         """
         args = self._args
         assert args.load is not None
@@ -131,7 +131,7 @@ class Checkpointer:
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        """Load the model and the other state that the flags ask for, and return the state common to all ranks."""
+        """Load the model and the further state that the flags ask for, and return the state common to all ranks."""
         args = self._args
         needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")
         description, common = jointly(lambda: read_checked(folder, needed))

@@ -1,7 +1,7 @@
-"""Names and checks the files of a checkpoint, and keeps the tracker file that names the latest one.
+"""Names and checks the files of a checkpoint, and keeps the tracker file that names the latest checkpoint.
 
 A checkpoint is written to `iter_0000100.incomplete/`. When every file is on the disk, the folder gets its final name,
-and then `latest_checkpointed_iteration.txt` its new number, each in one step. A checkpoint that was cut short by a
+and then `latest_checkpointed_iteration.txt` gets the new number, each in one step. A checkpoint that was cut short by a
 kill, a crash or a full disk is therefore never loaded.
 """
 
@@ -45,7 +45,7 @@ def latest_iteration(root: str | Path) -> int:
     """The iteration of the newest complete checkpoint under `root`.
 
     Raises:
-        ValueError: there is no tracker file, or it does not name a complete checkpoint.
+        ValueError: there is no tracker file, or the file does not name a complete checkpoint.
     """
     if not (Path(root) / TRACKER).is_file():
         raise ValueError(f"--load {root}: no checkpoint there ({TRACKER} is missing)")
@@ -74,7 +74,7 @@ def check_config(folder: Path) -> None:
 
 
 def begin_folder(root: Path, iteration: int) -> Path:
-    """Create an empty folder for the checkpoint of `iteration`, and remove what failed saves left under `root`."""
+    """Create an empty folder for the checkpoint of `iteration`, and remove the folders that failed saves left."""
     root.mkdir(parents=True, exist_ok=True)
     for leftover in (*root.glob(f"iter_*{_INCOMPLETE}"), *root.glob(f"iter_*{_REPLACED}")):
         shutil.rmtree(leftover)
@@ -108,10 +108,10 @@ def read_checked(folder: Path, needed: Iterable[str]) -> tuple[Metadata, dict[st
     """Check a checkpoint's files, and read its metadata and the state common to all ranks.
 
     Args:
-        needed: names that the common state must have.
+        needed: names that the common state must contain.
 
     Raises:
-        CheckpointError: a file is missing, cut short, of another format or without a needed name.
+        CheckpointError: a file is missing, truncated or of another format, or the common state lacks a needed name.
     """
     check_config(folder)
     description = read_metadata(folder)

@@ -33,7 +33,7 @@ _SCHEDULE_FLAGS = {
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
-    """Raise `ValueError` if a checkpoint is of another model; `saved` are its flags, our trainer's or Megatron-LM's."""
+    """Raise `ValueError` if a checkpoint of this trainer or of Megatron-LM, with flags `saved`, is of another model."""
     pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
     pairs["hybrid_layer_pattern"] = (_layers(args), _layers(saved))
     # Without --group-query-attention a group is a head, though Megatron-LM then saves a 1.
@@ -46,7 +46,7 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _layers(args: Any) -> str | None:
-    """The symbols of a hybrid model's layers, wherever they are; None for another model."""
+    """The symbols of a hybrid model's layers, whatever stages they are in; None for another model."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return None if pattern is None else HybridPattern.parse(pattern).symbols
 
@@ -72,7 +72,8 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
 def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
     """The flags that decide which tensors an optimizer's state consists of.
 
-    A distributed optimizer has the same tensors in every precision, other optimizers the same in bf16 and fp16.
+    A distributed optimizer has the same tensors in every precision. Other optimizers have the same tensors in bf16 and
+    fp16, but not in fp32.
     """
     name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
     if getattr(flags, "use_distributed_optimizer", False):
@@ -82,7 +83,7 @@ def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
 
 
 def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the learning rate's schedule differs from the saved one and no flag says which to use."""
+    """Raise `ValueError` if the learning rate's schedule differs from the saved schedule, unless a flag chooses one."""
     if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
         return
     for name, flag in _SCHEDULE_FLAGS.items():

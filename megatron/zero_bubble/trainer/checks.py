@@ -1,7 +1,7 @@
 """Completes the flags with defaults and refuses flags that cannot work, before any process group exists.
 
-Every rank gets the same result from the same command line. Each message is one line that names the flag, its value
-and what would work.
+Every rank gets the same result from the same command line. Each error message is one line that names the flag, its
+value and a remedy.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def complete_and_check(
     """Complete the flags with defaults that depend on other flags or on the machine, and make the job's settings.
 
     Args:
-        for_this_machine: whether the job runs on this machine; otherwise its packages, devices, memory and folders
+        for_this_machine: whether the job runs on this machine; otherwise the machine's packages, devices and folders
             are not checked.
 
     Raises:
-        ValueError: the first flag that cannot work.
+        ValueError: a flag cannot work; the message names the first such flag.
     """
     _check_ranges(parsed)
     if parsed.train_iters is None:
@@ -110,7 +110,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("must be 0, 1 or 2", lambda value: value in (0, 1, 2), "timing_log_level empty_unused_memory_level"),
     ("must be at most 1000000", lambda value: value <= 10**6, "distributed_timeout_minutes"),
 )
-"""Conditions on values, in words and as functions, and the names of the flags that they hold for."""
+"""Conditions on flag values, in words and as functions, each with the names of the flags that must meet it."""
 
 
 def _check_ranges(args: Arguments) -> None:
@@ -270,7 +270,7 @@ _NOT_OF_ONE_LENGTH = {
     "reset_attention_mask": "a sample is one document",
     "reset_position_ids": "a sample is one document",
 }
-"""Flags that are refused where samples differ in length, and why."""
+"""Flags that are refused with `--variable-seq-lengths`, and the reasons."""
 
 
 def _check_data(args: Arguments) -> None:

@@ -1,8 +1,8 @@
 """Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
 
-Every field of the installed megatron-core is a flag with the name that Megatron-LM gives it. The name is in the field's
-metadata, or it is `--no-NAME` for a switch that is on by default, and otherwise `--NAME`. Fields that no command line
-can give, such as functions, and the fields in `_WITHOUT_FLAG`, are not flags.
+Every field of the installed megatron-core's configurations is a flag with the name in the field's metadata or in
+`_NAMES`. A flag without such a name is `--no-NAME` for a switch that is on by default, and otherwise `--NAME`. Fields
+that no command line can give, such as functions, and the fields in `_WITHOUT_FLAG`, are not flags.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.session.flag_parser import flag
 
-# On a CPU megatron-core must not be imported before: it would compile, which takes minutes.
+# On a CPU megatron-core must not be imported before this call: it would compile, which takes minutes.
 substitute_cuda().restore()
 
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
@@ -48,7 +48,7 @@ _NAMES = {
     "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
     "average_in_collective": "--ddp-average-in-collective",
 }
-"""Names in Megatron-LM of fields whose metadata does not say them."""
+"""Flag names in Megatron-LM for fields whose metadata contains no flag name."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "lr")
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -62,7 +62,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Defaults that differ from the field's: Megatron-LM's, and local layers, which need no further package."""
+"""Defaults that differ from the field's default: Megatron-LM's, and local layers, which need no further package."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "normalization": ("LayerNorm", "RMSNorm"),
@@ -82,10 +82,10 @@ _WITHOUT_FLAG = re.compile(
             r"(masked_softmax|bias_dropout|bias_activation|apply_rope)_fusion|persist_layer_norm|gated_linear_unit",
             r"attention_softmax_in_fp32|deallocate_pipeline_outputs|barrier_with_L1_time",
             r"grad_reduce_in_fp32|check_for_nan_in_grad|align_param_gather|mtp_standalone|decoupled_weight_decay",
-            # Zero bubble does their work, or its schedules have no place for it.
+            # Zero bubble does the work of these fields, or zero-bubble schedules have no place for that work.
             r"delay_wgrad_compute|defer_embedding_wgrad_compute|wgrad_deferral_limit|overlap_moe_.*|ep_overlap_.*",
             r"num_microbatches_with_partial_activation_checkpoints|overlap_param_gather_with_optimizer_step",
-            # Flags here belong to other models, kinds of replicas and programs than the trainer's.
+            # These fields are for models, kinds of replicas and programs that the trainer does not have.
             r"hete.*|linear_attention_.*|dsa_.*|experimental_attention_variant|mrope_section",
             r".*fsdp.*|.*sharding_strategy|nccl_ub|.*symmetric.*|suggested_communication_unit_size|preserve_fp32_weights",
             r"keep_fp8_transpose_cache|h.*_context_parallel.*|max_seqlen_per_dp_cp_rank|muon_.*|.*kitchen.*|.*inference.*",
@@ -99,14 +99,14 @@ _WITHOUT_FLAG = re.compile(
 
 
 _FORMS: Mapping[str, tuple[Any, dict[str, Any]]] = MappingProxyType({"rotary_base": (int, {})})
-"""Types of flags that differ from the field's, with options: `GPTModel` takes an integer."""
+"""Flag types that differ from the field's type, with options of `flag`: `GPTModel` takes an integer rotary base."""
 
 
 class CoreFlag(NamedTuple):
-    """A flag that is a field of a configuration."""
+    """A flag that sets a field of one of megatron-core's configurations."""
 
     name: str
-    """Name of the attribute that holds its value: `--disable-bias-linear` is `disable_bias_linear`."""
+    """Name of the attribute that holds the flag's value: `disable_bias_linear` for `--disable-bias-linear`."""
     field: str
     is_negated: bool
     """Whether the flag switches a field off."""
@@ -118,7 +118,7 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
     """Dataclasses of flags, one for each of megatron-core's configurations.
 
     Args:
-        listed: names of flags that other dataclasses have.
+        listed: names of flags that other dataclasses define, which are left out.
     """
     seen, groups = set(listed), []
     for config_class, title in _TITLES.items():
@@ -217,7 +217,7 @@ def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
 
 
 def _of_field(value: Any, hint: Any) -> Any:
-    """The value of a field of type `hint` for the value of its flag."""
+    """Convert the value of a flag to the value of the flag's field, which has type `hint`."""
     kind = _without_none(hint)
     if value is None:
         return None
@@ -231,10 +231,10 @@ def _of_field(value: Any, hint: Any) -> Any:
 
 
 def _pattern(text: str) -> int | list[int]:
-    """A frequency of layers, or a list of one number a layer such as `([0]*3+[1]*58)`.
+    """Parse a frequency of layers, or a list with one number for each layer, such as `([0]*3+[1]*58)`.
 
     Raises:
-        argparse.ArgumentTypeError: the text has another form.
+        argparse.ArgumentTypeError: the text is neither an integer nor a list of integers.
     """
     try:
         value = _evaluated(ast.parse(text, mode="eval").body)
@@ -283,7 +283,7 @@ def _hints(config_class: type) -> dict[str, Any]:
 
 
 def _explanations(config_class: type) -> dict[str, str]:
-    """For each field the first sentence of the string below it in the source."""
+    """Return the first sentence of each field's docstring, which follows the field in the source."""
     sentences: dict[str, str] = {}
     for owner in reversed(config_class.__mro__[:-1]):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body

@@ -46,7 +46,7 @@ class ContentKeyedGPTDataset(GPTDataset):
 
 
 _OF_ONE_LENGTH = (ContentKeyedGPTDataset, MockGPTDataset)
-"""Datasets whose samples are of the sequence length: of files, and without."""
+"""Datasets whose samples all have the sequence length: one for data in files, and one for mock data."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Datasets:
     valid: torch.utils.data.Dataset | None
     test: torch.utils.data.Dataset | None
     num_samples: tuple[int, int, int]
-    """Samples of each split; 0 if the split does not exist, so that its evaluation is skipped."""
+    """Number of samples of each split; 0 if the split does not exist, so that its evaluation is skipped."""
 
 
 def build_datasets(
@@ -70,11 +70,11 @@ def build_datasets(
 
     Args:
         needs_data: whether `reads_data` holds for a chunk of this rank. Only rank 0 of a tensor-parallel group
-            reads. Global rank 0 must read, because it writes the index cache that the other ranks load.
-        log: called with one line a step; pass it on rank 0 only.
+            reads data. Global rank 0 must read, because it writes the index cache that the other ranks load.
+        log: prints lines about the progress; it must print on rank 0 only.
 
     Raises:
-        ValueError: on one rank, the cache cannot be written or read; on every rank, a split is shorter than the run.
+        ValueError: on one rank, the cache cannot be written or read; on every rank, a split is too short for the run.
     """
     is_built = needs_data and parallel_state.get_tensor_model_parallel_rank() == 0
     assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
@@ -104,7 +104,7 @@ def build_datasets(
 
 
 def _is_other_warning(record: logging.LogRecord) -> bool:
-    """False for megatron-core's warning, one a split, that indices of mock data stay in memory: a line says it."""
+    """False for megatron-core's warning that indices of mock data stay in memory, which a log line says already."""
     return "because path_to_cache is None" not in record.getMessage()
 
 
@@ -138,30 +138,30 @@ class Batch(NamedTuple):
     """One microbatch on this rank's device; s is seq_length / context-parallel size. Tensors not needed are None."""
 
     tokens: torch.Tensor | None
-    """int64 [b, s], for the first stage."""
+    """Token ids, int64 [b, s], for the first stage."""
     labels: torch.Tensor | None
-    """int64 [b, s], for the last stage."""
+    """Labels, int64 [b, s], for the last stage."""
     loss_mask: torch.Tensor | None
-    """float32 [b, s], for the last stage."""
+    """Weights of the tokens in the loss, float32 [b, s], for the last stage."""
     attention_mask: torch.Tensor | None
-    """bool [b, 1, s, seq_length], True where attention is forbidden; for every stage, if the data has masks."""
+    """Mask, bool [b, 1, s, seq_length], True where attention is forbidden; for every stage, if the data has masks."""
     position_ids: torch.Tensor | None
-    """int64 [b, s], for the first stage."""
+    """Positions, int64 [b, s], for the first stage."""
 
 
 def reads_data(args: Arguments, *, embeds: bool, is_last: bool) -> bool:
-    """Whether `get_batch` returns any tensor for a chunk that embeds tokens, is the last stage, both or neither."""
+    """Whether `get_batch` returns any tensor for a chunk: if it embeds tokens, is the last stage or needs masks."""
     return embeds or is_last or args.reset_attention_mask
 
 
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, args: Arguments, *, embeds: bool, is_last: bool
 ) -> Batch:
-    """The next microbatch for a chunk that embeds tokens, is the last stage, both or neither (at most a mask).
+    """Return the tensors of the next microbatch that a chunk needs; a middle stage needs at most a mask.
 
-    Tensor-parallel rank 0 reads and broadcasts; a collective call of the tensor-parallel group. Shapes that do not vary
-    are known in advance, so no rank waits for a size from the device (tensor_parallel.broadcast_data waits twice a
-    call).
+    Tensor-parallel rank 0 reads and broadcasts the tensors; this is a collective call of the tensor-parallel group.
+    Shapes that do not vary are known in advance, so no rank waits for a size from the device; megatron-core's
+    `tensor_parallel.broadcast_data` waits twice in each call.
 
     Raises:
         RuntimeError: the data is used up.

@@ -18,7 +18,7 @@ from megatron.zero_bubble.trainer.data_files import (
 
 
 def check_data(args: Arguments, vocab_size: int | None = None) -> None:
-    """Check every file without communication, on any rank; `checks.py` has checked the flags one by one.
+    """Check every data file without communication, on any rank; `checks.py` must have checked each flag before.
 
     Tokens of the files are compared with the tokenizer's `vocab_size`. Raises `ValueError` in one line.
     """
@@ -41,14 +41,14 @@ def check_data(args: Arguments, vocab_size: int | None = None) -> None:
 
 
 def _blends(args: Arguments) -> dict[str, Blend]:
-    """The blend of each data flag that is given, by flag."""
+    """Return a dictionary from each given data flag to its blend."""
     paths = {"--data-path": args.data_path}
     paths |= {f"--{name}-data-path": getattr(args, f"{name}_data_path") for name in SPLITS}
     return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}
 
 
 def requested_samples(args: Arguments) -> tuple[int, int, int]:
-    """Samples that the run reads from train, valid and test, counted as Megatron does; the flags are completed."""
+    """Numbers of training, validation and test samples that the run reads, as Megatron counts; `args` are complete."""
     assert args.train_iters is not None
     assert args.global_batch_size is not None
     evaluations = args.train_iters // args.eval_interval + 1
@@ -61,10 +61,10 @@ def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, u
 
     Args:
         samples: number of samples of each split, from the flags of this run.
-        used: the training and validation samples that the run of the checkpoint has read.
+        used: numbers of training and validation samples that the run of the checkpoint has read.
 
     Raises:
-        ValueError: in one line.
+        ValueError: too little data is left; the message is one line.
     """
     batch, train_iters = args.global_batch_size, args.train_iters
     assert batch is not None

@@ -1,4 +1,4 @@
-"""Data of different lengths: each document is a sample."""
+"""Datasets whose samples differ in length: each document is a sample."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.nn.functional import pad
 
 _SIGMA = 0.8
-"""Spread of the logarithm of the lengths of mock documents, whose median is a quarter of the longest one."""
+"""Standard deviation of the logarithm of mock documents' lengths; their median is a quarter of the longest length."""
 
 
 class DocumentDataset(GPTDataset):
-    """Documents of at least two tokens, cut at the sequence length, in epochs that are shuffled one by one."""
+    """Documents of at least two tokens, cut at the sequence length; each epoch is shuffled separately."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The document of every sample; there are no indices in files."""
+        """Return the document of every sample, and two empty arrays; no index is stored in a file."""
         whole = self.indices[self.dataset.sequence_lengths[self.indices] > 1]
         if not len(whole):
             raise ValueError(f"no document of {self.dataset_path} has two tokens")
@@ -54,10 +54,10 @@ class MockDocumentDataset(DocumentDataset, MockGPTDataset):
 
 
 def padded(samples: Sequence[dict[str, torch.Tensor]], multiple: int) -> dict[str, torch.Tensor]:
-    """Join samples of different lengths to a microbatch, with zeros behind the shorter ones.
+    """Join samples of different lengths to a microbatch, with zeros after the shorter samples.
 
     Args:
-        multiple: the length of the microbatch is a multiple of this.
+        multiple: the length of the microbatch is rounded up to a multiple of this number.
     """
     longest = max(len(sample["tokens"]) for sample in samples)
     length = -(-longest // multiple) * multiple

@@ -1,6 +1,6 @@
 """Checks tokenised data early, without communication: .bin/.idx pairs, blends and splits.
 
-megatron-core finds such mistakes late: as a traceback on the rank that built the index, as an endless loop (a split
+megatron-core finds mistakes in data late: as a traceback on the rank that built the index, as an endless loop (a split
 without documents), or as an out-of-range index on the GPU (tokens of another tokenizer). All checks raise
 `ValueError` with one line that names the flag and the file.
 """
@@ -22,7 +22,7 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType, get_bin
 from megatron.core.datasets.utils import get_blend_from_list
 
 Blend = tuple[list[str], list[float] | None]
-"""Prefixes of .bin/.idx pairs, and the weight of each; None weighs them in proportion to their lengths."""
+"""Prefixes of .bin/.idx pairs, and a weight for each pair; None weighs the pairs in proportion to their lengths."""
 
 SPLITS = ("train", "valid", "test")
 
@@ -40,7 +40,7 @@ class TokenFile:
     """Tokens of each sequence, int32 [num_sequences], mapped from the .idx file."""
 
     def has_tokens(self, begin: int, end: int, minimum: int) -> bool:
-        """Whether the sequences begin..end-1 hold at least `minimum` tokens; stops reading when they do."""
+        """Whether the sequences begin..end-1 hold at least `minimum` tokens; reading stops at that number."""
         tokens = 0
         for start in range(begin, end, _CHUNK):
             tokens += int(self.lengths[start : min(start + _CHUNK, end)].sum(dtype=np.int64))
@@ -50,7 +50,7 @@ class TokenFile:
 
 
 def open_token_file(prefix: str, flag: str) -> TokenFile:
-    """Open a pair of files; check that PREFIX.idx is whole and that PREFIX.bin is as long as the index says."""
+    """Open a .bin/.idx pair; check that PREFIX.idx is whole and that PREFIX.bin is as long as the index says."""
     idx, bin_ = get_idx_path(prefix), get_bin_path(prefix)
     for path in (idx, bin_):
         if not os.path.isfile(path):
@@ -109,9 +109,9 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 
 
 def check_split(split: str) -> None:
-    """Refuse a split that is not one to three shares (training, validation, test), or without training data.
+    """Refuse a split that is not one to three shares (training, validation, test), or has no share for training.
 
-    Quotes around it are allowed: some of Megatron-LM's scripts pass them on, and it reads only the numbers.
+    Quotes around the split are allowed: Megatron-LM's scripts may pass them on, and Megatron-LM reads only the numbers.
     """
     shares = split.strip("'\"").split(",")
     if len(shares) > len(SPLITS) or not all(_is_number(share) and 0 <= float(share) < math.inf for share in shares):
@@ -121,9 +121,9 @@ def check_split(split: str) -> None:
 
 
 def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag: str) -> None:
-    """Refuse a file of which a split with a share gets fewer than `min_tokens` tokens.
+    """Refuse a file if any split with a share above 0 gets fewer than `min_tokens` of the file's tokens.
 
-    megatron-core would build the index of a split without tokens for ever. `split` is None for a file that is not cut.
+    megatron-core would never finish the index of a split without tokens. `split` is None if the file is not divided.
     """
     count = len(file.lengths)
     if split is None:
@@ -143,7 +143,7 @@ def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag:
 
 
 def fingerprint(lengths: np.ndarray) -> str:
-    """A short digest of the sequence lengths [num_sequences], from at most 64 blocks of them."""
+    """A short digest of the sequence lengths [num_sequences], from the last block of lengths and at most 64 others."""
     digest = hashlib.sha256(str(lengths.shape[0]).encode())
     block = 1 << 14
     starts = range(0, lengths.shape[0], max(block, math.ceil(lengths.shape[0] / 64)))

@@ -1,9 +1,9 @@
 """Loads microbatches in worker processes, which end when the iterator is closed or the training process is gone.
 
 Samplers choose the samples of each data-parallel rank, one microbatch after the other, in Megatron's order. The first
-sample comes after the `consumed_samples` that all ranks together have used. A run that resumes therefore sees exactly
-the samples that an uninterrupted run would still have seen. The global batch size may change during a run (ramp-up),
-because it only decides how many microbatches make a step.
+sample of a run follows the `consumed_samples` samples that all ranks together have used before. A resumed run therefore
+sees exactly the samples that an uninterrupted run would still have seen. The global batch size may change during a run
+(ramp-up), because it only decides how many microbatches make a step.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ from megatron.zero_bubble.trainer.data_documents import padded
 
 _Collate = Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]
 _SECONDS_TO_DIE = 1.0
-"""Time from the first error of a loader to the end of the worker that caused it."""
+"""Seconds to wait, after the first error of a loader, for the end of the worker that caused the error."""
 
 
 class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     """Iterates over the microbatches of a loader, inside a `with` block or until `close()`.
 
-    The owner must close the iterator. The workers of an open iterator live on while a traceback, a cycle or a signal
-    handler refers to the iterator, and Python waits for the workers at its exit.
+    The owner must close the iterator. The workers of an open iterator live on while a traceback, a reference cycle or a
+    signal handler refers to the iterator, and Python waits for these workers at its exit.
 
-    Where a worker has ended by itself, because the system killed it for example, the next read, or any error inside
-    the `with` block, becomes a `SessionError` about that worker. torch's handler of SIGCHLD, which raises an error
-    wherever the training is when a worker ends, is not installed: an error between two arbitrary instructions can
-    be lost, or leave a lock taken.
+    If a worker has ended by itself, for example because the system killed it, the next read that fails, or any error
+    inside the `with` block, becomes a `SessionError` about that worker. torch's SIGCHLD handler, which raises an error
+    at an arbitrary instruction when a worker ends, is not installed: such an error can be lost, or leave a lock taken.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -70,7 +69,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
             self.close()
 
     def _raise_if_worker_ended(self, error: BaseException, seconds: float) -> None:
-        """Raise `SessionError` if a worker has ended, or does so within this time."""
+        """Raise `SessionError` if a worker has ended with an error, or does so within `seconds`."""
         end = time.monotonic() + seconds
         while not (lost := self._lost_workers()):
             if time.monotonic() >= end:
@@ -103,9 +102,9 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
 
 @dataclass(frozen=True)
 class SequentialSampler:
-    """One pass in order; each rank takes its contiguous part of every stride.
+    """Samples a dataset once, in order; each rank takes its contiguous part of every stride.
 
-    A stride is a microbatch of every rank. An incomplete last one is dropped.
+    A stride is one microbatch for every rank. An incomplete last stride is dropped.
     """
 
     total_samples: int
@@ -133,7 +132,7 @@ def build_data_iterator(
 ) -> MicrobatchIterator | None:
     """An iterator over the microbatches after `consumed_samples` samples; None if there is no dataset.
 
-    Each model chunk that reads needs an iterator of its own. The iterator yields CPU tensors [micro_batch_size,
+    Each model chunk that reads data needs an iterator of its own. The iterator yields CPU tensors [micro_batch_size,
     seq_length], or shorter ones with `variable_seq_lengths`.
     """
     if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
@@ -165,18 +164,18 @@ def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dic
     """Join samples to a microbatch of arrays, which a worker sends through its pipe.
 
     Tensors would be passed in shared memory, whose handles the training process fetches over a socket, one by one, in
-    the middle of a forward. Where memory is pinned, torch does that in a thread.
+    the middle of a forward. With pinned memory, torch fetches these handles in a thread.
     """
     return {name: tensor.numpy() for name, tensor in collate(samples).items()}
 
 
 def _length_multiple(args: Arguments) -> int:
-    """Divisor of the length of a microbatch, which tensor- and context-parallel ranks share."""
+    """Return a number that must divide a microbatch's length, which tensor- and context-parallel ranks share."""
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return multiple * 2 * args.context_parallel_size if args.context_parallel_size > 1 else multiple
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Let a worker ignore signals to its process group, because its rank may have to save a checkpoint first."""
+    """Make a worker ignore SIGINT and SIGTERM, because its rank may have to save a checkpoint first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -12,7 +12,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 
 def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> Arguments:
-    """The flags with these defaults, and with the ranks from torchrun's `environment`, filled in.
+    """Fill in the flags' defaults that depend on other flags or the machine, and the ranks from the `environment`.
 
     Raises:
         ValueError: a default cannot be derived.
@@ -63,14 +63,15 @@ def _mlp_width(args: Arguments) -> int:
 def with_vocabulary(args: Arguments, vocab_size: int) -> Arguments:
     """The flags with `padded_vocab_size` set for a tokenizer of `vocab_size` tokens.
 
-    The size is rounded up as Megatron does it: every tensor-parallel rank gets a multiple of the divisor.
+    The vocabulary is padded as in Megatron-LM: each tensor-parallel rank gets a multiple of
+    `--make-vocab-size-divisible-by`.
     """
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return replace(args, padded_vocab_size=math.ceil(vocab_size / multiple) * multiple)
 
 
 class LearningRateSteps(NamedTuple):
-    """Lengths of the learning rate's schedule, which counts samples."""
+    """Lengths of the learning rate's schedule, in samples."""
 
     decay: int
     warmup: float
@@ -78,7 +79,7 @@ class LearningRateSteps(NamedTuple):
 
 
 def learning_rate_steps(args: Arguments) -> LearningRateSteps:
-    """The schedule's lengths; `args` are completed."""
+    """The lengths of the learning rate's schedule; `args` must be complete."""
     assert args.global_batch_size is not None
     assert args.train_iters is not None
     decay = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
@@ -93,7 +94,7 @@ def check_learning_rate(args: Arguments) -> None:
     """Refuse an impossible schedule of the learning rate; `args` must be complete.
 
     Raises:
-        ValueError: two flags contradict each other.
+        ValueError: a flag is out of range, or two flags contradict each other.
     """
     if args.min_lr > args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}")

@@ -18,8 +18,8 @@ class ExitReasons:
     """Decides after each iteration whether training stops, the same way on all ranks.
 
     Args:
-        waits: whether the decision waits for the votes of all ranks on this iteration; otherwise it uses their votes
-            on the previous iteration.
+        waits: whether the decision waits for the votes of all ranks on this iteration; otherwise the decision uses the
+            ranks' votes on the previous iteration.
     """
 
     def __init__(self, args: Arguments, *, waits: bool) -> None:
@@ -28,7 +28,7 @@ class ExitReasons:
         self._started = time.monotonic()
         self._signal: signal.Signals | None = None
         self._votes: tuple[torch.Tensor, Any] | None = None
-        """For each reason to stop, whether any rank has that reason; waits for the reduction in progress."""
+        """For each reason to stop, whether any rank has that reason, with the handle of the reduction in progress."""
 
     @contextmanager
     def signals_handled(self) -> Iterator[None]:

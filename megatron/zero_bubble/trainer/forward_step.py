@@ -20,10 +20,10 @@ DataIterator = Iterator[dict[str, torch.Tensor]] | None
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of the tokens that count, the number of these tokens, and both as a report for the log.
+    """Return the summed loss of the tokens that `loss_mask` counts, their number, and both as a report for the log.
 
     Args:
-        loss_mask: [batch, sequence], 1.0 where a token counts.
+        loss_mask: [batch, sequence], 1.0 where a token counts for the loss.
         output: [batch, sequence], the loss of each token.
     """
     assert loss_mask is not None, "only the last stage computes a loss, and there the data has a mask"
@@ -46,7 +46,7 @@ def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callab
     """Make the forward step that megatron-core's schedules call for each microbatch and model chunk.
 
     Args:
-        checks_finite: whether an infinite loss makes the gradients NaN, which are checked on all ranks.
+        checks_finite: whether an infinite loss makes the gradients NaN, so that the check on all ranks finds the loss.
     """
 
     def forward_step(data_iterator: DataIterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:

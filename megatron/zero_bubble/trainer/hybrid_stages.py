@@ -1,4 +1,4 @@
-"""Stages of a hybrid model, whose layers `--hybrid-layer-pattern` describes with one symbol each."""
+"""Builds stages of a hybrid model; `--hybrid-layer-pattern` describes each layer of the model with one symbol."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 
 
 def check_pattern(args: Arguments) -> None:
-    """Check the pattern of a hybrid model, if the flags have one, and the flags that do not go with it.
+    """Check the layer pattern of a hybrid model, if there is one, and refuse flags that do not work with the pattern.
 
     Raises:
-        ValueError: the first part of it, or flag, that cannot work.
+        ValueError: the pattern has a part that cannot work, or a flag does not work with the pattern.
     """
     pattern = args.pattern
     if pattern is None:
@@ -67,7 +67,7 @@ def check_pattern(args: Arguments) -> None:
 
 
 def _check_symbols(given: str, pattern: HybridPattern) -> None:
-    """Refuse layers that this megatron-core or this trainer does not have."""
+    """Refuse layers in the pattern that this megatron-core or this trainer does not have."""
     known = local_layers()
     for symbol in pattern.symbols + pattern.further.replace("/", ""):
         if symbol not in known:
@@ -87,12 +87,12 @@ def _check_symbols(given: str, pattern: HybridPattern) -> None:
 def build_hybrid_stage(
     args: Arguments, vp_stage: int | None, symbols: str, first_layer: int, described: dict[str, Any]
 ) -> Any:
-    """Build one stage of the model, in any place of the pipeline.
+    """Build one stage of a hybrid model, at any position of the pipeline.
 
     Args:
         symbols: the symbols of the stage's layers.
-        first_layer: number of layers before them.
-        described: arguments that the constructors of all models take.
+        first_layer: number of layers in earlier stages.
+        described: constructor arguments that all models take.
     """
     config: TransformerConfig = described["config"]
     if config.transformer_impl == "local":
@@ -117,7 +117,7 @@ def build_hybrid_stage(
 
 @contextmanager
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """Give the model that is built inside the `with` block these layers in place of the layers of its stage.
+    """Give the model that is built inside the `with` block the layers `symbols`, whatever stage megatron-core assumes.
 
     The model gets layers of multi-token prediction if its pattern has them.
     """
@@ -133,7 +133,7 @@ def _placed(symbols: str, first_layer: int) -> Iterator[None]:
 
 
 def _chunk_class(vp_stage: int | None) -> Any:
-    """Return the class of models that know which chunk of their rank they are, for megatron-core before 0.17."""
+    """Return a class of hybrid models with the chunk number `vp_stage`, for megatron-core before 0.17."""
 
     class ModelChunk(HYBRID):
         def setup_embeddings_and_output_layer(self) -> None:
@@ -144,9 +144,9 @@ def _chunk_class(vp_stage: int | None) -> Any:
 
 
 def _stage_stack() -> Any:
-    """Return a class of stacks that are built as in a pipeline of one rank, for megatron-core before 0.17.
+    """Return a class of layer stacks that builds a stage as in a pipeline of one rank, for megatron-core before 0.17.
 
-    The class of megatron-core builds only even stages of one chunk a rank.
+    megatron-core's own class can only build stages with equal numbers of layers, and one chunk per rank.
     """
     base: Any = importlib.import_module(STACK_MODULE).MambaStack
 

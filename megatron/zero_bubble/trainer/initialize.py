@@ -51,7 +51,7 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
     # Skipped after an error: the other ranks may wait in a collective until torchrun ends them.
     dist.barrier()
     unset_num_microbatches_calculator()
-    # megatron-core leaves these: they hold process groups, and one value for each layer of this model.
+    # megatron-core keeps the losses of layers, which hold process groups and one value for each layer of this model.
     clear_losses()
     parallel_state.destroy_model_parallel()
     if owns_process_group:

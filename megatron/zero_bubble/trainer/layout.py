@@ -1,4 +1,4 @@
-"""Chooses the layout of a training from the costs of the model's units, which it measures before the model is built."""
+"""Chooses the layout of a training from the costs of the model's units, measured before the model is built."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_i
 
 
 def unit_models(args: Arguments) -> UnitModels:
-    """The functions that build a model's units and feed them with data, to measure them.
+    """The functions that build the units of a model and feed them with data, in order to measure the units.
 
-    Call it inside of `initialized`, with any placement on the pipeline ranks of the job, when the size of the
-    vocabulary is known.
+    Call this function inside of `initialized`, which may have any placement on the job's pipeline ranks, after the size
+    of the vocabulary is known.
     """
     microbatch = random_microbatch(
         args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=args.reset_attention_mask
@@ -54,17 +54,17 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 
 
 def settle_layout(args: Arguments, session: Session) -> Arguments:
-    """Choose the parts of the layout that the flags leave open, and adopt its placement; a collective call.
+    """Choose the parts of the layout that the flags leave open, and adopt the layout's placement; a collective call.
 
-    Call it inside of `initialized`, before anything is built. The random states are afterwards those of a run that
-    started with the chosen layout. A job that continues from a checkpoint keeps the layout of the checkpoint, so that
-    its numbers stay the same.
+    Call this function inside of `initialized`, before the model is built. Afterwards the random states are the same as
+    in a run that started with the chosen layout. A job that continues from a checkpoint keeps the layout of the
+    checkpoint, so that its numbers stay the same.
 
     Returns:
-        The flags of the layout.
+        The flags with the chosen layout.
 
     Raises:
-        ValueError: no layout fits in the memory, or a flag does not work with the chosen one.
+        ValueError: no layout fits in the memory, or a flag does not work with the chosen layout.
     """
     if not session.job.is_layout_open:
         return args
@@ -79,7 +79,7 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
 
 
 def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:
-    """The layout of the job whose checkpoint is loaded; None for a new job or other ranks."""
+    """The saved layout of the job whose checkpoint is loaded; None for a new job or another number of ranks."""
     if not args.load or args.finetune:
         return None
     folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))

@@ -1,4 +1,4 @@
-"""Logs a training: Megatron's log line to the letter."""
+"""Prints the log lines of a training: exactly Megatron-LM's fields, followed by fields of zero bubble."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from megatron.zero_bubble.trainer.records import RunSummary
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of one iteration. Only the rank that holds the loss knows `lm_loss`; every rank knows the rest.
+    """The results of one iteration. Only the rank that holds the loss knows `lm_loss`; every rank knows the others.
 
     The losses, the size of the batch and the prediction are known before the step is settled.
     """
 
     lm_loss: float | None
     batch_size: int
-    """Sequences in the iteration."""
+    """Number of sequences in the iteration."""
     grad_norm: float | None = None
     """Norm of all gradients; None in a skipped iteration, and in fp32 without clipping, which computes no norm."""
     num_zeros: float | None = None
     learning_rate: float = 0.0
     loss_scale: float = 1.0
     measured: PipelineTime | None = None
-    """Measured since the last log line, in iterations that print one; None with megatron-core's own schedule."""
+    """Pipeline time since the last log line; None without a log line or with megatron-core's own schedule."""
     prediction: Prediction | None = None
-    """The prediction of the schedule from measured costs, in iterations that print a line."""
+    """The schedule's predicted time and idle time from measured costs; None in iterations without a log line."""
     was_rolled_back: bool = False
     """Whether post-validation amended the step."""
     num_redone_forwards: int = 0
-    """Forwards that all ranks of a pipeline ran again because the step was amended."""
+    """Number of forwards that all ranks of a pipeline ran again because the step was amended."""
     further_losses: tuple[float, ...] = ()
-    """Losses of the tokens after the next one, where `lm_loss` is known; empty without multi-token prediction."""
+    """Losses of multi-token prediction on the rank that knows `lm_loss`; empty without multi-token prediction."""
     was_skipped: bool = False
     """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
     is_local: bool = False
-    """Whether losses and norm belong to this replica alone, which took the step without the others."""
+    """Whether losses and norm belong to this replica alone, which took the step without the other replicas."""
     waits: Waits | None = None
-    """Waits of replicas since the last log line, in iterations that print one; None with a single replica."""
+    """Waits of replicas since the last log line; None without a log line or with a single replica."""
     orders: OrderTimes | None = None
-    """Times of the steps since the last line whose microbatches ran in a planned order."""
+    """Sums over the steps since the last log line whose microbatches ran in a planned order."""
     finished_at: float | None = None
-    """Time when the step was settled, in seconds of `time.perf_counter`; None for the time when it is recorded."""
+    """Time when the step was settled, in seconds of `time.perf_counter`; None stands for the time of recording."""
 
 
 class TrainingLog:
-    """Collects the results of iterations and prints one line every `--log-interval`.
+    """Collects the results of iterations and prints one line every `--log-interval` iterations.
 
     Args:
         log_rank: the global rank that holds the loss and prints.
@@ -74,7 +74,7 @@ class TrainingLog:
 
     def _reset(self, start: float) -> None:
         self._all_losses: list[tuple[float, ...]] = []
-        """For each iteration since the previous line the loss, then the further losses."""
+        """For each iteration since the previous log line: its loss, then its losses of multi-token prediction."""
         self._iterations = 0
         self._skipped = 0
         self._nans = 0
@@ -83,7 +83,7 @@ class TrainingLog:
         self._start = start
 
     def pause(self) -> float:
-        """Return the time at which something other than training begins (evaluation, a checkpoint)."""
+        """Return the current time, before an evaluation or a checkpoint interrupts training."""
         return _now()
 
     def resume(self, paused_at: float) -> None:
@@ -111,12 +111,12 @@ class TrainingLog:
                 print_line(line)
 
     def _say(self, text: str) -> None:
-        """Print on the rank that holds the loss, which is the last rank unless stages are placed in a V."""
+        """Print `text` on the rank that holds the loss, which is the last rank unless stages are placed in a V."""
         if dist.get_rank() == self._log_rank:
             print_line(text)
 
     def _print(self, result: StepResult, seconds: float) -> None:
-        """Print the log line of the iterations since the previous line; `seconds` is their mean time."""
+        """Print the log line of the iterations since the previous log line; `seconds` is their mean time."""
         args = self._args
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         line = f" [{stamp}] iteration {self.progress.iteration:8d}/{args.train_iters:8d} |"
@@ -143,9 +143,9 @@ class TrainingLog:
         self._summary.record(self.progress.iteration, self._iterations, seconds * 1e3, measured, prediction)
 
     def _mean_losses(self, result: StepResult) -> list[float]:
-        """The mean loss of the iterations since the previous line, then the means of the further losses.
+        """The mean loss of the iterations since the previous log line, then the mean losses of multi-token prediction.
 
-        If the iterations were local, a collective call of the replicas of the ranks that hold the loss.
+        If replicas took the steps on their own, this is a collective call of the replicas' ranks that hold the loss.
         """
         sums = [sum(losses) for losses in zip(*self._all_losses, strict=True)]
         if not result.is_local or result.lm_loss is None:
@@ -162,7 +162,7 @@ class TrainingLog:
             self._say(self._summary.line)
 
     def record_validation(self, lm_loss: float | None) -> None:
-        """Print the result of an evaluation in Megatron's words, for which users grep; None prints nothing."""
+        """Print the loss of an evaluation in Megatron-LM's words, for which users grep; None prints nothing."""
         if lm_loss is None:
             return
         perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss
@@ -173,7 +173,7 @@ class TrainingLog:
 
 
 def memory_lines(iteration: int) -> list[str]:
-    """A line with the CUDA memory that this rank has allocated and reserved, in Megatron's words; none without CUDA."""
+    """A line with this rank's allocated and reserved CUDA memory, in Megatron-LM's words; no line without CUDA."""
     if not torch.cuda.is_available():
         return []
     figures = {

@@ -39,13 +39,13 @@ class UnloggedIteration(NamedTuple):
 
     result: StepResult
     mean_step: StepTime | None
-    """Mean time of the steps since the last line, in iterations that print one; None with megatron-core's schedule."""
+    """Mean time of the steps since the last log line; None without a log line or with megatron-core's schedule."""
     parameter_digest: str | None
     """Digest of this rank's parameters; None without `--log-numerics`."""
 
 
 class TrainingData(NamedTuple):
-    """The data of a training, with an iterator over microbatches, or None, for each model chunk of this rank."""
+    """The data of a training: for each model chunk of this rank an iterator over microbatches, or None without data."""
 
     train: list[DataIterator]
     valid: list[DataIterator] | None
@@ -55,10 +55,10 @@ class TrainingData(NamedTuple):
 class Trainer:
     """Trains until the last iteration, an exit interval, a time limit or a signal.
 
-    With post-validation the outcome of an iteration is known, and logged, in the next one.
+    With post-validation the outcome of an iteration is known, and logged, during the next iteration.
 
     Args:
-        session: runs the steps; it is started.
+        session: the started session, which runs the steps.
     """
 
     def __init__(
@@ -187,9 +187,8 @@ class Trainer:
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
         """Complete the last iteration once its step is settled, and zero its gradients.
 
-        The iteration is completed inside the schedule, while messages from neighbouring ranks may be in flight that are
-        received later. This code must therefore not wait for another rank or for the whole device, and the log line
-        follows after the schedule.
+        The schedule calls this method while messages from neighbouring ranks may be in flight. The method may therefore
+        not wait for another rank or for the whole device, and the log line is printed after the schedule.
         """
         assert self._unsettled is not None
         result, self._unsettled = self._unsettled, None
@@ -223,7 +222,7 @@ class Trainer:
         return UnloggedIteration(result, mean_step, digest)
 
     def _log_unlogged(self) -> None:
-        """Log the last iteration whose step is settled, if it is not logged yet; a collective call."""
+        """Log the last iteration whose step is settled, unless that iteration is logged already; a collective call."""
         if self._unlogged is None:
             return
         unlogged, self._unlogged = self._unlogged, None
@@ -242,7 +241,7 @@ class Trainer:
             self._numerics.write(self._progress.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)
 
     def _gather_parameters(self) -> None:
-        """Gather the parameters that arrive only during the next forward with `--overlap-param-gather`."""
+        """Gather the parameters now if `--overlap-param-gather` would gather them during the next forward."""
         if self._args.overlap_param_gather:
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
@@ -255,7 +254,7 @@ class Trainer:
         self._checkpointer.save()
 
     def _settle(self) -> None:
-        """Validate and log the last step if it is pending, before anything but training reads the parameters."""
+        """Validate and log a pending last step, before any code except a training step reads the parameters."""
         self._session.settle()
         self._log_unlogged()
 

@@ -1,4 +1,4 @@
-"""Builds megatron-core's GPTModel or a hybrid model from the flags, whole or one unit of it."""
+"""Builds stages or single units of megatron-core's GPTModel, or of a hybrid model, from the flags."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parame
 
 @contextmanager
 def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
-    """Turn megatron-core's refusal into a `ValueError` with its reason in one line, or else the failed line of code."""
+    """Turn an error of megatron-core into a one-line `ValueError` with the error's message or the failed code line."""
     try:
         yield
     except refusals as error:
@@ -43,7 +43,7 @@ def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
 
 @_as_users_mistake(AssertionError, ValueError)
 def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
-    """megatron-core's model configuration, of the flags and of what the trainer decides.
+    """Make megatron-core's model configuration from the flags and from settings that the trainer decides.
 
     Raises:
         ValueError: megatron-core refuses the configuration.
@@ -81,7 +81,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
 
 
 def fuses_activation(args: Arguments) -> bool:
-    """Whether one kernel computes an MLP's bias and activation, as in Megatron-LM; local layers would compile it."""
+    """Whether one kernel computes an MLP's bias and activation, as in Megatron-LM; never in local layers."""
     if args.transformer_impl == "local":
         return False
     return not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
@@ -90,13 +90,13 @@ def fuses_activation(args: Arguments) -> bool:
 def build_model(
     args: Arguments, config: TransformerConfig, session: Session, rank: int | None = None
 ) -> list[torch.nn.Module]:
-    """A pipeline rank's model chunks, wrapped in megatron-core's DDP.
+    """Build the model chunks of a pipeline rank, wrapped in DDP or FSDP.
 
     Args:
-        rank: the pipeline rank, by default this process's; another one if the process stands in for that rank.
+        rank: the pipeline rank; by default the rank of this process. A process can stand in for another rank.
 
     Raises:
-        ValueError: megatron-core refuses the model, or its vocabulary cannot be cut into shards.
+        ValueError: megatron-core refuses the model, or the vocabulary cannot be cut into shards.
     """
     if rank is None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -141,7 +141,7 @@ def build_stage(
     symbols: str | None = None,
     first_layer: int = 0,
 ) -> Any:
-    """One stage of the model, neither split nor wrapped.
+    """Build one stage of the model, with unsplit linear layers and without DDP.
 
     Args:
         embeds: whether the stage begins with the embedding.
@@ -182,8 +182,8 @@ def build_stage(
 def _finished(model: Any) -> Any:
     """The built model on its device, with the attributes of parameters that megatron-core's optimizer reads.
 
-    With multi-token prediction and tied embeddings, the last stage uses its copy of the embedding in the output layer,
-    too. megatron-core then neither uses the output layer's own weight nor saves it, but allocates one.
+    With multi-token prediction and tied embeddings, the output layer of the last stage uses the stage's copy of the
+    embedding. This function drops the output layer's own weight, which megatron-core then neither uses nor saves.
     """
     if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
         model.output_layer.weight = None
@@ -197,20 +197,20 @@ _PATTERNS = {
     "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
     "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
 }
-"""Flags by which layers differ. The function gives the value of a layer for a flag that is one number."""
+"""Flags by which layers differ, with functions that return the value of one layer if the flag is a single number."""
 
 
 def layer_kinds(args: Arguments) -> list[int]:
-    """The kind of every layer, by number, in the order in which kinds first occur."""
+    """The number of every layer's kind; kinds are numbered in the order in which they first occur."""
     distinct = list(dict.fromkeys(_differences(args)))
     return [distinct.index(layer) for layer in _differences(args)]
 
 
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """For every layer its symbol in a hybrid model, and otherwise the values of the flags in `_PATTERNS`.
+    """For every layer: its symbol in a hybrid model, or the values of the flags in `_PATTERNS` in another model.
 
     Raises:
-        ValueError: a list of a flag has another length than the model.
+        ValueError: the list that a flag gives does not have one entry for each layer.
     """
     if args.pattern is not None:
         return list(zip(args.pattern.symbols))
@@ -226,7 +226,7 @@ def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
 
 
 def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
-    """A unit as a stage of one pipeline rank, with the configuration `unit_config`.
+    """Build a unit as the only stage of a pipeline with one rank; `config` comes from `unit_config`.
 
     Raises:
         ValueError: megatron-core refuses the model.
@@ -239,7 +239,7 @@ def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
 
 
 def unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
-    """The model's configuration with a layer of each kind, for one pipeline rank, without full recomputation."""
+    """The configuration of a model with one layer of each kind, for one pipeline rank, without full recomputation."""
     kinds = list(dict.fromkeys(_differences(args)))
     patterns = {}
     if args.hybrid_layer_pattern is None:

@@ -1,8 +1,8 @@
 """Counts the parameters, operations and activations of the model that the flags describe.
 
-The model is built on the meta device unit by unit, as one tensor-parallel rank has it, and one microbatch passes
-through it. Parameters, the products of matrices and the tensors that autograd saves are those of megatron-core's
-modules; `mcore/counted_layers.py` says where kernels of a GPU stand in for them.
+Each unit of the model is built on the meta device with the shapes of one tensor-parallel rank, and runs one
+microbatch. Parameters, matrix products and tensors that autograd saves are counted in megatron-core's own modules,
+except for the layers that `mcore/counted_layers.py` counts as GPU kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PLAIN: dict[str, Any] = {
     "fp4_format": None,
     "deterministic_mode": False,
 }
-"""Values of flags that choose kernels of a GPU, which do not change the counts."""
+"""Values for flags that choose GPU kernels. The choice of kernels does not change the counts."""
 
 
 _ALONE: dict[str, Any] = {
@@ -63,15 +63,15 @@ _ALONE: dict[str, Any] = {
     "recompute_granularity": None,
     "fp16": False,
 }
-"""Flags of a model that one rank holds whole."""
+"""Values of flags for a model that a single rank holds without sharding."""
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one microbatch; a multiply and an add are two."""
+    """Floating-point operations of one microbatch; a multiplication and an addition count as two."""
 
     f: float
     b: float
-    """Includes what selective recomputation computes again."""
+    """Operations of B, including selective recomputation."""
     w: float
     r: float = 0.0
     """Operations of full recomputation."""
@@ -82,7 +82,7 @@ class Flops(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Bytes of one microbatch."""
+    """Bytes of the activations of one microbatch."""
 
     after_f: float
     """Bytes held from F to B without full recomputation."""
@@ -98,19 +98,19 @@ class UnitCount:
     flops: Flops
     activations: Activations
     whole: int
-    """Parameters of all tensor- and expert-parallel ranks, each counted once, without `further` and copies."""
+    """Number of distinct parameters on all tensor- and expert-parallel ranks, without multi-token prediction."""
     further: int
-    """The parameters of multi-token prediction, counted in the same way."""
+    """Number of distinct parameters of multi-token prediction on all tensor- and expert-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class ModelCount:
-    """The counts of every unit of a model, each for a rank that has the unit."""
+    """The counts of every unit of a model, each on one rank that holds the unit."""
 
     embedding: UnitCount
     layers: tuple[UnitCount, ...]
     output: UnitCount
-    """Multi-token prediction, final norm, output layer and loss."""
+    """Counts of multi-token prediction, final norm, output layer and loss together."""
     input_bytes: float
     """Bytes of a layer's input, which is also the message between stages."""
 
@@ -120,9 +120,9 @@ class ModelCount:
 
 
 def count_model(args: Arguments) -> ModelCount:
-    """Count the model of completed flags with a known vocabulary.
+    """Count the units of the model; `args` must be complete and include the size of the vocabulary.
 
-    Counting needs no device and no other process, and must not be called while there is a default process group.
+    Counting needs no device and no other process. A default process group must not exist during the call.
 
     Raises:
         ValueError: megatron-core refuses the model.
@@ -138,10 +138,10 @@ def count_model(args: Arguments) -> ModelCount:
 
 
 def flops_of_sequence(args: Arguments) -> float:
-    """Count the floating-point operations of a training with one sequence, as Megatron-LM does.
+    """Count the floating-point operations of training on one sequence, as Megatron-LM counts them.
 
-    Each product counts three times: for F, B and W. Attention counts half of its products, because its mask is causal.
-    Recomputation is not counted.
+    Each matrix product counts three times: for F, B and W. Attention counts half of its products, because its mask is
+    causal. Recomputation is not counted.
     """
     fused = args.changed(
         {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True, **_ALONE}
@@ -150,9 +150,10 @@ def flops_of_sequence(args: Arguments) -> float:
 
 
 def attention_kernel(args: Arguments) -> AttentionKernel:
-    """The kernel that a training with these completed flags runs.
+    """The attention kernel that a training with these completed flags runs.
 
-    Transformer Engine has no fused kernel in fp32. Torch has none for an explicit mask or fp32 with grouped queries.
+    Transformer Engine has no fused attention kernel in fp32. Torch has no fused attention kernel for grouped queries
+    with an explicit mask or in fp32.
     """
     half = element_bytes(args) == 2
     if args.transformer_impl == "transformer_engine":
@@ -182,7 +183,7 @@ def _place(args: Arguments) -> Any:
 
 
 def _plain(args: Arguments) -> Arguments:
-    """The flags of the local model that is counted."""
+    """The flags of the model that is counted, which has local layers."""
     is_engine = args.transformer_impl == "transformer_engine"
     return args.changed({**_PLAIN, **({"attention_backend": "local"} if is_engine else {})})
 
@@ -227,7 +228,7 @@ def _counted(operations: list[float]) -> Iterator[None]:
 
 
 def _microbatch(args: Arguments, model: Any) -> dict[str, Any]:
-    """The inputs of the model for one microbatch; a stage after the first also gets the hidden states."""
+    """The inputs of a unit for one microbatch; a unit without the embedding also gets the hidden states."""
     batch, tokens = args.micro_batch_size, rank_tokens(args) // args.micro_batch_size
     numbers = torch.zeros(batch, tokens, dtype=torch.long)
     if not model.pre_process:
@@ -250,7 +251,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Parameters of all tensor- and expert-parallel ranks: of the model, and of multi-token prediction."""
+    """Numbers of distinct parameters of a unit on all ranks: without multi-token prediction, and of that alone."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

@@ -44,7 +44,7 @@ def wrap_in_ddp(
     """Wrap a rank's model chunks in megatron-core's DDP or FSDP.
 
     Args:
-        defers_weights: whether the chunks' linear layers are split.
+        defers_weights: whether the chunks' linear layers are split, so that W is deferred.
 
     Raises:
         ValueError: a parameter cannot be sharded.
@@ -85,7 +85,7 @@ def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParall
 
 
 def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: TransformerConfig) -> MegatronOptimizer:
-    """megatron-core's optimizer for the model; mixed precision with `--bf16` or `--fp16`."""
+    """Build megatron-core's optimizer for the model, in mixed precision with `--bf16` or `--fp16`."""
     values = config_values(args, OptimizerConfig)
     values.update(
         params_dtype=config.params_dtype, fp8_recipe=config.fp8_recipe if config.fp8 else None, timers=config.timers

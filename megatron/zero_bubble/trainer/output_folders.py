@@ -1,4 +1,4 @@
-"""Checks that the places of output can be written."""
+"""Checks that the files and folders for output can be written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_output(args: Arguments) -> None:
     """Check the flags for output, and try to write in the folders that they name.
 
     Raises:
-        ValueError: flags contradict each other, or a place cannot be written; the message names the flag and why.
+        ValueError: flags contradict each other, a package is missing, or a file or folder cannot be written.
     """
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise ValueError(
@@ -49,12 +49,12 @@ def check_output(args: Arguments) -> None:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """The file or folder itself if it exists, else the nearest folder above it that does."""
+    """Return `path` if it exists, otherwise the nearest file or folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
 
 
 def _check_writable(flag: str, place: Path) -> None:
-    """Raise `ValueError` unless a folder can be made in `place`: permissions do not show a full file system."""
+    """Raise `ValueError` unless `place` is writable. In a folder a test folder is made, which fails on a full disk."""
     permissions = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
     if not os.access(place, permissions):
         raise ValueError(f"{flag}: this user may not write to {place}: choose another place")

@@ -34,13 +34,13 @@ from megatron.zero_bubble.trainer.tokenizer import load_tokenizer
 
 
 def pretrain(args: Arguments, session: Session) -> None:
-    """Train a GPT as the flags say, which `complete_and_check` has completed and checked.
+    """Train a GPT or a hybrid model with flags that `complete_and_check` has completed and checked.
 
     Args:
-        session: made from the settings of the same flags; it is closed at the end.
+        session: the session made from the same flags' job settings; it is closed at the end.
 
     Raises:
-        ValueError: the data, the tokenizer or the checkpoint does not fit, or a checkpoint cannot be written.
+        ValueError: the data, tokenizer or checkpoint does not fit the flags, or a checkpoint cannot be written.
     """
     session.make_schedules()
     tokenizer = load_tokenizer(args)
@@ -64,7 +64,7 @@ def pretrain(args: Arguments, session: Session) -> None:
 
 
 def without_first_load(args: Arguments) -> Arguments:
-    """The flags without `--load` where a job that resumes itself from its own `--save` runs for the first time."""
+    """Remove `--load` from the flags if it is the folder of `--save` and the folder contains no checkpoint yet."""
     if args.load is None or args.load != args.save or tracked(args.load) != "none":
         return args
     if args.rank == 0:
@@ -73,10 +73,10 @@ def without_first_load(args: Arguments) -> Arguments:
 
 
 def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenizerBase, resources: ExitStack) -> Trainer:
-    """Build model, optimizer and data, load the checkpoint, and start the session; `resources` closes them.
+    """Build model, optimizer and data, load the checkpoint, and start the session; `resources` releases model and data.
 
     Raises:
-        ValueError: megatron-core refuses the model, or a checkpoint or the data does not fit.
+        ValueError: megatron-core refuses the model, or a checkpoint or the data does not fit the flags.
     """
     timers = Timers(args.timing_log_level, "minmax") if args.timing_log_level else None
     config = transformer_config(args, session.job.placement.num_chunks, timers)
@@ -96,10 +96,10 @@ def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenize
 def open_data(
     args: Arguments, state: TrainingState, tokenizer: MegatronTokenizerBase, resources: ExitStack
 ) -> TrainingData:
-    """Open training and validation data at the positions that the training state has reached; `resources` closes them.
+    """Open training and validation data at the positions in the training state; `resources` closes the data.
 
     Raises:
-        ValueError: the data cannot be read, or the run of the checkpoint has left too little of it.
+        ValueError: the data cannot be read, or too little data is left after the run of the checkpoint.
     """
     reads = [
         reads_data(

@@ -1,4 +1,4 @@
-"""Records a training: exact values of every iteration (`--log-numerics`), and one line at the end."""
+"""Records a training: the exact values of every iteration for `--log-numerics`, and a summary line at the end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron.zero_bubble.session.start_up import SessionError
 
 
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
-    """First 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of the model's names.
+    """First 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of `Module.parameters()`.
 
-    A collective call of the replicas if each holds a shard of the parameters.
+    A collective call of the replicas if each replica holds a shard of the parameters.
     """
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -32,11 +32,11 @@ def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
 
 
 class NumericsLog:
-    """Writes the file on the rank that holds the loss, with digests from all ranks.
+    """Writes the file of `--log-numerics` on the rank that holds the loss, with parameter digests from all ranks.
 
     Args:
-        path: the file. Lines of iterations after `iteration` and an incomplete line, which a killed run may have
-            left, are dropped, so that a resumed run ends with the same file as one that never stopped.
+        path: the file. Lines of iterations after `iteration`, and an incomplete line left by a killed run, are removed,
+            so that a resumed run ends with the same file as an uninterrupted run.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
     """
@@ -64,7 +64,7 @@ class NumericsLog:
         self._path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, iteration: int, lm_loss: float | None, grad_norm: float | None, digest: str) -> None:
-        """Write the line of an iteration; a collective call.
+        """Write the line of an iteration to the file; a collective call.
 
         Args:
             lm_loss: the loss on the rank that holds it, None on other ranks.
@@ -86,7 +86,7 @@ class NumericsLog:
 
 
 def _iteration_of(line: str) -> float:
-    """The iteration of a line; infinity for an incomplete line, which a killed run leaves at the end."""
+    """The iteration of a line of the file; infinity for an incomplete line, which a killed run leaves at the end."""
     try:
         return json.loads(line)["iteration"]
     except json.JSONDecodeError:
@@ -94,10 +94,10 @@ def _iteration_of(line: str) -> float:
 
 
 class RunSummary:
-    """Averages the log lines since the schedule was planned, of which the first is left out: planning is in its time.
+    """Averages the log lines since the schedule was planned, except the first line, whose time includes planning.
 
     Attributes:
-        line: the summary; None before the second log line after a plan.
+        line: the text of the summary; None until the second log line after the first plan.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class RunSummary:
         measured: PipelineTime | None,
         prediction: Prediction | None,
     ) -> None:
-        """Take in a log line of `num_iterations` iterations up to `iteration`, of `milliseconds` each."""
+        """Add a log line of `num_iterations` iterations that end with `iteration` and took `milliseconds` each."""
         if measured is None or prediction is None:
             return
         if prediction.idle != self._predicted:
@@ -132,7 +132,7 @@ class RunSummary:
         milliseconds, in_pipeline, bubble = (each / self._iterations for each in sums)
         gain = prediction.gain
         # If operations now take longer than they did for the prediction, they also take longer under 1F1B. The time
-        # outside of the pipeline, such as the optimizer's, is the same.
+        # outside of the pipeline, such as the optimizer's, is the same under both.
         work, predicted_work = in_pipeline * (1 - bubble), prediction.milliseconds * (1 - prediction.idle.bubble)
         other = gain.times * prediction.milliseconds * work / predicted_work + milliseconds - in_pipeline
         line = (

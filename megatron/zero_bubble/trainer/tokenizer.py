@@ -1,6 +1,6 @@
 """Loads tokenizers from local files, with the interface of megatron-core's datasets.
 
-megatron-core's own Hugging Face tokenizers need the `transformers` package and look names up on a hub. The tokenizers
+megatron-core's own Hugging Face tokenizers need the `transformers` package and look up names on a hub. The tokenizers
 of this module use only the `tokenizers` library and read only local files, so that every rank of an offline cluster
 gets the same tokenizer. megatron-core's tokenizers are not imported, because importing `transformers` takes seconds on
 every rank.
@@ -42,14 +42,14 @@ END_OF_DOCUMENT_TOKENS = (
 
 
 class LocalTokenizer(MegatronTokenizerBase):
-    """The part of megatron-core's interface of tokenizers that its datasets use, without `tokenize` and `detokenize`.
+    """Base class with the tokenizer methods that megatron-core's datasets use, without `tokenize` and `detokenize`.
 
-    There is no padding token, so that GPTDataset marks padding with -1, which no document can contain.
+    The tokenizer has no padding token, so that GPTDataset marks padding with -1, which no document can contain.
 
     Args:
         vocab: the id of every token.
         eod: the id that ends a document.
-        content: bytes that tell this tokenizer from others of its class, wherever its file is.
+        content: bytes that identify this tokenizer among tokenizers of its class, independent of any path.
     """
 
     def __init__(self, path: str, library: str, vocab: dict[str, int], eod: int, content: bytes) -> None:
@@ -60,7 +60,7 @@ class LocalTokenizer(MegatronTokenizerBase):
         self._digest = hashlib.sha256(content).hexdigest()
 
     def tokenize_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of every text, encoded by as many threads as the library takes."""
+        """Return the token ids of every text. A subclass may encode the texts in parallel."""
         return [self.tokenize(text) for text in texts]
 
     def apply_chat_template(self, *args: object, **kwargs: object) -> str:
@@ -87,7 +87,7 @@ class LocalTokenizer(MegatronTokenizerBase):
 
 
 class HuggingFaceTokenizer(LocalTokenizer):
-    """A `tokenizers.Tokenizer` whose template is not applied: no token begins a text, as in megatron-core."""
+    """A `tokenizers.Tokenizer` whose template is not applied: texts get no special tokens, as in megatron-core."""
 
     def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
         tokenizer.no_truncation()
@@ -108,7 +108,7 @@ class HuggingFaceTokenizer(LocalTokenizer):
 
 
 class NullTokenizer(LocalTokenizer):
-    """The numbers below a vocabulary size are tokens, one space separates them, and the next number ends a document."""
+    """Tokens are the numbers below a vocabulary size, separated by one space; the size itself ends a document."""
 
     def __init__(self, num_tokens: int) -> None:
         # The last token is enough to know the size, which may be too large to list all.
@@ -126,7 +126,7 @@ class NullTokenizer(LocalTokenizer):
 
 
 def load_tokenizer(args: Arguments) -> LocalTokenizer:
-    """The tokenizer that the flags name. Raises `ValueError` if it cannot be read."""
+    """The tokenizer that the flags name. Raises `ValueError` if the tokenizer cannot be read."""
     assert args.tokenizer_type is not None
     return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
 
@@ -138,12 +138,12 @@ def build_tokenizer(
     vocab_file: str | None = None,
     merge_file: str | None = None,
 ) -> LocalTokenizer:
-    """The tokenizer that Megatron's flags of the same names describe.
+    """Build a tokenizer; the arguments have the names and meanings of Megatron-LM's flags.
 
-    - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or a folder that holds one (the end-of-document
-      token is then the `eos_token` of its tokenizer_config.json).
+    - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or the folder of one (the end-of-document token is
+      then the `eos_token` of the folder's tokenizer_config.json, if it has one).
     - `GPT2BPETokenizer`: `vocab_file` (vocab.json) and `merge_file` (merges.txt).
-    - `NullTokenizer`: text is integers separated by one space; `vocab_size` of them and, after them, end of document.
+    - `NullTokenizer`: a text is integers below `vocab_size`, separated by one space; `vocab_size` ends a document.
 
     Raises ValueError, in one line that names the flag, if a flag is missing or a file cannot be used.
     """
@@ -177,7 +177,7 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
     if not file.is_file():
         what = "this folder holds no tokenizer.json" if given.is_dir() else "no such file (nothing is downloaded)"
         raise ValueError(f"--tokenizer-model {tokenizer_model}: {what}")
-    # Imported here, because a run with megatron-core's NullTokenizer does not need the package.
+    # Imported here, because a run with NullTokenizer does not need the package.
     from tokenizers import Tokenizer
 
     with _reading(f"--tokenizer-model {file}: not a readable tokenizer.json"):
@@ -225,7 +225,7 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingF
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn any error into a `ValueError` that begins with `what`: the libraries raise bare `Exception`, too."""
+    """Turn any error into a `ValueError` that begins with `what`: `tokenizers` raises bare `Exception`, too."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Says in words which of the schedules that `zero-bubble benchmark` measured to use."""
+"""Recommends in words one of the schedules that `zero-bubble benchmark` measured."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MIB = 2**20
 
 
 def advice(results: Sequence[TrainResult], iterations: int) -> str:
-    """Return which schedule to use, how many times as fast as each other one it is, and its memory.
+    """Return the name of the schedule to use, its speedup over every other schedule, and its memory, in words.
 
-    The figures compare turns of the same round. A schedule is recommended only if the 95% interval of its speed is
-    above that of megatron-core's 1F1B. Schedules that the rounds do not tell apart are named.
+    The figures compare turns of the same round. A schedule other than megatron-core's 1F1B is recommended only if the
+    95% interval of its speedup over 1F1B is above 1. Schedules that are not clearly slower are named, too.
 
     Args:
-        results: one for each schedule, megatron-core's 1F1B first.
+        results: one result for each schedule, megatron-core's 1F1B first.
         iterations: measured iterations of a turn.
     """
     best = max(results, key=lambda result: result.ratio)
@@ -59,7 +59,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
-    """Return the comparison with every other result, the slowest last."""
+    """Return the speedup of `best` over every other result in words, with the slowest result last."""
     parts = []
     for other in sorted(others, key=lambda result: -result.ratio):
         ratios = best.ratios_to(other)

@@ -29,7 +29,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     following: ClassVar[str] = "[SCRIPT] <the flags of a training>"
     script: Path | None = None
-    """The Megatron-LM script that trains; None if pretrain_gpt.py of this project does."""
+    """The Megatron-LM script that trains; None if pretrain_gpt.py of this project trains."""
 
     pipeline_size: int = flag(
         "pipeline ranks (default: what the flags after -- say, which then may be those of any training)",
@@ -106,6 +106,6 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def launcher(self) -> list[str]:
-        """The words before the program that every rank runs."""
+        """The first words of the command, which start the program on every rank."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return self.launch or [*torchrun, "--nproc-per-node", str(self.num_ranks)]

@@ -17,7 +17,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
-"""The name for --schedule of a training with --zero-bubble, which chooses its layout when it starts."""
+"""Value of --schedule for a training under --zero-bubble, which chooses its layout at the start."""
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -29,15 +29,15 @@ class Contestant:
     program: tuple[str, ...]
     """Words with which the launcher starts the program."""
     words: tuple[str, ...]
-    """The program's own flags, which come before the shared ones."""
+    """Flags of this schedule, which come before the flags that all schedules share."""
     placement: Placement | None
-    """Placement of the stages; None if the training chooses it."""
+    """Placement of the stages; None if the training chooses the placement."""
     schedule: str | None
-    """Name of our schedule with the same order; None if there is none."""
+    """Name of this project's schedule with the same order; None if the training chooses its schedule."""
     measures_costs: bool = False
-    """Whether a profile of the training has the costs of every schedule in `placement`."""
+    """Whether a profile of the training has costs that hold for every schedule in the same placement."""
     is_required: bool = True
-    """Whether a failure of this schedule ends the benchmark, because the user asked for it by name."""
+    """Whether a failure of this schedule ends the benchmark; otherwise the benchmark leaves the schedule out."""
     spreads_vocabulary: bool = False
     """Whether every rank has a shard of the vocabulary."""
 
@@ -53,7 +53,7 @@ class Competition:
 
 
 def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = ()) -> Competition:
-    """Return the competition of the baseline, the schedules that --schedule names, and `peers`.
+    """Return the competition of the baseline, the schedules that --schedule names, and the further schedules `peers`.
 
     Raises:
         ValueError: a training would refuse its flags, or a schedule is unknown.
@@ -123,7 +123,7 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
 
 
 def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Contestant:
-    """Return megatron-core's own interleaved schedule, which is left out where the training refuses it."""
+    """Return megatron-core's own interleaved schedule, which the benchmark leaves out if the training refuses it."""
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     placement = Placement("interleaved", flags.pipeline_size, chunks)
     return Contestant(name, flags.program, words, placement, "interleaved-1f1b", is_required=False)

@@ -1,4 +1,4 @@
-"""Prepares the benchmark of a training that the user runs already: its own flags, or script and flags, follow `--`."""
+"""Prepares the benchmark of a training that the user runs already: its flags, or its script and flags, follow `--`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
-"""Model chunks a rank of megatron-core's interleaved schedule, beside the number that the flags ask for."""
+"""Model chunks a rank of the interleaved schedules of megatron-core; the number in the training's flags is added."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
     *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),
@@ -27,17 +27,17 @@ _CHUNKS_OR_GROUPS = (
 )
 _ALIASES = tuple(flag_name(field.name) for field in fields(AliasFlags))
 _REPLICAS = tuple(flag_name(field.name) for field in fields(ReplicaFlags))
-"""Flags that the launcher takes with a schedule only, and our own training without one, too."""
+"""Flags that the launcher accepts with a zero-bubble schedule only; our own pretrain_gpt.py always accepts them."""
 _CPU = "--zero-bubble-cpu"
 
 
 def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkFlags, tuple[Contestant, ...]]:
-    """Return the flags of the benchmark of the user's own training, and the schedules beside 1F1B.
+    """Return the benchmark's flags for the user's own training, and the schedules beside megatron-core's 1F1B.
 
     The training keeps its model, its data, its learning rates and its parallel sizes, but loads, writes and evaluates
-    nothing and stops after the last measured iteration. Zero-bubble flags of the training apply to the planned training
-    alone, which runs `--zero-bubble` if they name no schedule. A script of Megatron-LM runs under the launcher, which
-    leaves it alone where no schedule is asked for.
+    nothing and stops after the last measured iteration. Zero-bubble flags of the training apply only to the planned
+    training, which runs `--zero-bubble` if the flags name no schedule. A script of Megatron-LM runs under the launcher,
+    which changes nothing in trainings under megatron-core's own schedules.
 
     Args:
         num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit, at least
@@ -118,7 +118,7 @@ def _apart(words: Sequence[str]) -> Iterator[str]:
 
 
 def _parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
-    """Divide the words: all other flags, and the flags that are in `names` or start with `prefix`."""
+    """Divide words into two lists: flags that are in `names` or start with `prefix` go to the second list."""
     others: list[str] = []
     named: list[str] = []
     into = others

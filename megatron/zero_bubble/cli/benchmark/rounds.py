@@ -1,4 +1,4 @@
-"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other load on the machine slows all alike."""
+"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other load on the machine slows them all alike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 
 _Costs = dict[tuple[Placement | None, bool], StageCosts]
-"""Measured costs of the stages of a placement, without vocabulary shards and with them."""
+"""Placement, and whether there are vocabulary shards -> measured costs of the stages."""
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
@@ -109,7 +109,7 @@ def _result(
 
 
 def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
-    """Return the costs of a contestant's stages. The costs of a whole vocabulary may be derived from its shards."""
+    """Return the costs of a contestant's stages; costs of a whole vocabulary may be derived from costs of shards."""
     if (
         own := measured.get((contestant.placement, contestant.spreads_vocabulary))
     ) is not None or contestant.spreads_vocabulary:

@@ -19,13 +19,13 @@ _REFUSED = {
     "--use-checkpoint-args": "the benchmark loads no checkpoint; give the flags of the model",
     "--step-batch-size-schedule": "all iterations of the benchmark have one batch size; give --global-batch-size",
 }
-"""Flags of Megatron-LM with which a script cannot be compared under several schedules, and why."""
+"""Flag of Megatron-LM with which a script cannot be compared under several schedules -> the reason."""
 _TRAINER = Path(__file__).resolve().parents[4] / "pretrain_gpt.py"
 
 
 @dataclass(frozen=True)
 class _ScriptSizes:
-    """Sizes."""
+    """Sizes of a script's batches and sequences, and the number of its iterations."""
 
     micro_batch_size: int = flag("sequences in a microbatch")
     global_batch_size: int | None = flag("sequences in an iteration", None)
@@ -35,7 +35,7 @@ class _ScriptSizes:
 
 @dataclass(frozen=True)
 class ScriptArguments(ParallelFlags, _ScriptSizes):
-    """The arguments of a script that say how many ranks, microbatches and tokens an iteration has."""
+    """The arguments of a script that determine the numbers of ranks, microbatches and tokens of an iteration."""
 
     world_size: int = 1
     vocabulary_parallel: bool = False
@@ -60,10 +60,10 @@ def split_script(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def read_script_arguments(words: Sequence[str]) -> ScriptArguments:
-    """Return the arguments of a script from its flags, most of which only Megatron-LM knows.
+    """Return the arguments of a script from its flags; flags that only Megatron-LM knows are skipped.
 
     Raises:
-        ValueError: a flag does not allow a comparison, or its value has the wrong type.
+        ValueError: a flag does not allow a comparison, or the value of a flag has the wrong type.
     """
     for name, reason in _REFUSED.items():
         if name in words:
@@ -75,7 +75,7 @@ def checked_script_arguments(script: Path, words: Sequence[str], world_size: int
     """Return the arguments of a job on `world_size` ranks after the checks that the launcher makes before it starts.
 
     Raises:
-        ValueError: the launcher would refuse the flags; the message is that of the launcher.
+        ValueError: the launcher would refuse the flags; the message is the launcher's message.
     """
     command = parse_command_line([str(script), *words])
     complete = complete_script_arguments(command.flags, command.script_arguments)

@@ -27,12 +27,12 @@ class TrainResult:
     pipeline_size: int
     num_microbatches: int
     tokens: int | None
-    """Tokens of one iteration; None if a script's flags do not say."""
+    """Tokens of one iteration; None if the flags of a script contain no sequence length."""
     flops: float | None
-    """Operations of one iteration, counted as --log-throughput does; None for a script, which counts them itself."""
+    """Operations of one iteration, counted as --log-throughput does; None for a script, which logs TFLOP/s."""
     world_size: int
     simulated: Timeline | None
-    """The schedule, simulated with the costs that a schedule of ours measured in this placement; None without costs."""
+    """Simulation of the schedule, with costs that our schedules measured in the same placement; None without costs."""
 
     @property
     def rounds(self) -> tuple[float, ...]:
@@ -62,7 +62,7 @@ class TrainResult:
 
     @property
     def idle(self) -> Idle | None:
-        """The median of each part of the measured idle share; None if the training does not measure it."""
+        """Medians of the measured imbalance and bubble rate; None if the training does not measure idle time."""
         idles = [idle for turn in self.turns for idle in turn.idle]
         return Idle(median(idle.imbalance for idle in idles), median(idle.bubble for idle in idles)) if idles else None
 
@@ -86,7 +86,7 @@ class TrainResult:
 
     @property
     def is_device_memory(self) -> bool:
-        """Whether `peak_bytes` is the allocator's, not the resident memory of a process."""
+        """Whether `peak_bytes` is the peak of the GPU allocator, and not the resident memory of a process."""
         return all(turn.is_device_memory for turn in self.turns)
 
     @property
@@ -106,7 +106,7 @@ class TrainResult:
         return [theirs / mine for theirs, mine in zip(rounds, self.rounds, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return figures under the keys of `benchmarks.emulate` and further keys; null if not measured."""
+        """Return figures under the keys of `benchmarks.emulate` and further keys; figures not measured are null."""
         placement = self.contestant.placement
         interval = bootstrap_interval(self.ratios)
         return {
@@ -159,9 +159,12 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
 
 
 def loss_agreement(results: Sequence[TrainResult]) -> str:
-    """Return a line for each schedule with the largest difference of its losses from the baseline, the first result.
+    """Return a line for each schedule with the largest relative difference between its losses and the baseline's.
 
-    The last turns are compared. A log line has seven digits of the mean loss of its iterations.
+    Losses of the last turns are compared. Each loss is the mean over the iterations of a log line, in seven digits.
+
+    Args:
+        results: one result for each schedule, the baseline first.
     """
     baseline, *others = results
     expected = dict(baseline.turns[-1].losses)
@@ -180,7 +183,7 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95% interval of the median of `values`, one a round, by the percentile bootstrap (Efron 1979).
+    """Return the 95% interval of the median of one value for each round, by the percentile bootstrap (Efron 1979).
 
     The interval comes from resampling the rounds with replacement. The interval is None for fewer than three rounds.
     """

@@ -41,17 +41,17 @@ class Turn:
     peak_bytes: float
     """Peak of the allocator on the fullest rank; without CUDA, the resident memory of the largest process."""
     losses: tuple[tuple[int, float], ...] = ()
-    """The mean loss of every interval, warmup included, with the last iteration of the interval."""
+    """The last iteration and the mean loss of every interval, warmup included."""
     layout: str | None = None
-    """Placement and layers of the stages that the training chose; None if it chose none."""
+    """Placement and layers of the stages that the training chose; None if the training chose no layout."""
     is_device_memory: bool = False
     """Whether the allocator measured `peak_bytes`."""
     tflops: tuple[float, ...] = ()
-    """TFLOP/s/GPU of every interval, as the training printed it; empty if it does not, or less than it can show."""
+    """TFLOP/s/GPU that the training printed for every interval; empty if the training printed none, or a 0."""
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:
-    """Return the iteration of every line of a training's log, with the mean loss since the line before."""
+    """Return the iteration and the mean loss in every line of a training's log that has a loss."""
     return tuple((int(iteration), float(loss)) for iteration, loss in _LOSS.findall(text))
 
 
@@ -59,7 +59,7 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
     """Read the measurements of the iterations after the `warmup`th from a training's log.
 
     Raises:
-        RuntimeError: the log has no such iteration, or a loss or gradient norm is NaN.
+        RuntimeError: the log has no iteration after the warmup, or a loss or gradient norm is NaN.
     """
     lines = [
         (int(match[1]), float(match[2]), match.string) for match in map(_ITERATION.search, text.splitlines()) if match
@@ -124,7 +124,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
     """Set `late` and end the launcher if `over` is not set within `timeout` seconds.
 
-    SIGTERM comes first: torchrun then ends its ranks, which are in sessions of their own; SIGKILL would leave them.
+    SIGTERM comes first, so that torchrun ends its ranks. After SIGKILL of torchrun, the ranks would go on running.
     """
     if not over.wait(timeout):
         late.set()

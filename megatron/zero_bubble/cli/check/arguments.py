@@ -55,7 +55,7 @@ class CheckFlags(CommandFlags):
 
 
 def _refuse_output(output: Path) -> None:
-    """Raise `ValueError` if the file cannot be written, before a long check whose findings would be lost."""
+    """Raise `ValueError` before the long check begins if the file of its findings cannot be written."""
     folder = output.parent
     if not folder.is_dir():
         raise ValueError(f"argument --output: {folder} is not a folder")

@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule import OpKind, simulate
 from megatron.zero_bubble.trainer.model_count import UnitCount, count_model
 
 PRICE_LIMIT = 1.03
-"""Largest ratio of B + W to the fused backward that passes."""
+"""Largest ratio of the time of B + W to the time of the fused backward that passes the check."""
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v")
 
 
@@ -63,7 +63,7 @@ class StageCheck:
 
     @property
     def expected_memory(self) -> tuple[float, float]:
-        """M_B and M_W by that count, in bytes."""
+        """Counted bytes of a stage's activations for one microbatch: after F (M_B) and after B (M_W)."""
         after_f, after_b = (self.model.layers_a_stage * held for held in self._layer.activations)
         return after_f, after_b
 

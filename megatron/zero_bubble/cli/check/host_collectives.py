@@ -1,7 +1,7 @@
-"""Makes collectives over gloo work on a GPU's tensors, by copies to pinned host memory and of the results back.
+"""Makes gloo's collectives work on GPU tensors: tensors are copied to pinned host memory, and results are copied back.
 
 Depending on torch's version, gloo takes GPU tensors in some collectives only. megatron-core's own schedule and its
-parallelism use these collectives where several ranks share one device, which NCCL may refuse.
+parallelism use gloo's collectives where several ranks share one device, which NCCL may refuse.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StagedWork:
 def stage_collectives(device_type: str) -> Callable[[], None]:
     """Make every collective copy tensors of this device type to host memory, and return a function that undoes this.
 
-    With `cpu` all tensors are copied, which tests the staging without a GPU.
+    With the device type `cpu`, tensors in host memory are copied, which tests the copies without a GPU.
     """
     # Taken from the class's dictionary, because the result of `getattr` no longer binds to a group when it is put back.
     originals = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}

@@ -1,4 +1,4 @@
-"""The trainings that four ranks run: for each layout, megatron-core's own schedule and ours, which must equal it."""
+"""The trainings that four ranks run: for each layout, megatron-core's own schedule, and our schedules to compare."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _TRAINING = (
 _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
-"""Flags without clipping and dropout: a V sums the norm in another order and draws random numbers on other ranks."""
+"""Flags that turn off clipping and dropout, because a V sums the gradient norm in another order, and draws random
+numbers on other ranks."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of the matrix."""
+    """One training of `zero-bubble check`, with its flags and the values to compare."""
 
     layout: str
     name: str
@@ -63,7 +64,7 @@ def cells(size: str, folder: Path) -> list[Cell]:
 
     Args:
         size: `paper` or `tiny`.
-        folder: the folder of the corpus and of the checkpoint from which a V starts.
+        folder: the folder of the corpus and of the checkpoint from which the training with a V starts.
     """
     checkpoint = str(folder / "checkpoint")
     load = (*_PP4, *_WITHOUT_ORDER, "--load", checkpoint, "--override-opt_param-scheduler")

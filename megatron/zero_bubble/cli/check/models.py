@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PROG = "zero-bubble check"
 REPEATABLE_ATTENTION = ("--attention-backend", "local")
-"""Flags for an attention whose backward repeats bit for bit. The backward of torch's fused attention does not."""
+"""Flags for an attention whose backward repeats bit for bit, in contrast to torch's fused attention."""
 _ANY_TRAINING = (
     *("--train-iters", "1", "--lr", "1e-4", "--mock-data", "--bf16", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
@@ -35,7 +35,7 @@ class Model:
 
     @property
     def num_microbatches(self) -> int:
-        """The smallest number of microbatches that the paper runs."""
+        """The smallest number of microbatches with which the zero-bubble paper runs the model."""
         return 3 * self.pipeline_size
 
     def arguments(self, num_stages: int) -> Arguments:

@@ -2,8 +2,8 @@
 
     python -m megatron.zero_bubble.cli.check.rank PLAN.json
 
-The program needs RANK, WORLD_SIZE and LOCAL_RANK in the environment. Rank 0 writes down when each training begins and
-ends.
+The program needs RANK, WORLD_SIZE and LOCAL_RANK in the environment. Rank 0 writes the times at which each training
+begins and ends to a file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run_trainings(plan: dict[str, Any], folder: Path) -> None:
 
 
 def _meet() -> None:
-    """Run one all-reduce, the least that the backend must be able to do."""
+    """Run one all-reduce, which tests whether the backend connects the ranks."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     number = torch.ones(1, device=device)
     dist.all_reduce(number)

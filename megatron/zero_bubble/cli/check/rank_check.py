@@ -39,7 +39,7 @@ class RankFindings:
 
     results: Sequence[CellResult]
     refused: Mapping[str, Ended]
-    """By backend that cannot connect the ranks, how its trial ended."""
+    """Backend that cannot connect the ranks -> the outcome of its trial, an all-reduce."""
 
     @property
     def passed(self) -> bool:
@@ -52,7 +52,7 @@ class RankFindings:
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        """Return a table with a row a training and a column a backend, then the reason of every failure."""
+        """Return a table with a row for each training and a column for each backend, then the reasons of failures."""
         backends = list(dict.fromkeys(result.backend for result in self.results))
         rows: dict[tuple[str, str], dict[str, str]] = {}
         for result in self.results:
@@ -71,12 +71,12 @@ class RankFindings:
 
 @dataclass(frozen=True)
 class RankCheck:
-    """Runs trainings on ranks that share the first device, or have one each if there are enough.
+    """Runs trainings on ranks that share the first device, or on one device for each rank if there are enough devices.
 
     Args:
         paths: folders on the ranks' module path.
         folder: an empty folder for the ranks' files.
-        say: called with a description of what runs next.
+        say: called with a description of the trainings that run next.
     """
 
     has_cuda: bool

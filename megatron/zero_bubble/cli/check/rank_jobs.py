@@ -17,7 +17,7 @@ from megatron.zero_bubble.cli.check.rank import BEGINS
 from megatron.zero_bubble.cli.trainings import failure_reason
 
 _SECONDS_FOR_THE_OTHERS = 5.0
-"""Seconds that the other ranks have to end after one has failed, because their logs may tell the reason."""
+"""Seconds that the other ranks have to end after a rank has failed, because their logs may contain the reason."""
 _LOG_SIZE = 4000
 """Characters of each rank's log that a failure keeps."""
 
@@ -42,7 +42,7 @@ class Backend:
         return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
 
     def environment(self) -> dict[str, str]:
-        """Return the ranks' environment; a variable that is set already stays, except for the number of queues."""
+        """Return the ranks' environment; variables that are set keep their values, except the number of queues."""
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
             # All ranks are on this machine, which may have no network.
@@ -101,7 +101,7 @@ class RankStart:
 
 
 class _Attempt:
-    """One start of the ranks, which run trainings until the first that fails."""
+    """One start of the ranks, which run trainings until a training fails."""
 
     def __init__(self, start: RankStart, trainings: Mapping[str, Sequence[str] | None]) -> None:
         self._start, self._titles = start, list(trainings)
@@ -141,7 +141,7 @@ class _Attempt:
             )
 
     def _wait(self, ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[str | None, int]:
-        """Wait until all ranks end, one fails or a limit passes; return an error or None, and a status."""
+        """Wait until all ranks end, a rank fails or a time limit passes; return an error or None, and a status."""
         begun, since = 0, time.monotonic()
         while True:
             statuses = [rank.poll() for rank in ranks]

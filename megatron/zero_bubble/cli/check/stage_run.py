@@ -1,4 +1,4 @@
-"""Measures one middle stage of a pipeline, which the executor runs as in training between made-up neighbours."""
+"""Measures one middle stage of a pipeline, which the executor runs as in training, with random messages."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class MiddleStage:
         self._whole = rank_model(self._args, self._placement, RANK, None)
 
     def profile(self, rounds: int) -> StageProfile:
-        """Time the split and the fused version in turn for `rounds` rounds, after one that is not counted."""
+        """Time the split and the fused version in turn for `rounds` rounds, after one round that is not counted."""
         split, whole = (lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)) for name in ("zb-h1", "1f1b"))
         times: dict[OpKind, list[float]] = {}
         for number in range(1 + rounds):

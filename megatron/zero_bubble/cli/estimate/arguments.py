@@ -64,11 +64,11 @@ class ClusterFlags(CommandFlags):
 
     @property
     def flops(self) -> float:
-        """Floating-point operations a second that layers reach."""
+        """Floating-point operations a second that layers reach on one device."""
         return self.device_tflops * 1e12 * self.mfu
 
     def message_ms(self, num_bytes: float, bandwidth: float | None = None) -> float:
-        """Milliseconds of a message to another device; `bandwidth` is in GB/s."""
+        """Return the time of a message to another device in milliseconds; `bandwidth` is in GB/s."""
         seconds = num_bytes / ((bandwidth or self.interconnect_bandwidth) * 1e9)
         return 1e3 * (self.interconnect_latency * 1e-6 + seconds)
 

@@ -1,4 +1,4 @@
-"""Formats the results of `zero-bubble estimate` as tables, notes of one line each, and as JSON."""
+"""Formats the results of `zero-bubble estimate` as tables with notes of one line each, and as JSON."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _lines(lines: Iterator[str]) -> str:
 
 
 def _shown(results: Results) -> Estimate:
-    """Return the estimate whose parameters and operations are shown: the first one."""
+    """Return the estimate whose parameters and operations are shown: the first schedule, or the layout without one."""
     shown = results.estimates[0] if results.estimates else results.layout
     assert shown is not None
     return shown
@@ -140,7 +140,7 @@ def _ranks(estimates: list[Estimate], *, markdown: bool) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """Explain the figures, in one line each."""
+    """Return notes of one line each that explain the figures of the estimate."""
     job = results.job
     lines = [*_on_layouts(results), *_remedies(results)]
     lines += [_limit(each, each.limit) for each in results.estimates if each.limit is not None]
@@ -207,7 +207,7 @@ def _remedies(results: Results) -> Iterator[str]:
 
 
 def _limit(planned: Estimate, limit: float) -> str:
-    """Return the line on the memory limit of a schedule."""
+    """Return the note on the memory limit of a schedule."""
     name, allowed, source = planned.schedule.name, gib(max(0.0, limit)), _source(planned.job.flags)
     if planned.is_over_limit:
         least = gib(max(planned.activation_bytes))

@@ -43,7 +43,7 @@ class EstimatedJob:
     states: States
     count: ModelCount
     flops_of_sequence: float
-    """Floating-point operations of a training with one sequence, counted as --log-throughput does."""
+    """Floating-point operations of F, B and W of one sequence, counted as --log-throughput does."""
     profile: Profile | None = None
     """Measured costs; if None, costs are computed from operations and bytes."""
     is_quick: bool = False
@@ -54,7 +54,7 @@ class EstimatedJob:
         """Return the job that the flags describe.
 
         Raises:
-            ValueError: the training would refuse its flags, or it cannot be estimated.
+            ValueError: the training would refuse its flags, or the training cannot be estimated.
         """
         profile = None
         if flags.profile is not None:
@@ -91,7 +91,7 @@ class EstimatedJob:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with the same parameters, which reduce gradients together and divide states by ZeRO."""
+        """Number of ranks with the same parameters, which reduce gradients together and shard states with ZeRO."""
         return self.args.data_parallel_size * self.args.context_parallel_size
 
     @property
@@ -104,16 +104,16 @@ class EstimatedJob:
         return None if self.cluster.host_bandwidth is None else self.cluster.host_bandwidth * 1e6
 
     def with_flags(self, changed: Mapping[str, Any]) -> EstimatedJob:
-        """Return the job with other values of these flags of its training, by name."""
+        """Return the job with other training flags; `changed` maps names of flags to their new values."""
         args = self.args.changed(changed)
         count = count_model(args) if changed.keys() & {*RECOMPUTATION} else self.count
         return replace(self, args=args, flags=replace(self.flags, **changed), count=count)
 
     def partition(self, placement: Placement) -> Partition:
-        """Return the layers of every stage, in model order.
+        """Return the number of layers of every stage, in model order.
 
         Raises:
-            ValueError: the layers cannot be cut into these stages.
+            ValueError: the layers cannot be divided among the stages of `placement`.
         """
         given = self.args.pipeline_model_parallel_layout
         if given is not None and len(layers := layers_of_layout(given, placement.num_ranks)) == placement.num_stages:
@@ -121,7 +121,7 @@ class EstimatedJob:
         return partition_of_flags(replace(self.flags, pipeline_model_parallel_layout=None), placement)
 
     def parameters(self, placement: Placement) -> list[Parameters]:
-        """Return the parameters of every pipeline rank, its chunks and its vocabulary shard added up."""
+        """Return the number of parameters of every pipeline rank, in all its chunks and its vocabulary shard."""
         first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
         owners = [placement.rank_of(stage) for stage, size in enumerate(self.partition(placement)) for _ in range(size)]
         ranks = [Parameters(0, 0)] * placement.num_ranks
@@ -137,7 +137,7 @@ class EstimatedJob:
         return ranks
 
     def bytes_of(self, parameters: Parameters) -> float:
-        """Return the bytes of all states of these parameters on one rank."""
+        """Return the bytes of `parameters` on one rank, with their gradients and the optimizer's states."""
         args, tensor = self.args, self.args.tensor_model_parallel_size
         shared_by = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor) // tensor
         return self.states.of_rank(parameters, self.replicas, max(1, shared_by))
@@ -148,7 +148,7 @@ class EstimatedJob:
         return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 
     def flops(self, placement: Placement) -> Flops:
-        """Return the operations of F, B, W and R of one microbatch, all ranks together, on one tensor-parallel rank."""
+        """Return the operations of F, B, W and R of one microbatch on one tensor-parallel rank, over all stages."""
         f, b, w = (sum(unit.flops[kind] for unit in self.count.units) for kind in range(3))
         layers = zip(self.count.layers, self._recomputed(self.partition(placement)), strict=True)
         return Flops(f, b, w, sum((layer.flops.f for layer, is_recomputed in layers if is_recomputed), 0.0))
@@ -157,7 +157,7 @@ class EstimatedJob:
     def costs(self) -> ModelCosts:
         """The costs of the units in milliseconds and bytes, from the profile if there is one.
 
-        F and B are without full recomputation, and R recomputes each layer alone.
+        The costs of F and B are those without full recomputation; R recomputes one layer at a time.
         """
         input_bytes = self.count.input_bytes
         embedding, *layers, output = map(self._unit_costs, self.count.units)
@@ -182,7 +182,7 @@ class EstimatedJob:
 
     @property
     def _exchange_ms(self) -> float:
-        """Milliseconds in which the tokens of a microbatch reach a layer's experts on other ranks and come back."""
+        """Milliseconds to send the tokens of a microbatch to a layer's experts on other ranks and back."""
         args, cluster = self.args, self.cluster
         overlaps = self.flags.overlap_moe_expert_parallel_comm
         bandwidth = cluster.expert_bandwidth or (cluster.interconnect_bandwidth if overlaps else None)
@@ -195,7 +195,7 @@ class EstimatedJob:
         """Return the costs of every stage in milliseconds and bytes, from the profile if there is one.
 
         Raises:
-            ValueError: the layers cannot be cut into these stages.
+            ValueError: the layers cannot be divided among the stages of `placement`.
         """
         costs = self._counted_costs(placement) if self.profile is None else _measured_costs(self.profile, placement)
         if self.profile is not None and not self.flags.vocabulary_parallel:
@@ -227,7 +227,7 @@ class EstimatedJob:
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _recomputed(self, partition: Partition) -> list[bool]:
-        """Layer -> whether R recomputes it. With the method `block` these are the first layers of every stage."""
+        """Layer -> whether R recomputes it. With the method `block`, R recomputes the first layers of every stage."""
         most = 0 if self.flags.recompute is Recompute.NONE else max(partition)
         if self.flags.recompute is Recompute.FULL and self.flags.recompute_method == "block":
             most = self.flags.recompute_num_layers or 0
@@ -245,9 +245,9 @@ def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
 
 
 def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
-    """Complete the flags by required ones, and by Megatron-LM's layers or the profile's where none are given.
+    """Add the flags that a training requires, and --transformer-impl of Megatron-LM or of the profile.
 
-    Masks, FSDP2 and megatron-core's own attention need local layers.
+    --transformer-impl is not added to flags for attention masks, FSDP2 or local attention, which need local layers.
     """
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]
@@ -260,7 +260,7 @@ def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
 
 @contextmanager
 def _naming(profile: Path | None) -> Iterator[None]:
-    """Let an error name the file of `--profile`."""
+    """Put the file name of `--profile` before the message of an error."""
     try:
         yield
     except (OSError, UnicodeDecodeError, ScheduleError) as error:

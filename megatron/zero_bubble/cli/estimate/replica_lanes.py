@@ -1,4 +1,4 @@
-"""Steps of replicas as SVG: a lane for each replica, one panel below the other on a common time axis."""
+"""Draws steps of replicas as SVG: a lane for each replica, and panels below each other on a common time axis."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ReplicaStep(NamedTuple):
     end: float
     resumed: float
     group_size: int
-    """Replicas that wait for each other, in groups of neighbours; 1 for none."""
+    """Number of neighbouring replicas that wait for each other after the step; 1 if the replica waits for no other."""
     straggles: bool
 
 
 def to_replica_lanes(panels: Mapping[str, Sequence[Sequence[ReplicaStep]]], *, title: str) -> str:
-    """Return the drawing as text.
+    """Return the drawing as the text of an SVG file.
 
     Args:
-        panels: name of the panel -> step -> replica.
+        panels: name of a panel -> steps, each with the `ReplicaStep` of every replica.
     """
     end = max(step.resumed for steps in panels.values() for step in steps[-1])
     scale = (_WIDTH - _LEFT - _RIGHT) / end

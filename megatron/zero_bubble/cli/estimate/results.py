@@ -25,11 +25,11 @@ from megatron.zero_bubble.session.job_flags import RECOMPUTATION
 from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons_layout_flags
 
 SMALL_JOB = 1000
-"""A job with fewer pipeline ranks times microbatches is planned in one process, before another could start."""
+"""Jobs with a smaller product of pipeline ranks and microbatches are planned before another process could start."""
 LARGE_JOB = 2000
-"""Pipeline ranks times microbatches from which on a job is planned quickly where the user names no schedule."""
+"""Jobs with at least this product of pipeline ranks and microbatches are planned quickly without --schedule."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
-"""Names of the two searches for a layout beside the names of schedules."""
+"""Names of the two searches for a layout, used as keys beside the names of schedules."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
     Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     Recompute.PLANNED: {
@@ -43,14 +43,14 @@ _NO_RECOMPUTATION: dict[str, Any] = dict.fromkeys((*RECOMPUTATION, "zero_bubble_
 
 
 class Remedy(NamedTuple):
-    """The outcome of another layout or of recomputation, for a job of which no schedule fits."""
+    """The outcome of another layout or of recomputation, for a job without a schedule that fits in memory."""
 
     flags: str
-    """The flags that the job would be given, in place of its own for layout or recomputation."""
+    """The flags that would replace the job's own flags for layout or recomputation."""
     best: Estimate
-    """The fastest schedule that then fits, or, if none does, the one that needs the least memory."""
+    """The fastest schedule that fits with `flags` or, if no schedule fits, the schedule with the least memory."""
     slowdown: float
-    """Its time in multiples of the fastest iteration without these flags, on devices with more memory."""
+    """Iteration time of `best` over the shortest iteration time without `flags` on devices with enough memory."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class Results:
     job: EstimatedJob
     estimates: list[Estimate]
     refused: dict[str, str]
-    """Name of a schedule or of a search -> reason why it is not possible."""
+    """Name of a schedule or of a layout search -> reason why the schedule or a layout is not possible."""
     layout: LayoutEstimate | None = None
-    """The layout that the training would choose; None if its flags fix one, or none is possible."""
+    """The layout that the training would choose; None if the flags fix a layout, or no layout is possible."""
     freed: LayoutEstimate | None = None
     """The layout that the training would choose without Megatron's layout flags; None without such flags."""
     remedies: Sequence[Remedy] = ()
     """The outcomes of other layouts and of recomputation where no schedule fits; otherwise empty."""
     added_flags: Mapping[str, Any] = field(default_factory=dict)
-    """Flags that Megatron needs to cut the layers into stages, and with which the schedules were estimated."""
+    """Flags that Megatron needs to divide the layers among stages; the schedules are estimated with these flags."""
 
     @property
     def plain_1f1b(self) -> Estimate | None:
@@ -85,7 +85,7 @@ class Results:
 
     @property
     def refused_by_reason(self) -> dict[str, str]:
-        """Reason -> the names that were refused for it."""
+        """Reason -> names of the schedules and layout searches that are refused for this reason, joined by commas."""
         names: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             names.setdefault(reason, []).append(name)
@@ -96,7 +96,7 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
     """Estimate the schedules `chosen`, or all that are planned quickly, and the layout if the flags leave it open.
 
     Raises:
-        ValueError: a schedule does not exist, or nothing is possible.
+        ValueError: the name of a schedule is unknown, or neither a schedule nor a layout is possible.
     """
     names = chosen or [name for name, entry in ENTRIES.items() if not entry.is_slow]
     job = replace(job, is_quick=chosen is None and _size(job) >= LARGE_JOB)
@@ -117,7 +117,7 @@ def _size(job: EstimatedJob) -> int:
 
 
 def _even_ends(job: EstimatedJob) -> dict[str, Any]:
-    """Return the flags with which Megatron cuts layers that the pipeline ranks do not divide."""
+    """Return the flags with which Megatron divides a number of layers that is not a multiple of the pipeline size."""
     ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     for given in (ends, ends[:1], ends[1:]):
         if (job.flags.num_layers + len(given)) % job.flags.pipeline_model_parallel_size == 0:
@@ -126,7 +126,7 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
 
 
 def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
-    """Estimate the schedules, the layout if it is open and, if asked, the one without Megatron's flags for it."""
+    """Estimate the schedules, the layout if it is open and, if asked, the layout without Megatron's layout flags."""
     for name in names:
         entry_of(name)
     tasks: dict[str, Callable[[], Estimate]] = {}
@@ -151,7 +151,7 @@ def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = 
 
 
 def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
-    """Return the estimate with its times computed, or the reason why it is not possible."""
+    """Run the task; return its estimate with all times computed, or the reason why the estimate is not possible."""
     try:
         answer = task()
     except ValueError as error:
@@ -161,7 +161,7 @@ def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
 
 
 def _remedies(results: Results) -> Iterator[Remedy]:
-    """Yield the outcome of the layout if it is open, and otherwise of each kind of recomputation."""
+    """If no schedule fits, yield the outcome of the layout that the training would choose, else of recomputation."""
     if not results.nothing_fits:
         return
     job, estimates, layout = results.job, results.estimates, results.layout

@@ -41,12 +41,12 @@ class Estimate:
     timeline: Timeline
     state_bytes: tuple[float, ...]
     limit: float | None = None
-    """Bytes of activations a rank that the schedule may take; None if it was planned without a limit.
+    """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit.
 
-    A schedule gets more memory only if its smallest plan needs more than `auto` has.
+    A schedule exceeds this limit only if the limit is `auto`, and too small for the plan with the least memory.
     """
     without_pairs: Timeline | None = None
-    """The same schedule planned without pairs, where it was planned with them."""
+    """The same schedule planned without pairs; None if the schedule is not planned with pairs."""
 
     @property
     def schedule(self) -> Schedule:
@@ -73,7 +73,7 @@ class Estimate:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether no plan is possible under the limit, so that this is the one that needs the least memory."""
+        """Whether no plan is possible under the limit, so that the plan with the least memory is estimated."""
         return self.limit is not None and max(self.activation_bytes) > self.limit * (1 + 1e-9)
 
     @property
@@ -86,19 +86,19 @@ class Estimate:
 
     @property
     def offloaded(self) -> float:
-        """Fraction of the microbatches on all stages that are copied to the host and back."""
+        """Number of copies to the host (D), divided by the number of stages times microbatches."""
         return num_offloaded(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
     def host_bytes(self) -> tuple[float, ...]:
-        """Peak memory on the host of every rank."""
+        """Peak host memory of every rank, in bytes."""
         return tuple(map(float, host_memory(self.schedule, self.timeline.costs)))
 
     @property
     def reduction_ms(self) -> float:
-        """The exposed time of the messages between the fullest rank and its replicas: gradients and sharded parameters.
+        """Exposed time of the exchange of gradients and sharded parameters between replicas, on the slowest rank.
 
-        With --overlap-grad-reduce, and with --use-torch-fsdp2, which overlaps by itself, nothing is exposed.
+        The time is 0 with --overlap-grad-reduce, and with --use-torch-fsdp2, which always overlaps the exchange.
         """
         args = self.job.args
         if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
@@ -112,7 +112,7 @@ class Estimate:
 
     @property
     def gain_of_pairs(self) -> float | None:
-        """How many times as fast pairs make it; None for a schedule that is not planned with them."""
+        """How many times as fast the schedule is with pairs as without; None if it is not planned with pairs."""
         return None if self.without_pairs is None else self._time_of(self.without_pairs) / self.iteration_ms
 
     def _time_of(self, timeline: Timeline) -> float:
@@ -134,7 +134,7 @@ class Estimate:
         return self.job.flops_per_iteration / (self.iteration_ms / 1e3) / self.job.args.world_size / 1e12
 
     def as_json(self, baseline: Estimate | None = None) -> dict[str, Any]:
-        """Return all figures, with the speed in multiples of `baseline`."""
+        """Return all figures of the estimate, and its speed divided by the speed of `baseline`."""
         return {
             "schedule": self.schedule.name,
             "num_chunks": self.schedule.num_chunks,
@@ -163,7 +163,7 @@ class LayoutEstimate(Estimate):
 
     choice: LayoutChoice = field(kw_only=True)
     layout_flags: Mapping[str, Any] = field(kw_only=True)
-    """The flags, by name, that fix the layout; None for one that is left out."""
+    """The flags, by name, that fix the layout; the value None stands for a flag that is left out."""
 
     def as_json(self, baseline: Estimate | None = None) -> dict[str, Any]:
         layout = self.choice.plan.layout
@@ -186,7 +186,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     """Estimate the schedule `name` for `job`.
 
     Raises:
-        ValueError: the layers cannot be cut for it, or (as `ScheduleError`) it is not possible at these sizes.
+        ValueError: the layers cannot be divided among stages, or (as `ScheduleError`) the schedule is not possible.
     """
     flags, entry = job.flags, entry_of(name)
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
@@ -223,7 +223,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     except Infeasible as error:
         if flags.memory_limit is None or not flags.memory_limit.is_auto:
             raise
-        # The device is too small for any plan: the one that needs the least says how much too small.
+        # The device is too small for any plan: the plan with the least memory shows how much is missing.
         request = request.within((error.smallest_limit,) * num_ranks)
         schedule = schedule_of(request)
     without = None
@@ -233,7 +233,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
 
 
 def _memory_limit(job: EstimatedJob, placement: Placement) -> MemoryLimit:
-    """Return the limit that the flags set, or the peak of megatron-core's own schedule."""
+    """Return the memory limit that the flags set or, by default, the peak of megatron-core's own schedule."""
     pairs = job.flags.overlap_moe_expert_parallel_comm
     default = MemoryLimit(multiple=1.0, is_interleaved=placement.kind == "interleaved", pairs=pairs)
     return job.flags.memory_limit or default
@@ -243,8 +243,8 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
     """Search the layouts that the job's flags leave open, as its training would, with the costs of an estimate.
 
     Args:
-        frees_layout: search all layouts, also where Megatron's flags fix one. Theirs is taken unless another one is at
-            least 2% faster.
+        frees_layout: search all layouts, even if Megatron's flags fix a layout. The layout of Megatron's flags is taken
+            unless another layout is at least 2% faster.
 
     Raises:
         ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
@@ -265,7 +265,7 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
 
 
 def as_megatron_runs(ours: Estimate) -> Estimate:
-    """Return the estimate of the same schedule as megatron-core runs it: B recomputes, and the vocabulary is whole."""
+    """Return the estimate of a schedule as megatron-core runs it: B recomputes, and the vocabulary is not sharded."""
     if ours.job.flags.vocabulary_parallel:
         ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.schedule.name)
     return replace(ours, timeline=as_megatron_recomputes(ours.timeline))

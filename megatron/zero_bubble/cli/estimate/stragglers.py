@@ -4,12 +4,13 @@
     zero-bubble estimate stragglers --straggler fixed --probability 0.1
     zero-bubble estimate stragglers --timeline steps.svg
 
-In each step at most one replica straggles. Replicas of synchronous SGD wait for it in every step. With hierarchical SGD
-the groups of --hierarchical-sgd average. With local SGD all replicas average in the longest of these periods, and none
-waits in between. The table shows the mean time of a step, where a step without a straggler takes 1. It says nothing
-about convergence: the longer replicas step alone, the more their parameters differ.
+In each step at most one replica straggles. With synchronous SGD, all replicas wait for the straggler in every step.
+With hierarchical SGD, replicas average their parameters in the groups of --hierarchical-sgd. With local SGD, all
+replicas average once in the longest period of --hierarchical-sgd, and no replica waits in between. The table shows the
+mean time of a step, where a step without a straggler takes 1. The table says nothing about convergence: the longer
+replicas step alone, the more their parameters differ.
 
-A mistake ends with one line and exit status 2.
+A mistake in the flags ends the command with one line and exit status 2.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from megatron.zero_bubble.session.flag_parser import flag
 
 _STEPS, _DRAWN_STEPS = 8192, 4
 Times = Sequence[Sequence[float]]
-"""Step -> replica -> time of its computation, where a replica that does not straggle takes 1."""
+"""Step -> replica -> time of the replica's computation, where a replica that does not straggle takes 1."""
 
 
 def simulate_replicas(times: Times, hierarchy: Hierarchy | None) -> list[list[ReplicaStep]]:
-    """Simulate steps of replicas; return the step of every replica, for each step.
+    """Simulate steps of replicas; return for each step the `ReplicaStep` of every replica.
 
     Args:
-        hierarchy: which groups average after which step; None if all replicas reduce gradients in every step.
+        hierarchy: the groups that average after each step; None if all replicas reduce gradients in every step.
     """
     starts = [0.0] * len(times[0])
     steps = []
@@ -53,7 +54,7 @@ def simulate_replicas(times: Times, hierarchy: Hierarchy | None) -> list[list[Re
 
 
 def time_per_step(times: Times, hierarchy: Hierarchy | None) -> float:
-    """Return the mean time of a step, until the last replica has ended the last one."""
+    """Return the mean time of a step. The time ends when the slowest replica has finished its last step."""
     return max(step.resumed for step in simulate_replicas(times, hierarchy)[-1]) / len(times)
 
 
@@ -99,7 +100,7 @@ class ReplicasFlags(CommandFlags):
 
     @property
     def methods(self) -> dict[str, Hierarchy | None]:
-        """Name of the method -> groups that average; None for gradients that all replicas reduce in every step."""
+        """Name of the SGD method -> groups that average; None for synchronous SGD, which reduces gradients instead."""
         local = Hierarchy((Level(self.hierarchical_sgd.levels[-1].period, self.num_replicas),))
         return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
 
@@ -127,7 +128,7 @@ class StragglerFlags(ReplicasFlags, TableFlags):
 
 
 def estimate_stragglers(argv: Sequence[str]) -> None:
-    """Print the table, and draw the timeline if a flag asks for it."""
+    """Print the table of mean step times, and draw the timeline if --timeline is given."""
     flags = read_flags(StragglerFlags, argv, "zero-bubble estimate stragglers", __doc__ or "")
     times = flags.draw_times(_STEPS)
     means = {name: time_per_step(times, levels) for name, levels in flags.methods.items()}

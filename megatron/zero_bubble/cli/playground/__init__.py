@@ -1,1 +1,1 @@
-"""The parts of `zero-bubble playground`: the page, and the Python that answers it in the browser."""
+"""The parts of `zero-bubble playground`: the page, and the Python code that answers its requests in the browser."""

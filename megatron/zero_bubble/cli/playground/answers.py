@@ -1,7 +1,7 @@
 """Answers the requests of the playground's page: to draw, plot, save and open.
 
-A question holds flags of `zero-bubble schedule`, and the same code reads them as on the command line, so that the page
-shows the same numbers and the same messages. The browser calls `answer`; tests call it without a browser.
+A request contains flags of `zero-bubble schedule`, which the code of the command line reads, so that the page shows the
+same numbers and the same messages as the command. The browser calls `answer`; tests call `answer` without a browser.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Words = Sequence[str]
 
 
 def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
-    """Return the simulation of one schedule, with all that the page draws of it.
+    """Return the simulation of one schedule, with all data that the page draws.
 
-    A draft is planned with little effort.
+    If `is_draft` is set, the schedule is planned with little effort.
     """
     flags = _flags(words)
     figures = figures_of_source(flags, 0 if is_draft else EFFORT)
@@ -44,7 +44,7 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
 
 
 def run(file: str, planned: bool) -> dict[str, Any]:
-    """Return the timeline of a run, as it ran, or as the schedule would run with the times measured there."""
+    """Return the timeline of a recorded run or, if `planned`, a simulation of its schedule with the measured times."""
     measured, memory = recorded_run(_file_text(file))
     if planned:
         return picture_of_run(simulate(measured.schedule, measured.costs, lengths=measured.lengths), {})
@@ -52,9 +52,9 @@ def run(file: str, planned: bool) -> dict[str, Any]:
 
 
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
-    """Return one point of the plot: bubble rate and time under a memory limit, or the smallest limit that works.
+    """Return one point of the plot: bubble rate and time under a memory limit, or the smallest possible limit.
 
-    For the dial, the plan with the shortest time counts, as in `memory-curve --dial`.
+    If `of_dial` is set, plans are compared by makespan, as in `memory-curve --dial`.
     """
     try:
         figures = figures_of_source(_flags([*words, f"--memory-limit={limit}"]), takes_makespan=of_dial)
@@ -69,7 +69,7 @@ def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
 
 
 def saved_file(words: Words, kind: str) -> dict[str, str]:
-    """Return the name and the text of a file: `json`, `csv` (PyTorch's), `svg` or `trace`."""
+    """Return the name and the text of a file to save; `kind` is `json`, `csv` (PyTorch's), `svg` or `trace`."""
     flags = _flags(words)
     figures = figures_of_source(flags)
     writers: dict[str, tuple[str, Callable[[], str]]] = {
@@ -83,7 +83,7 @@ def saved_file(words: Words, kind: str) -> dict[str, str]:
 
 
 def opened(file: str) -> dict[str, Any]:
-    """Return the flags that a file stands for, for the page to show: a profile, costs, a schedule, or a run's trace."""
+    """Return the flags that the page shows for an opened file: a profile, costs, a schedule, or the trace of a run."""
     text = _file_text(file)
     if is_trace(text):
         schedule = recorded_run(text)[0].schedule
@@ -122,7 +122,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 def answer(question: str) -> str:
-    """Answer a question, both in JSON: `{"what": NAME, ...}`, and the answer, or `{"error": MESSAGE, "flag": NAME}`."""
+    """Answer the JSON request `{"what": NAME, ...}` with JSON: the result, or `{"error": MESSAGE, "flag": NAME}`."""
     arguments = json.loads(question)
     try:
         return json.dumps(_ANSWERS[arguments.pop("what")](**arguments), default=float)
@@ -131,7 +131,7 @@ def answer(question: str) -> str:
 
 
 _SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("microbatches", "num-microbatches"))
-"""Words of messages that name no flag, and the flags that they are about."""
+"""Word in an error message that names no flag, and the flag that the word refers to."""
 
 
 def mistake(error: Exception) -> dict[str, str]:

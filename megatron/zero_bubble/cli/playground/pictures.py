@@ -31,11 +31,11 @@ _CAUSES = {
     "streams": KINDS[OpKind.S].colour,
     "tail": "#57606a",
 }
-"""Colours of the causes of idle time; a rank that waits for an operation has that operation's colour."""
+"""Colours of the causes of idle time; waiting for an operation has the colour of this operation."""
 
 
 def facts() -> dict[str, Any]:
-    """Return the constants of the page: the schedules, and the colours of causes."""
+    """Return the constants of the page, such as all schedules, and the colours of the causes of idle time."""
     return {
         "schedules": [
             {
@@ -54,7 +54,7 @@ def facts() -> dict[str, Any]:
         "causes": _CAUSES,
         # The curves of the dial, each with the flags that it adds.
         "ways": {way: dict(flags) for way, flags in WAYS.items()},
-        # In p M_B; with recomputation there are plans in less memory than without.
+        # In p M_B; with recomputation, plans exist for smaller memory limits.
         "limits": {"keeping": _curve_limits(Recompute.NONE), "recomputing": _curve_limits(Recompute.PLANNED)},
         "colours": {
             kind: {"fill": facts.colour, "isDark": is_dark(facts.colour)}
@@ -65,12 +65,12 @@ def facts() -> dict[str, Any]:
 
 
 def _curve_limits(recompute: Recompute) -> list[float]:
-    """The limits of `zero-bubble schedule memory-curve`."""
+    """The default memory limits of `zero-bubble schedule memory-curve`, in p M_B."""
     return curve_limits(CurveFlags(pipeline_size=2, num_microbatches=1, recompute=recompute.value))
 
 
 def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dict[str, Any]:
-    """Return the simulation of a schedule: the figures of the command line, and the drawing of the page."""
+    """Return the simulation of a schedule for the page: the figures of the command line, and the data to draw."""
     timeline = figures.timeline
     profile = Profile(timeline.schedule.placement, timeline.costs, 0, {})
     baseline = Prediction(profile, timeline.schedule, recompute, lengths=timeline.lengths)
@@ -79,7 +79,7 @@ def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dic
 
 
 def picture_of_run(timeline: Timeline, memory: Mapping[int, Steps]) -> dict[str, Any]:
-    """Return a recorded timeline; `memory` has the memory of each rank over time, if it was recorded."""
+    """Return a recorded timeline for the page; `memory` maps ranks to memory over time, if it was recorded."""
     figures = {
         "schedule": timeline.schedule.name,
         "cost": timeline.cost,
@@ -140,7 +140,7 @@ def _drawn(timeline: Timeline, steps: int) -> dict[str, Any]:
 
 
 _MICROSECONDS = 1000
-"""Microseconds in the unit of a recorded timeline, milliseconds."""
+"""Microseconds in a millisecond, the unit of a recorded timeline."""
 
 
 def is_trace(text: str) -> bool:
@@ -151,7 +151,7 @@ def is_trace(text: str) -> bool:
 def recorded_run(text: str) -> tuple[Timeline, dict[int, Steps]]:
     """Return the timeline of a recorded iteration, in milliseconds, and the memory that each rank held over time.
 
-    The costs of the timeline are the mean times of that iteration, without memory. Raises `ScheduleError`.
+    The costs of the timeline are the mean times of that iteration, and have no memory. Raises `ScheduleError`.
     """
     try:
         events = json.loads(text)["traceEvents"]
@@ -185,7 +185,7 @@ def _lanes(events: list[Mapping[str, Any]]) -> list[list[tuple[TimedOp, int]]]:
 
 
 def _memory_counters(events: list[Mapping[str, Any]]) -> dict[int, Steps]:
-    """Rank -> the counter of its memory; nothing where the run knew no memory."""
+    """Rank -> the rank's recorded memory over time; empty if the run recorded no memory."""
     counters: dict[int, Steps] = defaultdict(list)
     for event in events:
         if event["ph"] == "C" and event["name"].startswith("memory of rank "):

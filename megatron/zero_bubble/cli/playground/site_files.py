@@ -26,7 +26,7 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 """The files of the npm package pyodide that a browser loads."""
 
 PYODIDE = _HERE / "npm" / "node_modules" / "pyodide"
-"""Where `make playground` installs the npm package, and where a wheel has it that was built after that."""
+"""Folder in which `make playground` installs the npm package pyodide. A wheel that is built afterwards contains it."""
 
 START: dict[str, Any] = {
     "shared": {
@@ -39,7 +39,7 @@ START: dict[str, Any] = {
     },
     "panes": [{"schedule": "1f1b"}, {"schedule": "auto", "memory-limit": "6"}],
 }
-"""The start of the page: flags of both schedules, and flags of each."""
+"""Flags at the start of the page: the flags that both schedules share, and the flags of each schedule."""
 
 
 def write_site(folder: Path, pyodide: Path) -> None:
@@ -59,10 +59,11 @@ def write_site(folder: Path, pyodide: Path) -> None:
 
 
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
-    """Write the memory that Python in the browser begins with, so that it need not import anything.
+    """Write a memory snapshot from which Python starts in the browser without importing modules.
 
-    The snapshot is made by node, which npm needs, within ten seconds. It is kept beside Python for the browser, so that
-    a wheel contains it. Without a snapshot, and in browsers that cannot load it, Python starts seconds later.
+    The snapshot is made by node, which npm needs, within ten seconds. The snapshot is kept beside Python for the
+    browser, so that a wheel contains both. Without a snapshot, and in browsers that cannot load a snapshot, Python
+    starts seconds later.
     """
     written, kept = folder / "python.snapshot", pyodide / f"snapshot-{_digest()}"
     if kept.is_file():
@@ -98,7 +99,7 @@ def _pinned() -> str:
 
 
 def _packed() -> bytes:
-    """The modules that answer the page, as a zip."""
+    """The Python modules that answer the page's requests, as a zip."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in _packed_files():
@@ -111,7 +112,7 @@ def _packed_files() -> list[Path]:
 
 
 def _start() -> dict[str, Any]:
-    """The drawings of the page before Python has loaded."""
+    """The data of the pictures that the page shows before Python has loaded."""
     shared = [f"--{name}={value}" for name, value in START["shared"].items()]
     panes = [[*shared, *(f"--{name}={value}" for name, value in pane.items())] for pane in START["panes"]]
     known = facts()

@@ -116,7 +116,7 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
 
     @property
     def relative_lengths(self) -> tuple[float, ...]:
-        """The lengths over their mean."""
+        """The lengths of --lengths, divided by their mean."""
         return tuple(length * len(self.lengths) / sum(self.lengths) for length in self.lengths)
 
 
@@ -214,7 +214,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
 
     @property
     def first(self) -> float:
-        """The smallest memory limit, in p M_B. With recomputation there are plans in less than without."""
+        """The smallest memory limit, in p M_B. With recomputation, plans exist for smaller memory limits."""
         if self.from_ is not None:
             return self.from_
         return 0.5 if self.recomputation is Recompute.NONE and not self.dial else 0.125

@@ -115,7 +115,7 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
 
 
 def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
-    """Describe the recomputation and its cost, and the cost and the loss if R were in B."""
+    """Return as text the recomputed and the lost fraction, the cost with R in B, and the gain of an R outside of B."""
     inside = figures.cost_in_backward
     apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / figures.timeline.cost - 1))
     return percent(figures.recomputed), percent(figures.lost), *apart

@@ -56,7 +56,7 @@ class ScheduleFigures:
     lower_bound: float
     generation_seconds: float
     cost_in_backward: float | None
-    """The cost if every backward recomputes, as in megatron-core; None unless everything is recomputed."""
+    """The cost of the schedule if B contains R, as in megatron-core; None unless everything is recomputed."""
 
     @property
     def gain(self) -> float:
@@ -65,24 +65,24 @@ class ScheduleFigures:
 
     @property
     def lost(self) -> float:
-        """Fraction of the cost that is not F, B and W of the busiest rank: the bubble, and R."""
+        """Fraction of the cost in which the busiest rank does not run F, B or W: the bubble and recomputation."""
         costs, placement = self.timeline.costs, self.schedule.placement
         works = (sum(costs.work(stage) for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
         return float(1 - self.steps * self.schedule.num_microbatches * max(works) / self.timeline.cost)
 
     @property
     def recomputed(self) -> float:
-        """Fraction of the microbatches on all stages that have an R."""
+        """Number of R on all stages, divided by the number of stages times microbatches."""
         return num_recomputed(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
     def offloaded(self) -> float:
-        """Fraction of the microbatches on all stages that are copied to the host and back."""
+        """Number of copies to the host (D), divided by the number of stages times microbatches."""
         return num_offloaded(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
     def host_memory(self) -> list[float]:
-        """Peak memory on the host of every rank, in M_B."""
+        """Peak host memory of every rank, in M_B."""
         return [float(peak) for peak in host_memory(self.schedule, self.timeline.costs)]
 
     @property
@@ -97,7 +97,7 @@ class ScheduleFigures:
 
     @property
     def num_messages(self) -> int:
-        """Number of tensors that cross ranks in one iteration."""
+        """Number of tensors that ranks send to each other in one iteration."""
         return sum(op.kind in SENDS for ops in lower(self.schedule).ops for op in ops)
 
     def as_json(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def simulated_figures(
     queues: HardwareQueues | None = None,
     lengths: Sequence[float] = (),
 ) -> ScheduleFigures:
-    """Validate `schedule`, with post-validation if asked for, and simulate `steps` successive iterations of it.
+    """Validate `schedule`, add post-validation if it is asked for, and simulate `steps` successive iterations.
 
     Raises:
         ScheduleError: the schedule is not valid, or several steps are asked for without post-validation.
@@ -186,7 +186,7 @@ def simulated_figures(
 
 
 def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
-    """The cost of `schedule` with the costs of `timeline`, if every backward recomputes; None if not all is."""
+    """The cost of `schedule` if every backward recomputes, as in megatron-core; None if not all is recomputed."""
     if not schedule.recomputes or num_recomputed(schedule) < num_recomputed(with_recomputation(schedule)):
         return None
     plain = lower(without_recomputation(schedule)) if timeline.hardware_queues else without_recomputation(schedule)
@@ -212,7 +212,7 @@ _DEFAULTS = {
 _ROUNDING = 1e-6
 """Largest share of M_B by which the releases of B and W may exceed the allocation of F."""
 BYTES_PER_MS = 1e6
-"""Bytes a millisecond of a link of 1 GB/s."""
+"""Bytes that a link of 1 GB/s sends in a millisecond."""
 _PARTS_OF_F = {
     "time_r": ("time_f", 1),
     "memory_r": ("memory_f", DROPPED),
@@ -226,7 +226,7 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
     Flags, and files with one entry a rank, give the costs of whole ranks, which are split among their chunks. M_B is
-    the memory of F of one microbatch on a whole rank, on the rank where it is largest.
+    the memory that F of one microbatch allocates on a whole rank, on the rank where F allocates the most.
 
     Raises:
         ScheduleError: the number of entries does not fit the placement, or M_B is not above zero.
@@ -264,7 +264,7 @@ def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
 
 
 def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
-    """Return M_B in bytes if the costs are a profile, whose memory is in bytes."""
+    """Return M_B in bytes if --costs is a profile, which has memory in bytes; otherwise None."""
     if flags.costs is None or not is_profile(flags.costs.read_text(encoding="utf-8")):
         return None
     costs = read_costs(flags.costs)

@@ -1,4 +1,4 @@
-"""Computes the bubble rate over the memory limit, or the time over it of plans that keep, drop or copy activations.
+"""Computes a schedule's bubble rate for each memory limit, or the times of plans that keep, drop or copy activations.
 
 In the bubble rate, time for R counts as bubble.
 """
@@ -29,18 +29,18 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "both": {"recompute": "planned", "offload": "auto"},
     }
 )
-"""Ways to fit a plan into a limit -> the flags that allow them."""
+"""Way to fit a plan into a memory limit -> the flags that allow this way."""
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
-"""Longest relative time that the plot of a dial shows: near it the others would look alike."""
+"""Longest relative time in the plot of --dial. On a longer axis, short times would look alike."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Fractions of the fastest plan's memory. For each, a sentence gives the time at the nearest smaller limit."""
+"""Fractions of the fastest plan's memory. For each one, a sentence gives the times at the nearest smaller limit."""
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """The figures of one schedule, in one of the ways if --dial is given, under every limit in which it fits."""
+    """The figures of one schedule under every memory limit in which it fits; with --dial, in one of `WAYS`."""
 
     name: str
     schedule: str
@@ -85,13 +85,13 @@ def curve_limits(flags: CurveFlags) -> list[float]:
 
 
 def _has_costs(flags: CurveFlags, name: str) -> bool:
-    """Whether the costs have times for R and for copies, as far as the flags allow them; a profile may lack them."""
+    """Whether the costs suffice for the recomputation and offload that the flags allow; a profile may lack costs."""
     costs = stage_costs(flags, placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement))
     return lacking_costs(flags, costs) is None
 
 
 def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> ScheduleFigures | None:
-    """Return the figures of the schedule `name` under `limit` (in p M_B); None if it does not fit."""
+    """Return the figures of the schedule `name` under `limit` (in p M_B); None if the schedule does not fit."""
     limits = [limit * flags.pipeline_size]
     try:
         return simulated_figures(flags, *make_schedule(flags, name, limits, takes_makespan=takes_makespan))
@@ -100,7 +100,7 @@ def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> 
 
 
 def _fastest(curves: Sequence[_Curve]) -> ScheduleFigures:
-    """Return the shortest plan that keeps everything, else of all, in the least memory. Raises `ScheduleError`."""
+    """Return the fastest plan that keeps all activations, or of all plans if no plan does. Raises `ScheduleError`."""
     keeping = [point for curve in curves if curve.way == "keep" for point in curve.points.values()]
     points = keeping or [point for curve in curves for point in curve.points.values()]
     if not points:
@@ -129,7 +129,7 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield the time that stands for 1 in the table, and the relative times of plans in less memory."""
+    """Yield sentences on the time that the table shows as 1, and on the relative times of plans in less memory."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)

@@ -1,4 +1,4 @@
-"""Makes the schedules that flags ask for, and their figures: one schedule, one of a file, or several to compare."""
+"""Generates or reads the schedules that flags ask for, one or several to compare, and computes their figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_schedule(
     takes_makespan: bool = False,
     effort: int = EFFORT,
 ) -> tuple[Schedule, float]:
-    """Generate the schedule `name` from the flags under `limit` (in M_B); return it and the seconds that took.
+    """Generate the schedule `name` under `limit` (in M_B); return the schedule and the seconds of its generation.
 
     `takes_makespan` and `effort` are as in `PlanRequest`.
     """
@@ -59,7 +59,7 @@ def make_schedule(
 
 
 def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
-    """Return why recomputation or offload, if the flags ask for it, frees no memory with these costs; else None."""
+    """Return the reason why recomputation or offload in the flags frees no memory with these costs, or None."""
     for is_asked, flag, name, effect in (
         (flags.recomputation is not Recompute.NONE, f"--recompute {flags.recompute}", "memory_r", "dropped"),
         (flags.offloads, "--offload auto", "memory_d", "copied to the host"),
@@ -71,7 +71,7 @@ def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
 
 
 def figures_of_source(flags: SimulationFlags, effort: int = EFFORT, *, takes_makespan: bool = False) -> ScheduleFigures:
-    """Return the figures of the schedule that --schedule or --input names; arguments are as in `PlanRequest`."""
+    """Return the figures of the schedule of --schedule or --input; the other arguments are as in `PlanRequest`."""
     schedule, seconds = source(flags, effort, takes_makespan=takes_makespan)
     return simulated_figures(
         flags,
@@ -115,14 +115,14 @@ def figures_of_all(
     post_validation: bool = False,
     queues: HardwareQueues | None = None,
 ) -> list[ScheduleFigures]:
-    """Return the figures of the schedules `chosen`, or of all that are possible.
+    """Return the figures of the schedules `chosen`, or of all schedules that are possible if none is chosen.
 
     Args:
         limit: memory limit in M_B, one for all ranks or one for each.
         leaves_out_slow: whether to skip the slow schedules if none is chosen.
 
     Raises:
-        ScheduleError: a schedule that was chosen by name is not possible, or none is.
+        ScheduleError: a schedule that was chosen by name is not possible, or no schedule is possible.
     """
     all_figures: list[ScheduleFigures] = []
     refusal: ScheduleError | None = None

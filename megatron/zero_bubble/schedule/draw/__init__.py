@@ -1,4 +1,4 @@
-"""Drawings of timelines: SVG, an HTML page without other files, and a Chrome trace for Perfetto."""
+"""Drawings of timelines: SVG, a self-contained HTML page, and a Chrome trace for Perfetto."""
 
 from megatron.zero_bubble.schedule.draw.chrome_trace import to_chrome_trace
 from megatron.zero_bubble.schedule.draw.html_page import html_document, to_html

@@ -54,7 +54,7 @@ def text(x: float, y: float, words: str, size: float = 12, anchor: str = "start"
 
 
 def label(x: float, y: float, words: str, size: float, fill: str, squeezed_to: float | None = None) -> str:
-    """A text centred at `x`, whose letters are narrowed to a width of `squeezed_to` pixels if that is given."""
+    """A text centred at `x`; if `squeezed_to` is given, the text is narrowed to a width of that many pixels."""
     place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="middle"'
     squeezed = "" if squeezed_to is None else f' textLength="{number(squeezed_to)}" lengthAdjust="spacingAndGlyphs"'
     return f'<text class="l" {place}{squeezed} fill="{fill}">{clean(words)}</text>'

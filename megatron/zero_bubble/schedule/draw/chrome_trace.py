@@ -21,8 +21,8 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
     activations are copied to the host, the host link of each rank is another thread.
 
     Args:
-        timeline: to write.
-        microseconds: length of the unit of time of the timeline; 1000 for milliseconds.
+        timeline: timeline to write.
+        microseconds: length of the timeline's unit of time, in microseconds; 1000 for milliseconds.
         steps: number of iterations of the schedule (see `repeat`).
 
     Returns:
@@ -66,7 +66,7 @@ def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, s
 def _flows(timeline: Timeline, microseconds: float) -> Iterator[dict[str, Any]]:
     """Yield the events of an arrow for every message, from the operation that makes the tensor to its consumer.
 
-    Both ends of an arrow are inside of their operations, so that viewers attach them to the operations.
+    Both ends of an arrow are within the operations, so that viewers attach them to the operations.
     """
     schedule, placement = timeline.schedule, timeline.schedule.placement
     made: dict[Node, tuple[int, TimedOp]] = {}

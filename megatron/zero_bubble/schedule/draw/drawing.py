@@ -23,9 +23,9 @@ LEFT, RIGHT, TOP = 76, 60, 82
 CURVE_HEIGHT, CURVE_GAP = 72, 42
 _SMALLEST_TYPE, _LARGEST_TYPE = 6, 11
 _LABEL_MARGIN = 2
-"""Pixels of the width of an operation that its label leaves free."""
+"""Width in pixels that a label leaves free on its operation."""
 _SHORTEST_WITH_LABEL = 0.1
-"""Shortest operations, as a fraction of the longest, whose labels count for the width of a drawing."""
+"""Shortest operation whose label counts for the width of a drawing, as a fraction of the longest operation."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Drawing:
     width: float
     """Width in pixels."""
     duration: float
-    """Time that the width represents."""
+    """Time that the width of the lanes represents."""
 
     @property
     def num_lanes(self) -> int:
@@ -94,7 +94,7 @@ class Drawing:
 
     @cached_property
     def has_memory(self) -> bool:
-        """Whether the timeline has memory; a measured step without a profile has none."""
+        """Whether the timeline has costs of memory; a timeline of a measured step without a profile has none."""
         return max(self.timeline.peak_memory, default=0) > 0
 
     @property
@@ -107,7 +107,7 @@ class Drawing:
 
     @cached_property
     def _label_sizes(self) -> dict[OpKind, float]:
-        """Kind -> font size in which nine of ten labels fit on their operations, if it is large enough to read."""
+        """Kind -> font size in which nine of ten labels fit on their operations; only kinds with a readable size."""
         scale = (self.width - LEFT - RIGHT) / self.duration
         sizes: dict[OpKind, list[float]] = defaultdict(list)
         for kind, time, width in self._labels():
@@ -163,7 +163,7 @@ class Drawing:
         return size if size is not None and _type_width(self.label(op)) * size <= room else None
 
     def squeezed(self, op: Op, width: float) -> float | None:
-        """The width in pixels to which the label of an operation is narrowed; None if it fits unchanged."""
+        """The width in pixels to which the label of an operation is narrowed; None if the label fits unchanged."""
         letters = (0.96 if letter == "W" else 0.62 for letter in self.label(op))
         natural = sum(letters) * self._label_sizes[op.kind]
         return width - _LABEL_MARGIN if natural > width - _LABEL_MARGIN else None
@@ -183,15 +183,15 @@ class Options(TypedDict, total=False):
     width: int | None
     """Width in pixels; by default wide enough for labels on operations, up to a maximum."""
     duration: float | None
-    """Time that the width represents, at least the makespan; by default the makespan. With the same width and duration,
-    drawings can be compared."""
+    """Time that the width represents, at least the makespan; by default the makespan. Drawings with the same width and
+    duration can be compared."""
 
 
 def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:
     """Lay out the drawing of a timeline.
 
     Args:
-        timeline: to draw.
+        timeline: timeline to draw.
         widest: largest width in pixels if no width is given.
         options: see `Options`.
     """

@@ -1,4 +1,4 @@
-"""A timeline as an HTML page without other files: an SVG with tooltips and zoom, and a table of ranks."""
+"""A timeline as a self-contained HTML page: an SVG with tooltips and zoom, and a table of ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _CONTROLS = """<p><button onclick="resize(1.25)">+</button> <button onclick="res
 
 
 def html_document(title: str, body: str, style: str) -> str:
-    """Return an HTML page for light and dark surroundings that needs no other file."""
+    """Return a self-contained HTML page for light and dark colour schemes."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head><meta charset="utf-8"><title>{clean(title)}</title>
@@ -80,7 +80,7 @@ def to_html(timeline: Timeline, **options: Unpack[Options]) -> str:
     By default the drawing is wide enough for readable labels, and scaled to fit the window.
 
     Args:
-        timeline: to draw.
+        timeline: timeline to draw.
         options: see `Options`.
     """
     picture = drawing(timeline, widest=MAX_WIDTH, **options)

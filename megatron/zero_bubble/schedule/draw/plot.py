@@ -24,10 +24,10 @@ def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str,
 
     Args:
         series: lines, each with at least one point.
-        title: of the plot.
+        title: title of the plot.
         x_label: label of the x axis, which starts at 0.
         y_label: label of the y axis.
-        y_from: start of the y axis, unless a point is below it.
+        y_from: start of the y axis, unless a point is below this value.
     """
     largest_x = max((float(x) for curve in series for x, _ in curve.points), default=1.0) or 1.0
     least_y = min((float(y) for curve in series for _, y in curve.points), default=y_from)

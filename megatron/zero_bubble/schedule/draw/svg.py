@@ -23,7 +23,7 @@ def to_svg(timeline: Timeline, **options: Unpack[Options]) -> str:
     """Draw a timeline as SVG, in which hovering over an operation shows its stage, times, memory and messages.
 
     Args:
-        timeline: to draw.
+        timeline: timeline to draw.
         options: see `Options`.
     """
     return svg_of(drawing(timeline, **options))
@@ -51,7 +51,7 @@ def _header(picture: Drawing) -> Iterator[str]:
 
 
 def _figures(picture: Drawing) -> str:
-    """The line of figures below the title."""
+    """The line of text below the title, with the main figures of the timeline."""
     timeline, unit = picture.timeline, picture.time_unit
     iterations = f", {picture.steps} iterations" if picture.steps > 1 else ""
     words = f"{picture.num_lanes} ranks, {picture.num_microbatches} microbatches{iterations}: "

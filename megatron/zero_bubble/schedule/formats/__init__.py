@@ -45,10 +45,10 @@ def schedule_from_text(text: str, name: str) -> Schedule:
 
     Args:
         text: JSON, a CSV grid, or PyTorch's CSV.
-        name: of a schedule in PyTorch's CSV, which has no name.
+        name: name for a schedule in PyTorch's CSV, which contains no name.
 
     Raises:
-        ScheduleError: the text has another form.
+        ScheduleError: the text is not in the expected format.
     """
     start = text.lstrip()
     if start.startswith(("{", "[")):
@@ -62,6 +62,6 @@ def costs_from_text(text: str) -> StageCosts:
     """Read costs from a file of costs, or from a profile.
 
     Raises:
-        ScheduleError: the text has another form.
+        ScheduleError: the text is not in the expected format.
     """
     return profile_from_json(text).costs if is_profile(text) else costs_from_json(text)

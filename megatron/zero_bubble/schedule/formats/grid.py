@@ -2,8 +2,8 @@
 
 F, B, W and R take one slot each, BW takes two, and communication takes none. Cells of idle slots are empty. STEP,
 VALIDATE, D and H take no time and have columns of their own between two slots. If stages recompute activations in
-groups, the first two lines have a further column with the number of groups of each stage. Sends, receives and
-collectives are left out; `lower` adds them again.
+groups, the first two lines of the CSV have a further column with the number of groups of each stage. Sends, receives
+and collectives are left out; `lower` adds them again.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def schedule_to_csv(schedule: Schedule) -> str:
 
 
 def schedule_from_csv(text: str) -> Schedule:
-    """Read a schedule without communication from the CSV of `schedule_to_csv`; it is not validated.
+    """Read a schedule without communication from the CSV of `schedule_to_csv` without validating it.
 
     Only the order of the cells of a row matters, not their columns.
 
     Raises:
-        ScheduleError: the text has another form.
+        ScheduleError: the text is not in the expected format.
     """
     try:
         rows = list(csv.reader(io.StringIO(text), strict=True))

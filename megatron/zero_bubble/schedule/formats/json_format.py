@@ -48,10 +48,10 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """Read a schedule from the JSON of `schedule_to_json`; it is not validated.
+    """Read a schedule from the JSON of `schedule_to_json` without validating it.
 
     Raises:
-        ScheduleError: the text has another form.
+        ScheduleError: the text is not in the expected format.
     """
     keys = {"name", "placement", "num_microbatches", "ops"}
     document = _document(text, _SCHEDULE, keys, frozenset({"groups"}))
@@ -91,7 +91,7 @@ def costs_from_json(text: str) -> StageCosts:
     """Read costs from the JSON of `costs_to_json`.
 
     Raises:
-        ScheduleError: the text has another form.
+        ScheduleError: the text is not in the expected format.
     """
     keys = {field.name for field in fields(StageCosts)}
     document = _document(text, _COSTS, keys.difference(OPTIONAL), frozenset(OPTIONAL))
@@ -104,7 +104,7 @@ def costs_from_json(text: str) -> StageCosts:
 
 
 def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Parse JSON of the format `wanted` with exactly these keys, and raise `ScheduleError` for any other text."""
+    """Parse JSON of the format `wanted` with `keys` and maybe `optional` keys; raise `ScheduleError` for other text."""
     document = parsed(text, wanted)
     given = set(document) - {"format", "version"} - optional
     if given != keys:
@@ -117,7 +117,7 @@ def parsed(text: str, wanted: str) -> dict[str, Any]:
     """Parse JSON of the format `wanted` in a known version.
 
     Raises:
-        ScheduleError: the text is not such JSON.
+        ScheduleError: the text is not JSON of this format and version.
     """
     try:
         document = json.loads(text)

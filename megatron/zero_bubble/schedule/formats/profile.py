@@ -48,12 +48,12 @@ class Profile:
     ) -> None:
         """Check that the profile fits a run.
 
-        A setting that only the profile or only the run has counts as switched off in the other.
+        A setting of the run that the profile lacks counts as switched off in the profile.
 
         Args:
-            placement: of the run.
+            placement: placement of the run.
             model: settings of the run.
-            recompute: which microbatches of the run have an R.
+            recompute: the microbatches of the run that have an R.
 
         Raises:
             ScheduleError: the profile does not fit. The message names the first difference.
@@ -95,7 +95,7 @@ def profile_from_json(text: str) -> Profile:
     """Read a profile from the JSON of `profile_to_json`.
 
     Raises:
-        ScheduleError: the text has another form.
+        ScheduleError: the text is not in the expected format.
     """
     document = parsed(text, _FORMAT)
     try:

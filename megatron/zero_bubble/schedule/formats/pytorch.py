@@ -1,8 +1,8 @@
-"""The CSV dialect of torch.distributed.pipelining, of its `_dump_csv` and `_load_csv`.
+"""The CSV dialect that `_dump_csv` and `_load_csv` of torch.distributed.pipelining write and read.
 
 There is a row for each rank, and a cell for each action. A cell has stage, letters and microbatch, as in `3F0`. PyTorch
 writes I for the gradient of the input (our B), W for the gradient of the weights, and B for both (our BW). An empty
-cell is an idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair. Readers leave out actions of FSDP, sends and receives.
+cell is an idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair. Reading leaves out actions of FSDP, sends and receives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Action(NamedTuple):
 
 
 def schedule_to_pytorch_csv(schedule: Schedule) -> str:
-    """Write a schedule for PyTorch's `_load_csv`, in its format "compute_only", or "compute_comms" if it is lowered.
+    """Write a schedule for PyTorch's `_load_csv`, as "compute_only", or as "compute_comms" if the schedule is lowered.
 
     Raises:
         ScheduleError: PyTorch has no word for an operation, such as STEP.
@@ -61,16 +61,16 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
 
 
 def schedule_from_pytorch_csv(text: str, name: str = "pytorch") -> Schedule:
-    """Read a schedule without communication from PyTorch's `_dump_csv`; it is not validated.
+    """Read a schedule without communication from PyTorch's `_dump_csv` without validating it.
 
     The stages of each rank follow from its actions.
 
     Args:
         text: the CSV.
-        name: of the schedule.
+        name: name of the schedule.
 
     Raises:
-        ScheduleError: the text has another form, or the placement is not linear, interleaved or a V.
+        ScheduleError: the text is not in the expected format, or the placement is not linear, interleaved or a V.
     """
     try:
         rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text), strict=True)]

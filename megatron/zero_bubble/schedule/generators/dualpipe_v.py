@@ -13,16 +13,16 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Generate DualPipeV as DeepSeek published it.
 
-    If B takes as long as F, the bubble is (p-1)(FB + BW - 3W), where FB is the time of a pair, BW that of B and W
-    together, and W that of W alone, all for one chunk. The peak memory is (2p+1)/2 M_B. Source: DeepSeek-V3, arXiv
+    If B takes as long as F, the bubble is (p-1)(FB + BW - 3W) with p ranks. FB is the time of a pair, BW the time of B
+    and W together, and W the time of W, all for one chunk. The peak memory is (2p+1)/2 M_B. Source: DeepSeek-V3, arXiv
     2412.19437, and its repository DualPipe.
 
     Args:
-        num_ranks: p.
-        num_microbatches: at least 2p.
+        num_ranks: number of ranks p.
+        num_microbatches: number of microbatches, at least 2p.
 
     Raises:
-        ScheduleError: there are fewer than 2p microbatches.
+        ScheduleError: there are fewer than two microbatches for every rank.
     """
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(

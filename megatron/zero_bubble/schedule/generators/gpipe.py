@@ -14,8 +14,8 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     add up in the same order as in all other schedules.
 
     Args:
-        num_ranks: p.
-        num_microbatches: m.
+        num_ranks: number of ranks p.
+        num_microbatches: number of microbatches m.
     """
     forwards = tuple(Op(OpKind.F, microbatch) for microbatch in range(num_microbatches))
     backwards = tuple(Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches))

@@ -17,17 +17,18 @@ def interleaved_1f1b(
 
     Microbatches pass through the chunks in groups: a group runs through all chunks of a rank before the next group
     starts. Rank r (from 0) runs a warmup of 2(p-r-1) + (v-1) group_size forwards, then one forward and one backward in
-    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory (1 + (p-1)/(pv)) p M_B. Here
-    F, B, W and M_B are for all chunks of a rank together. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
+    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory (1 + (p-1)/(pv)) p M_B. F, B,
+    W and M_B are for all chunks of a rank together. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
 
     Args:
-        num_ranks: p.
-        num_microbatches: m.
-        num_chunks: v, the number of model chunks a rank.
-        group_size: microbatches of a group; by default p.
+        num_ranks: number of ranks p.
+        num_microbatches: number of microbatches m.
+        num_chunks: number of model chunks a rank, v.
+        group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:
-        ScheduleError: v < 2, group_size is not from p to m, or the last group has fewer than p microbatches.
+        ScheduleError: there are fewer than 2 chunks, a group has fewer microbatches than there are ranks, or
+            `group_size` exceeds the number of microbatches.
     """
     return _interleaved("interleaved-1f1b", num_ranks, num_microbatches, num_chunks, group_size)
 
@@ -41,13 +42,13 @@ def interleaved_pairs(
     of different microbatches or stages, and can run as a pair (see `schedule.pairs`).
 
     Args:
-        num_ranks: p.
-        num_microbatches: a multiple of the group size.
+        num_ranks: number of ranks p.
+        num_microbatches: number of microbatches, a multiple of the group size.
         num_chunks: number of model chunks a rank, at least 2.
-        group_size: microbatches of a group; by default p.
+        group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:
-        ScheduleError: the last group is not whole, or a condition of `interleaved_1f1b` is broken.
+        ScheduleError: the last group of microbatches is not whole, or a condition of `interleaved_1f1b` is broken.
     """
     size = group_size or num_ranks
     if num_microbatches % size:
@@ -63,17 +64,17 @@ def interleaved_zb(
 ) -> Schedule:
     """Generate interleaved 1F1B with W split from B: on rank r (from 0), W comes 2r microbatches after B.
 
-    Interleaved 1F1B has the long warmup of ZB-H2. With the same delay of W the bubble is (p-1)(F+B-2W)/v, or a little
-    more if a forward arrives late at the next chunk. No rank needs more memory than rank 0 of interleaved 1F1B.
+    Interleaved 1F1B has the long warmup of ZB-H2. With W delayed as in ZB-H2, the bubble is (p-1)(F+B-2W)/v, or
+    slightly more if forwards arrive late at the next chunk. No rank needs more memory than rank 0 of interleaved 1F1B.
 
     Args:
-        num_ranks: p.
-        num_microbatches: m.
-        num_chunks: v, the number of model chunks a rank.
-        group_size: microbatches of a group; by default p.
+        num_ranks: number of ranks p.
+        num_microbatches: number of microbatches m.
+        num_chunks: number of model chunks a rank, v.
+        group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:
-        ScheduleError: as in `interleaved_1f1b`.
+        ScheduleError: a condition of `interleaved_1f1b` is broken.
     """
     fused = _interleaved("interleaved-zb", num_ranks, num_microbatches, num_chunks, group_size)
     ops = tuple(split_backward(fused.ops[rank], delay=2 * rank) for rank in range(num_ranks))

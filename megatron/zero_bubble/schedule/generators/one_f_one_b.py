@@ -15,8 +15,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     2104.04473.
 
     Args:
-        num_ranks: p.
-        num_microbatches: microbatches of an iteration.
+        num_ranks: number of ranks p.
+        num_microbatches: number of microbatches of an iteration.
     """
     forwards = [Op(OpKind.F, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]

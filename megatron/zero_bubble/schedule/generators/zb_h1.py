@@ -16,8 +16,8 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     the peak memory of rank r is (p-r) M_B + r M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.1.
 
     Args:
-        num_ranks: p.
-        num_microbatches: microbatches of an iteration.
+        num_ranks: number of ranks p.
+        num_microbatches: number of microbatches of an iteration.
     """
     fused = one_f_one_b(num_ranks, num_microbatches)
     ops = tuple(split_backward(fused.ops[rank], delay=rank) for rank in range(num_ranks))
@@ -30,7 +30,7 @@ def split_backward(ops: Sequence[Op], delay: int) -> tuple[Op, ...]:
     When the rank starts a forward, at most `delay` microbatches of a chunk are between B and W.
 
     Args:
-        ops: operations of a rank.
+        ops: operations of a rank, in order.
         delay: number of backwards between a B and its W.
     """
     split: list[Op] = []

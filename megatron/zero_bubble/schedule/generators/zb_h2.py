@@ -16,8 +16,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     (2p-2r-1) M_B + 2r M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.2.
 
     Args:
-        num_ranks: p.
-        num_microbatches: microbatches of an iteration.
+        num_ranks: number of ranks p.
+        num_microbatches: number of microbatches of an iteration.
     """
     forwards = [Op(OpKind.F, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Op(OpKind.BW, microbatch) for microbatch in range(num_microbatches)]
