@@ -66,7 +66,7 @@ FAULTS = (
         name="one-step-count-for-all-parameters",
         file="mcore/optimizer.py",
         old="""            del shard._set_main_param_and_optimizer_states
-            # Loading gives all parameters the same tensor, which every parameter's step would count up.
+            # Loading gives all parameters the same tensor `step`, which the step of every parameter would count up.
             for state in shard.optimizer.state.values():
                 state["step"] = state["step"].clone()""",
         new="            del shard._set_main_param_and_optimizer_states",
