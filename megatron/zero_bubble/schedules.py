@@ -5,8 +5,8 @@
     forward_backward = get_forward_backward_func("zb-h1", store)
     losses = forward_backward(forward_step_func=..., data_iterator=..., model=..., ...)
 
-`forward_backward` takes the keyword arguments of megatron-core's own function and ends a step in the same state: all
-gradients are in `main_grad`, and `config.finalize_model_grads_func` has run.
+`forward_backward` takes the keyword arguments of megatron-core's forward-backward function, and ends a step in the
+same state: all gradients are in `main_grad`, and `config.finalize_model_grads_func` has run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def get_forward_backward_func(
     vocabulary_parallel: bool = False,
     orders_microbatches: bool | None = None,
 ) -> ForwardBackward:
-    """Return a function that replaces megatron-core's forward-backward function and runs a step with this schedule.
+    """Return a function that replaces megatron-core's forward-backward function and runs a step with `schedule`.
 
-    megatron-core's process groups must exist.
+    megatron-core's process groups must exist before the call.
 
     Args:
         schedule: name of a schedule (see `planner.names()`), or the schedules of a run.
@@ -43,7 +43,7 @@ def get_forward_backward_func(
             R, an operation of the schedule, and not within B; None for the recomputation that `schedule` requests.
         vocabulary_parallel: whether `shard_vocabulary` has spread the model's vocabulary over the ranks.
         orders_microbatches: whether microbatches of different lengths run in an order that is planned for each step; by
-            default they do if `config.variable_seq_lengths` is on. Results are returned in the order of the data.
+            default they do if `config.variable_seq_lengths` is on. Results of microbatches are returned in data order.
 
     Raises:
         ScheduleError: no schedule has this name, or the schedule has another number of chunks than `store`.

@@ -4,7 +4,7 @@
     zero-bubble check --model 1.5B --output h200.json
     zero-bubble check --device cpu --size tiny
 
-The check needs no network. The check has two parts:
+`zero-bubble check` needs no network, and has two parts:
 
 stages    One stage from the middle of each model of the zero-bubble paper runs as in training, with random messages,
           in turn with B and W split and with megatron-core's fused backward. The bubble rates of the paper's pipelines
@@ -12,9 +12,9 @@ stages    One stage from the middle of each model of the zero-bubble paper runs 
           over a step is compared with the simulated peak.
 ranks     Four processes share the device and train, over NCCL where NCCL allows shared devices and over gloo through
           host memory, with many hardware queues and with one. The --log-numerics files of our schedules must equal the
-          files of megatron-core's own schedule byte for byte; for a V, only the losses must be equal.
+          files of megatron-core's own schedule byte for byte; with the V placement, only the losses must be equal.
 
-At the end the check prints tables and writes all findings to a JSON file. The command ends with status 1 if numerics
+At the end the command prints tables and writes all findings to a JSON file. The command ends with status 1 if numerics
 differ, a training fails or takes too long, B + W takes more than 1.03 times the fused backward, memory differs from the
 simulation by more than 5%, or a stage does not fit on the device. After a mistake in the flags, or without a CUDA
 device, the command ends with one line and status 2.

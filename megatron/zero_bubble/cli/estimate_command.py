@@ -6,16 +6,16 @@
     zero-bubble estimate --world-size 8 --profile profile.json -- <the flags of the run that was profiled>
 
 After `--` come pretrain_gpt.py's flags, as the job will have them; flags that change neither memory nor time may be
-left out. Defaults are Megatron-LM's: layers are Transformer Engine's unless the flags say --transformer-impl local.
+left out. Flags have Megatron-LM's defaults: layers are Transformer Engine's without --transformer-impl local.
 
-The table shows memory and speed of each schedule. A time is a number of operations divided by the speed that layers
-reach, --device-tflops times --mfu, or a measured time (--profile). Memory is shown for the rank that needs the most. It
-is the sum of parameters, gradients and the optimizer's states, sharded as --zero-stage says, the activations at the
-peak of the simulated schedule, and --reserved-memory. If no schedule fits, lines below the table show whether a
-schedule fits with recomputation. If the training's flags leave the layout of the layers to --zero-bubble, a second
-table shows the layout that the training would choose, and the flags that fix this layout.
+The table shows memory and speed of each schedule. A time is measured (--profile), or a number of operations divided by
+--device-tflops times --mfu, the speed that layers reach. Memory is shown for the rank that needs the most memory. The
+memory of a rank is the sum of parameters, gradients and the optimizer's states, sharded as --zero-stage says, the
+activations at the peak of the simulated schedule, and --reserved-memory. If no schedule fits, lines below the table
+show whether a schedule fits with recomputation. If the training's flags leave the layout of the layers to
+--zero-bubble, a second table shows the layout that the training would choose, and the flags that fix this layout.
 
-docs/estimate.md says what is counted. `zero-bubble estimate stragglers --help` is about the cost of a slow replica.
+docs/estimate.md says what the estimate counts. `zero-bubble estimate stragglers --help` is about slow replicas.
 
 A mistake in the flags ends the command with one line and exit status 2.
 """

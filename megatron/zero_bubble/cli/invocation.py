@@ -41,7 +41,7 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
 
 
 def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str) -> tuple[str, list[str]]:
-    """Return the command that the first word names and the words after it. `--help` prints `usage` and exits.
+    """Return the command that the first word of `argv` names, and the other words. `--help` prints `usage` and exits.
 
     Raises:
         ValueError: the first word is missing, or names no command.
@@ -112,7 +112,7 @@ _SMALLEST, _LARGEST = 1e-20, 1e20
 
 
 def numbers(at_least: float = -math.inf, above: float = -math.inf) -> Callable[[str], tuple[float, ...]]:
-    """Return a parser of one number or a comma-separated list, all above `above` and at least `at_least`."""
+    """Return a parser of a number or a comma-separated list of numbers, all above `above` and at least `at_least`."""
 
     def parse(text: str) -> tuple[float, ...]:
         values = tuple(_parsed_number(word) for word in text.split(","))

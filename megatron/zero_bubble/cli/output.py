@@ -52,12 +52,12 @@ IDLE_HEADS = ("idle", "imbalance", "bubble")
 
 
 def idle_cells(idle: Idle | None) -> tuple[str, str, str]:
-    """Return table cells for the idle share and its two parts; the cells are empty if `idle` is None."""
+    """Return table cells for the idle share, imbalance and bubble; the cells are empty if `idle` is None."""
     return ("", "", "") if idle is None else (percent(idle.total), percent(idle.imbalance), percent(idle.bubble))
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
-    """Return a table as text, or as Markdown: the first column is aligned left, the others right."""
+    """Return a table as text, or as Markdown: the first column is aligned left, the other columns right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

@@ -7,10 +7,10 @@
 
 The file of --costs has the costs of the embedding, of every layer and of the output (docs/commands.md); a training
 writes this file with --zero-bubble-unit-costs-output. The table shows the chosen plan first, then the best plan of
-every other combination of placement, recomputation and vocabulary sharding. The last rows show Megatron's split with a
-schedule of this planner and with megatron-core's own schedule. With --own-layers your own layout takes the place of
-Megatron's split: your layout is chosen unless another layout is 2% faster. Times and memory have the units of the file
-of costs. Nothing is trained, and torch is not needed.
+every other combination of placement, recomputation and vocabulary sharding. The last rows show Megatron's split of the
+layers, with a schedule of this planner and with megatron-core's own schedule. With --own-layers your own layout takes
+the place of Megatron's split: your layout is chosen unless another layout is 2% faster. Times and memory have the units
+of the file of costs. `zero-bubble plan` trains nothing and does not need torch.
 
 A mistake in the flags ends the command with one line and exit status 2.
 """
@@ -179,7 +179,7 @@ def _run(argv: list[str]) -> None:
 
 
 def request_of(flags: PlanFlags) -> PlanRequest:
-    """Return the plan request of the flags. Its usual layout is the layout of --own-layers or Megatron's split.
+    """Return the plan request of the flags, with the layout of --own-layers or Megatron's split as its usual layout.
 
     Raises:
         ValueError: the file of costs cannot be read, or the layers cannot be divided among ranks as the flags ask.

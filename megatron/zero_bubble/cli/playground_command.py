@@ -1,7 +1,8 @@
 """Play with schedules in a browser: change times, memory and messages, and see the effect.
 
-The page runs this package in the browser. The page needs no network, and this command serves its files to this machine
-alone until Ctrl-C. `--output DIR` writes the page's files to a folder, for any web server, and serves nothing.
+The playground's page runs this package in the browser. The page needs no network: `zero-bubble playground` serves the
+page's files to this machine alone, until Ctrl-C. With `--output DIR`, `zero-bubble playground` writes the page's files
+to a folder, for any web server, and serves nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _run(argv: list[str]) -> None:
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Serves the page's files with the MIME types that browsers require, and prints no line for a request."""
+    """Serves the playground's files with the MIME types that browsers require, and prints no line for a request."""
 
     extensions_map = {  # noqa: RUF012
         **SimpleHTTPRequestHandler.extensions_map,
@@ -69,7 +70,7 @@ class _Handler(SimpleHTTPRequestHandler):
     }
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print no line for a request."""
+        """Print no line for an HTTP request."""
 
     def copyfile(self, source: Any, outputfile: Any) -> None:
         """Send a file to the browser; a page that is closed during the transfer is no error."""

@@ -29,7 +29,7 @@ class CommandFlags:
     """Base class of a command's flags; in `__post_init__` a subclass refuses flags that contradict each other."""
 
     def __post_init__(self) -> None:
-        """Check that the flags do not contradict each other. Raises `ValueError` with a message of one line."""
+        """Raise `ValueError` with a message of one line if the flags contradict each other."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class CostFlags(CommandFlags):
     no_overlap_communication: bool = flag("sender and receiver compute nothing while a message is on its way", False)
 
     default_time: ClassVar[float] = 1
-    """Default time of F, of B and of W, for each of them without a flag."""
+    """Default time of F, of B and of W, where no flag gives the operation's time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Builds arguments and models of a training from pretrain_gpt.py's flags, for commands that measure or estimate it."""
+"""Builds a training's arguments and models from pretrain_gpt.py's flags, for measurements and estimates of a job."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def complete_training(
 ) -> tuple[Arguments, JobSettings]:
     """Return the arguments and job settings that a training with `flags` on `world_size` ranks would start with.
 
-    The arguments include the padded vocabulary.
+    The returned arguments include the padded size of the vocabulary.
 
     Args:
         has_cuda: whether the ranks will have CUDA devices.
-        for_this_machine: whether the training is to run on this machine. If not, its packages, devices and permissions
-            are not checked.
+        for_this_machine: whether the training is to run on this machine, whose packages, devices and permissions are
+            then checked.
 
     Raises:
         ValueError: the training would refuse the flags; the message is the training's own error message.
@@ -55,7 +55,7 @@ def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_
 
 
 def failure_reason(log: str) -> str | None:
-    """Return a training's error from its log: its own message, else the line of the first exception, else None."""
+    """Return the error message in a training's log, else the line of the first exception in the log, else None."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for line in lines:
         if ": error: " in line:

@@ -138,7 +138,7 @@ _READ_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class _SizeFlags:
-    """Sizes."""
+    """Sizes of the model, a microbatch and the global batch."""
 
     num_layers: int | None = flag("number of transformer layers", None)
     hybrid_layer_pattern: str | None = flag("layers of a hybrid model, one symbol each", None)

@@ -25,16 +25,16 @@ _MODELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("megatron.core.models.mamba.mamba_model:MambaModel", (), ("0.16", "0.17")),
     ("megatron.core.models.hybrid.hybrid_model:HybridModel", ("vp_stage", "hybrid_layer_pattern"), _NEWER),
 )
-"""Path of each class of models, further parameters of its constructor, and the versions that have it."""
+"""Path of each class of models, further constructor parameters, and megatron-core versions that have the class."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
 )
-"""Modules with the function that cuts the pattern of a hybrid model into stages, and the versions that have them."""
+"""Modules whose function cuts a hybrid model's pattern into stages, and megatron-core versions that have the module."""
 
 
 class ScriptHooks:
-    """Makes the hooks, and holds the state that they share. A run begins when the script makes its process groups."""
+    """Makes the launch's hooks, and holds their shared state. A run begins when the script makes its process groups."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
@@ -166,7 +166,7 @@ class ScriptHooks:
         )
 
     def needed(self) -> Iterator[Needed]:
-        """Functions of Megatron that are called but not hooked, and that differ between versions or may change."""
+        """Functions that the launcher calls without hooks, and that differ between Megatron versions or may change."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(

@@ -16,7 +16,7 @@ Function = Callable[..., Any]
 
 
 class Call:
-    """One call of a hooked function: a hook reads and changes its arguments by name, then lets it proceed."""
+    """One call of a hooked function: a hook reads and changes its arguments by name, then lets the call proceed."""
 
     def __init__(self, original: Function, bound: inspect.BoundArguments) -> None:
         self._original = original
@@ -29,7 +29,7 @@ class Call:
         self._bound.arguments[parameter] = value
 
     def get(self, parameter: str) -> Any:
-        """Return an argument, or None if the function has no such parameter."""
+        """Return an argument of the call, or None if the hooked function has no parameter of this name."""
         return self._bound.arguments.get(parameter)
 
     def proceed(self) -> Any:
@@ -58,7 +58,7 @@ class Needed:
         return self.path.replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Whether megatron-core `version` (as `0.16.1`) has the function, with Megatron-LM's trainer or without."""
+        """Whether megatron-core `version` (as `0.16.1`), with Megatron-LM's trainer or without, has the function."""
         if self.path.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions
@@ -78,7 +78,7 @@ def minor_version(version: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A function that exists: `owner.attribute` is `function`."""
+    """A function that the launcher has found: `owner.attribute` is `function`."""
 
     owner: Any
     attribute: str
@@ -89,7 +89,7 @@ class Target:
 class InstalledHooks:
     """Puts hooks in place of functions, also in modules that imported a function by name, until `restore()`.
 
-    All functions are checked before the first is replaced.
+    The constructor checks all functions before it replaces the first function.
 
     Raises:
         SessionError: a function is missing, or lacks a parameter.
@@ -101,13 +101,13 @@ class InstalledHooks:
         _replace_everywhere((target, target.function, replacement) for target, replacement in self._replaced)
 
     def restore(self) -> None:
-        """Restore the originals, also in modules that imported a replacement by name. A second call does nothing."""
+        """Restore the original functions, also in modules that imported a replacement. A second call does nothing."""
         _replace_everywhere((target, replacement, target.function) for target, replacement in self._replaced)
         self._replaced = []
 
 
 def find_target(needed: Needed, version: str) -> Target:
-    """Import the module of a needed function and find the function; `version` is named in the errors.
+    """Import the module of a needed function and find the function; error messages name `version`.
 
     Raises:
         SessionError: the function is missing, or lacks a parameter.

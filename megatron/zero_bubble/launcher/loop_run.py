@@ -31,14 +31,14 @@ _NEED_MEGATRON_LM = {
 
 @dataclass
 class _Model:
-    """A model of the loop: its chunks on this rank, and the session that runs its steps."""
+    """A model that the loop builds: its chunks on this rank, and the session that runs its steps."""
 
     session: Session
     flags: JobFlags
     vocab_size: int
     built: list[torch.nn.Module] = field(default_factory=list)
     chunks: list[torch.nn.Module] = field(default_factory=list)
-    """The chunks, wrapped in DDP."""
+    """The model's chunks on this rank, wrapped in DDP."""
 
 
 class LoopRun:
@@ -78,7 +78,7 @@ class LoopRun:
         model.built.append(call["self"])
 
     def _begin_model(self, call: Call) -> _Model:
-        """Make the entry of the model whose first chunk the call builds."""
+        """Make the `_Model` of a new model, whose first chunk `call` constructs."""
         flags = flags_of_loop(call["config"], self._flags)
         if pattern := call.get("hybrid_layer_pattern"):
             num_layers = len(HybridPattern.parse(pattern).symbols)

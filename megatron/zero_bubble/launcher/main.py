@@ -37,8 +37,8 @@ def prepare_path(script: Path) -> None:
     """Set `sys.path` as if Python had started the script itself, and keep this package importable.
 
     Python puts a script's folder first on `sys.path`, but `-m` puts the working directory first. A namespace package
-    `megatron` in the script's folder is merged with ours by Python. If a `megatron` in the script's folder has an
-    `__init__.py`, that package becomes `sys.modules["megatron"]`, and our folder is added to its path.
+    `megatron` in the script's folder is merged with this project's by Python. If a `megatron` in the script's folder
+    has an `__init__.py`, that package becomes `sys.modules["megatron"]`, and this project's folder joins its path.
     """
     sys.path[0] = str(script.resolve().parent)
     spec = PathFinder.find_spec(_NAMESPACE, sys.path)

@@ -55,7 +55,7 @@ class Run:
         self._chunks: list[torch.nn.Module] = []
         """The model chunks of this rank, wrapped in DDP."""
         self._optimizer: Any = None
-        """The script's optimizer, if a hook keeps it."""
+        """The script's optimizer; None unless post-validation or hierarchical SGD needs the optimizer."""
         self.units = ScriptUnits(script, job.flags)
         self.post_validation = ScriptPostValidation(script)
         self.replicas = ScriptReplicas(script, self.session)
@@ -180,7 +180,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`: take the step unless the schedule has taken it, then average replicas."""
+        """Hook around `optimizer.step()`: take a step that the schedule has not taken, then average replicas if due."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)

@@ -39,7 +39,7 @@ _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
 )
-"""Script arguments with which megatron-core builds the model from no layout, or not from the arguments alone."""
+"""Script arguments with which megatron-core does not build the model from a layout, or not from arguments alone."""
 _RESHARDED = "torch_dist"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -50,7 +50,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     Stages may be uneven while the layout is open, and with `--allow-padding-num-layers`.
 
     Megatron-LM refuses a number of layers that the stages do not divide, unless a layout spreads the layers. Hence the
-    hook sets a layout in place of the number of chunks. If the layout is open, the hook removes it afterwards.
+    hook replaces the number of chunks by an even layout, which the hook later removes if the job's layout is open.
     """
     script = call["args"]
     with users_mistakes():
@@ -73,7 +73,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """The most even layout if the stages do not divide the layers; None if they do, or if uneven stages are refused."""
+    """The most even layout of the layers; None if the stages divide the layers, or if uneven stages are refused."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
     if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:

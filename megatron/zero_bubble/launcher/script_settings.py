@@ -33,7 +33,7 @@ def take_over_overlap(script: Namespace) -> None:
     """Let a zero-bubble schedule overlap messages between experts; megatron-core's overlap needs several chunks a rank.
 
     The script's `--overlap-moe-expert-parallel-comm` and `--delay-wgrad-compute` are switched off, because the schedule
-    overlaps these messages and defers W in any case.
+    overlaps messages between experts and defers W in any case.
     """
     if getattr(script, _OVERLAP, False):
         setattr(script, _TAKEN_OVER, True)
@@ -95,7 +95,7 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
     """Check that a script builds as many model chunks a rank as the placement has.
 
     Raises:
-        SessionError: the script builds another number of chunks.
+        SessionError: the script's number of model chunks differs from the placement's.
     """
     built = script.virtual_pipeline_model_parallel_size or 1
     if placement.num_chunks != built:

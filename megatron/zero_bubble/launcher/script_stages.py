@@ -105,7 +105,7 @@ class ScriptStages:
         return self._is_stage(call, self._placement.num_stages - 1)
 
     def _is_stage(self, call: Call, wanted: int) -> bool:
-        """Whether the running stage of a V is `wanted`; if no stage runs, the stage of the call's chunk is compared."""
+        """Whether the running stage of a V, or the stage of the call's chunk if no stage runs, is stage `wanted`."""
         if self._running is not None:
             return self._running == wanted
         if not self.is_v or call["ignore_virtual"] or call["vp_stage"] is None:

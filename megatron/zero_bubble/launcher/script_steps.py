@@ -1,9 +1,9 @@
 """The steps of a script that calls `optimizer.step()` itself: post-validation, hierarchical SGD, waits of replicas.
 
 Under post-validation the schedule has already taken the step when the script calls `optimizer.step()`. The hooked
-`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. The hook returns
-the norm of the gradients only in iterations that the script logs, after validating the step. Gradients are zeroed when
-the step is validated; saving and evaluating first validate a pending step.
+`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. The hooked
+`optimizer.step()` returns the norm of the gradients only in iterations that the script logs, after validating the step.
+Gradients are zeroed when the step is validated; saving and evaluating first validate a pending step.
 
 Megatron-LM reduces each iteration's loss over all replicas, so that all replicas would wait in every iteration. Under
 hierarchical SGD, Megatron-LM gets this replica's own loss in a form that it does not reduce, and the sums of losses are
@@ -68,7 +68,7 @@ class ScriptPostValidation:
         return self._outcome.was_updated, self._outcome.grad_norm, self._outcome.num_zeros
 
     def _is_logged(self) -> bool:
-        """Whether the script prints or records the norm of this iteration, or ends after it."""
+        """Whether the script prints or records the gradients' norm of this iteration, or ends after this iteration."""
         script = self._script
         iteration = script.curr_iteration + 1
         writes = bool(getattr(script, "tensorboard_dir", None) or getattr(script, "wandb_project", None))
@@ -154,14 +154,14 @@ class ScriptReplicas:
         """Return the mean of the losses of all microbatches, in a form that Megatron-LM does not reduce over replicas.
 
         Args:
-            losses: for each microbatch, name of a loss -> sum and number of tokens; empty without the last stage.
+            losses: for each microbatch, the sum and number of tokens of each named loss; empty without the last stage.
         """
         if not losses:
             return losses
         return [{name: _own_mean([each[name] for each in losses]) for name in losses[0]}]
 
     def after_step(self, iteration: int) -> None:
-        """Average the parameters if the hierarchy has an average after `iteration`; first validate the last step."""
+        """Validate the last step and average parameters over replicas, if an average is due after `iteration`."""
         if self._session.replicas.changes_after(iteration):
             self._session.settle()
         self._session.replicas.after_step(iteration)

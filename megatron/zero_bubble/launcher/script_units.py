@@ -52,7 +52,7 @@ _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32"
 class _BuildsModel(BaseException):
     """Raised in the constructor of the model, to leave the script's code with the constructor's arguments.
 
-    This class and `_HasBuilt` do not derive from `Exception`, so that the script does not handle them.
+    `_BuildsModel` and `_HasBuilt` do not derive from `Exception`, so that the script does not handle them.
     """
 
     def __init__(self, arguments: Call) -> None:

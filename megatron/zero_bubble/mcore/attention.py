@@ -1,4 +1,4 @@
-"""Local attention with torch's fused kernels, and for sequences that are divided among context-parallel ranks.
+"""megatron-core's local attention with torch's fused kernels, and with context parallelism.
 
 megatron-core has fused attention kernels and context parallelism only with Transformer Engine.
 """
@@ -21,16 +21,16 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 _TAKES_GROUP = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
 """Whether `get_batch_on_this_cp_rank` needs the context-parallel group, as it does from megatron-core 0.18 on; without
-a group it cuts a batch for all ranks of the job."""
+a group the function cuts a batch for all ranks of the job."""
 
 
 class ContextParallelAttention(DotProductAttention):
     """Local attention over a sequence that is divided among context-parallel ranks.
 
-    Each rank gathers the keys and values of all ranks for its own queries, so the division saves no memory for keys and
-    values. megatron-core's `get_batch_on_this_cp_rank` cuts the sequence into twice as many parts as ranks. Rank r
-    holds the r-th part from the front and the r-th part from the back, for equal work under a causal mask. Backward
-    sums the gradients of keys and values over the ranks, and each rank gets the gradients of its own part.
+    Each rank gathers the keys and values of all ranks for its own queries, so dividing the sequence saves no memory for
+    keys and values. megatron-core's `get_batch_on_this_cp_rank` cuts the sequence into twice as many parts as ranks.
+    Rank r holds the sequence's r-th parts from the front and from the back, for equal work under a causal mask.
+    Backward sums the gradients of keys and values over the ranks; each rank gets the gradients of its part's tokens.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ContextParallelAttention(DotProductAttention):
                 for a causal mask.
 
         Returns:
-            [sequence / ranks, batch, heads * channels].
+            The attention's output, [sequence / ranks, batch, heads * channels].
         """
         size = self._group.size()
         parts = [positions(len(query), rank, size, query.device) for rank in range(size)]
@@ -134,7 +134,7 @@ class TorchAttention(LocalAttention):
                 causal mask.
 
         Returns:
-            [sequence, batch, heads * channels].
+            The attention's output, [sequence, batch, heads * channels].
         """
         assert attention_bias is None, "an attention bias is not supported"
         assert packed_seq_params is None, "packed sequences are not supported"

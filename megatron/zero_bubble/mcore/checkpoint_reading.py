@@ -1,10 +1,10 @@
 """Reads checkpoints in torch_dist format without running code that the checkpoints contain.
 
 Reading a pickle calls any function that the pickle names, and a checkpoint has pickles in three places. This module
-reads each pickle with an unpickler that allows only the classes that belong in that place:
+reads each pickle of a checkpoint with an unpickler that allows only the classes that belong in that pickle:
 
 - `.metadata`, which torch and megatron-core read with plain `pickle`, may contain the classes in `_METADATA_NAMES`;
-- the objects in the `.distcp` files, which torch reads with plain `pickle`, are read with
+- the objects in the `.distcp` files, for which torch uses plain `pickle`, are read with
   `torch.load(weights_only=True)`;
 - `common.pt`, which megatron-core up to 0.18 writes, is also read with `torch.load(weights_only=True)`, even where an
   environment variable switches `weights_only` off.
@@ -97,7 +97,7 @@ def read_common(folder: str | Path) -> dict[str, Any]:
     """Read the part of a checkpoint that all ranks share: flags, iteration, hyperparameters.
 
     Raises:
-        CheckpointError: the file of this part is missing or damaged, or names a function that could run code.
+        CheckpointError: the file of the shared part is missing or damaged, or names a function that could run code.
     """
     folder = Path(folder)
     place = None
@@ -118,10 +118,10 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
     """Fill `request`, which names this rank's part of the state, from the checkpoint; a collective call.
 
     Args:
-        metadata: the result of `read_metadata` for the same folder.
+        metadata: the metadata that `read_metadata` returned for `folder`.
 
     Raises:
-        CheckpointError: raised on every rank, if any rank finds that its part is missing, damaged or of another kind.
+        CheckpointError: raised on every rank, if any rank's part of the state is missing, damaged or of another kind.
     """
 
     def load_part() -> dict[str, Any]:
@@ -244,6 +244,6 @@ def _restricted(metadata: Metadata) -> Iterator[None]:
 
 def _common_reader() -> tuple[Any, str]:
     """Return owner and name of megatron-core's function that loads the part of a checkpoint that all ranks share."""
-    # It is a method up to megatron-core 0.16, a function from 0.17 on, and a function of another name from 0.19 on.
+    # The loader is a method up to megatron-core 0.16, a function from 0.17 on, and another function from 0.19 on.
     owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
     return owner, "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"

@@ -35,7 +35,7 @@ def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) 
     """Write each rank's part of `state` to an empty folder; a collective call of all ranks.
 
     Raises:
-        CheckpointError: raised on every rank, if any rank cannot write.
+        CheckpointError: raised on every rank, if any rank cannot write its part of the checkpoint.
     """
     with _failures_after_the_end() as failures:
         try:
@@ -63,7 +63,7 @@ def _raise_first(failures: list[str]) -> None:
 def _failures_after_the_end() -> Iterator[list[str]]:
     """Suppress the errors of the files that only rank 0 writes, and collect the errors in the yielded list.
 
-    If rank 0 raised such an error, the other ranks would wait forever for rank 0 in the next collective call.
+    If rank 0 left a save with an error, the other ranks would wait forever for rank 0 in the next collective call.
     """
     failures: list[str] = []
     with ExitStack() as stack:
@@ -85,11 +85,11 @@ def _noting(write: Callable[..., None], failures: list[str]) -> Callable[..., No
 
 
 _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""Names of the method that writes a rank's files: up to megatron-core 0.16, and from 0.17 on."""
+"""Names of the method with which megatron-core writes a rank's files, up to 0.16 and from 0.17 on."""
 
 
 def write_in_threads(*, keep_results: bool) -> None:
-    """Let megatron-core write each file of a checkpoint in a thread; call it before the first save.
+    """Let megatron-core write each file of a checkpoint in a thread; called before the first save.
 
     megatron-core 0.16 forks a process for each file, and waits forever when the system kills such a process for lack of
     memory. From 0.17 on, megatron-core starts threads, but an error in a thread ends its rank while the other ranks
@@ -97,8 +97,8 @@ def write_in_threads(*, keep_results: bool) -> None:
 
     Args:
         keep_results: whether the writers also return their results through a queue in this process. By default
-            megatron-core starts a server process for the results at the first save. The server takes 150 MB a rank, and
-            survives when the rank is killed. Asynchronous saves need the server.
+            megatron-core starts a server process for the writers' results at the first save. The server process takes
+            150 MB a rank, and survives when the rank is killed. Asynchronous saves need the server process.
     """
     for name in _NAMES:
         if hasattr(FileSystemWriterAsync, name):

@@ -2,9 +2,9 @@
 
 megatron-core checkpoints blocks of whole layers: the forward of a block keeps only the block's input, and its backward
 first runs the forward again. megatron-core recomputes with `CheckpointFunction`, which `split_checkpoints` replaces
-while an F of the executor runs. Under the replacement, a block either keeps its activations, or drops them and hands
-its recomputation to the `RecomputationStore`. The backward of a dropped block uses the graph that R has made. Outputs,
-random states and gradients are bitwise equal to megatron-core's.
+while an F of the executor runs. With the replaced function, a block either keeps its activations, or drops them and
+hands its recomputation to the `RecomputationStore`. The backward of a dropped block uses the graph that R has made.
+Outputs, random states and gradients are bitwise equal to megatron-core's.
 
 Activation checkpoints inside of a block and Transformer Engine's checkpoints (fp8 and fp4) are not replaced.
 """
@@ -39,7 +39,7 @@ def checkpoint_every_layer(config: Any) -> None:
 def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
     """Let the blocks whose forward runs inside the `with` block drop or keep their activations, as `store.mode` says.
 
-    Without a store or a mode, the backward of a block runs the block's forward again, as in megatron-core.
+    If `store` or `store.mode` is None, the backward of a block runs the block's forward again, as in megatron-core.
     """
     if store is None or store.mode is None:
         yield

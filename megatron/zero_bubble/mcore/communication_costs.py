@@ -25,8 +25,8 @@ _ROUNDS, _CALLS, _PRODUCTS = 7, 4, 2
 def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
 
-    The result is the time of the slowest pair of neighbours. A schedule for faster messages would make these two ranks
-    wait at every message.
+    The returned time belongs to the slowest pair of neighbouring ranks. A schedule that is planned with a shorter time
+    would make these two ranks wait at every message.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     slowest = torch.zeros(1, device=torch.cuda.current_device())

@@ -36,7 +36,7 @@ class Connections:
     Args:
         communicator: the class of the channels.
         timeout: time limit for one message or collective, by default megatron-core's.
-        report: called with the channels' memory once they are open.
+        report: called with the memory of the channels once the channels are open.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Connections:
     def prepare(self, chunks: Sequence[torch.nn.Module], placement: Placement, groups: ProcessGroupCollection) -> None:
         """Read the model's settings, and open the collectives of the model's vocabulary shards, if there are any.
 
-        This is a collective call of a pipeline's ranks and their tensor-parallel ranks. Calls after the first have no
-        effect.
+        This is a collective call of a pipeline's ranks and their tensor-parallel ranks. Calls of `prepare` after the
+        first have no effect.
         """
         if self._channels is None:
             config = get_model_config(chunks[0])
@@ -103,7 +103,7 @@ class Connections:
     def measure_edges(self, placement: Placement, rank: int, message: TensorSpec) -> dict[int, float]:
         """Measure the milliseconds of a message over each edge of this rank; a collective call of a pipeline's ranks.
 
-        The channels must be open.
+        The channels of this rank must be open.
         """
         assert self._channels is not None
         return measure_edges(self._channels, placement, rank, message)

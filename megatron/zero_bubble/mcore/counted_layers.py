@@ -1,11 +1,11 @@
 """Gives layers on the meta device the memory and operations of GPU kernels, where megatron-core's own layers differ.
 
-All other layers of a model are counted as they are. The counted layers are megatron-core's local layers, also for a job
-with Transformer Engine: the layers of Transformer Engine 2.x keep the same tensors (`pytorch/module/`). A norm with a
-linear layer saves the norm's input and output and a statistic for each token (`layernorm_linear.py`). A linear layer
-saves its input (`linear.py`). Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
-(`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's mask.
-The statistics of a norm are not counted.
+All layers that this module does not replace are counted as megatron-core's own. The counted layers are megatron-core's
+local layers, also for a job with Transformer Engine: the layers of Transformer Engine 2.x keep the same tensors
+(`pytorch/module/`). Transformer Engine's norm with a linear layer saves the norm's input and output and a statistic for
+each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its input (`linear.py`). Attention saves
+queries, keys, values, its output and the logarithm of the softmax's sums (`attention/dot_product_attention/`). Unfused
+attention saves the scores, before and after dropout, and dropout's mask. The counted memory leaves out norm statistics.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
 
 
 class AttentionKernel(Enum):
-    """An implementation of attention. Implementations differ in their memory and in their matrix products."""
+    """An implementation of attention; implementations differ in their memory and in their matrix products."""
 
     LOCAL = "megatron-core's own, which keeps the scores, and the softmax's output in fp32"
     TORCH = "a fused kernel of torch's scaled_dot_product_attention"
@@ -149,7 +149,7 @@ class CountedAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Return [sequence, batch, heads * channels of a value]; the inputs are [sequence, batch, heads, channels]."""
+        """Return a [sequence, batch, heads * value channels] tensor; inputs are [sequence, batch, heads, channels]."""
         kernel, ranks = self._kernel, self._ranks
         (tokens, batch, heads, channels), of_value = query.shape, value.shape[-1]
         output, length = (tokens, batch, heads * of_value), tokens * ranks
@@ -196,7 +196,7 @@ def _flops_of_work(like: Any, flops: float, **_: Any) -> float:
 
 
 class _Kernel(torch.autograd.Function):
-    """An operator with an output of any shape that keeps chosen tensors; gradients have the shapes of its inputs."""
+    """An operator that keeps chosen tensors; its output has any shape, and its gradients have its inputs' shapes."""
 
     @staticmethod
     def forward(
@@ -230,14 +230,14 @@ def _kernel(
 
 
 def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """A norm in one kernel, which keeps its input."""
+    """A norm in one kernel, which keeps the norm's input."""
     return _kernel(hidden.shape, hidden, *norm.parameters(), kept=(hidden,))
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """The convolution, the scan and the gate of Mamba in one kernel of `mamba_ssm`, and the norm after it.
+    """The convolution, the scan and the gate of Mamba in one kernel of `mamba_ssm`, and the norm after that kernel.
 
-    Mamba's kernel keeps its input, and its output before the gate. The number of operations is Megatron-LM's estimate.
+    Mamba's kernel keeps its input and its output before the gate, and has as many operations as Megatron-LM estimates.
     """
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
@@ -253,7 +253,7 @@ def _delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """The gated delta rule in one kernel of `fla`, which keeps its inputs and a matrix of each chunk of 64 tokens.
 
-    Megatron-LM counts the same operations: four products of a token's vectors with the state.
+    Megatron-LM counts the same operations for a gated delta net: four products of a token's vectors with the state.
     """
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2

@@ -1,9 +1,9 @@
 """Lets megatron-core run on a machine without CUDA.
 
 megatron-core allocates on `torch.cuda.current_device()`, forks CUDA's random state, and compares types with
-`torch.cuda.FloatTensor`. `substitute_cuda()` replaces each of these by a function for the CPU, until `restore()` is
-called. `substitutions()` lists the replacements with their reasons. On a machine with CUDA, `substitute_cuda()` changes
-nothing.
+`torch.cuda.FloatTensor`. `substitute_cuda()` replaces megatron-core's uses of CUDA by functions for the CPU, until
+`restore()` is called. `substitutions()` lists the replaced attributes with the reasons. On a machine with CUDA,
+`substitute_cuda()` changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Substitution(NamedTuple):
 
 
 def substitutions() -> Iterator[Substitution]:
-    """Yield every substitution, in the order in which they are applied."""
+    """Yield every substitution for a machine without CUDA, in the order of their application."""
     yield from _devices()
     yield from _streams()
     yield from _meshes()
@@ -45,13 +45,13 @@ def substitutions() -> Iterator[Substitution]:
 
 
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""Environment variables that are set together with the substitutions, unless the user has set them.
+"""Environment variables that `substitute_cuda()` sets on a machine without CUDA, unless the user has set them.
 
 megatron-core compiles some of its functions when it is imported, which on a CPU takes minutes and gains nothing."""
 
 
 class CpuSubstitution:
-    """Substitutions that are applied on creation; `restore()` undoes the substitutions."""
+    """Replaces attributes and sets environment variables on creation; `restore()` undoes both changes."""
 
     def __init__(self, environment: Mapping[str, str], applied: Iterable[Substitution]) -> None:
         self._added = [name for name in environment if name not in os.environ]
@@ -67,7 +67,7 @@ class CpuSubstitution:
         return bool(self._originals)
 
     def restore(self) -> None:
-        """Put the original attributes and environment back; further calls have no effect."""
+        """Put the original attributes and environment variables back; only the first call has an effect."""
         while self._originals:
             owner, name, original = self._originals.pop()
             if original is _ABSENT:
@@ -79,7 +79,7 @@ class CpuSubstitution:
 
 
 def substitute_cuda() -> CpuSubstitution:
-    """Apply all substitutions if torch finds no CUDA device, and none otherwise."""
+    """Apply the replacements of `substitutions()` if torch finds no CUDA device; otherwise replace nothing."""
     if torch.cuda.is_available():
         return CpuSubstitution({}, [])
     return CpuSubstitution(ENVIRONMENT, substitutions())
@@ -154,7 +154,7 @@ class _DeviceGenerator:
     """Emulates CUDA's random generator: torch's CPU generator draws, after it is given the emulated generator's state.
 
     The emulated generator has its own state, because data loaders and datasets draw from the CPU generator, too. With
-    one state for both generators, opening a loader would change the dropout of a resumed run.
+    one state for the emulated and the CPU generator, opening a data loader would change the dropout of a resumed run.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class _DeviceGenerator:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Give the CPU generator the device's state inside the `with` block."""
+        """Give the CPU generator the emulated generator's state inside the `with` block."""
         of_the_cpu = torch.get_rng_state()
         torch.set_rng_state(self._state)
         self._is_in_place = True

@@ -1,6 +1,6 @@
 """Kernels of Mamba and of gated delta nets in plain PyTorch, for machines without CUDA.
 
-These functions replace the kernels that megatron-core imports from `mamba_ssm` and `fla`. Mamba's scan runs over the
+The functions of this module replace the kernels of `mamba_ssm` and `fla` in megatron-core. Mamba's scan runs over the
 whole sequence at once and not chunk by chunk, which takes memory that is quadratic in the sequence's length. The gated
 delta rule is megatron-core's own implementation, which megatron-core otherwise uses only in deterministic mode.
 """
@@ -69,7 +69,7 @@ def scan(
     dt_softplus: bool = False,
     **unused: Any,
 ) -> torch.Tensor:
-    """Compute `mamba_chunk_scan_combined`: the outputs of a selective state space model from a state of zeros.
+    """Compute `mamba_chunk_scan_combined`: the outputs of a selective state space model that starts from zeros.
 
     The state of a head is `h_i = exp(dt_i a) h_(i-1) + dt_i b_i x_i`, and the output of a head is `c_i h_i + D x_i`.
 

@@ -1,9 +1,9 @@
-"""Ends the training when a loss, gradient or weight is not finite, and names the first such value.
+"""Ends the training when a loss, gradient or weight is not finite, and names the first non-finite value.
 
-megatron-core's own check waits for the device twice for each bucket of gradients. The check of this module costs
+megatron-core's own check of gradients waits for the device twice for each bucket. The check of this module costs
 nothing while all values are finite. The optimizer reduces the norm of all gradients over all ranks before its step, and
-the norm is finite only if every gradient is finite. If the norm is not finite, all ranks notice in the same step, and
-all ranks look for the cause.
+the norm is finite only if every gradient is finite. If the norm of all gradients is not finite, all ranks notice in the
+same step, and look for the cause.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FiniteCheck:
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:
-        """Check the gradients within every `optimizer.step()`, before a parameter changes."""
+        """Check within every `optimizer.step()` that gradients are finite, before a parameter changes."""
         prepare, get_norm = optimizer.prepare_grads, optimizer.get_grad_norm
 
         def prepare_grads() -> bool:
@@ -102,18 +102,18 @@ class FiniteCheck:
         optimizer.prepare_grads, optimizer.get_grad_norm = prepare_grads, get_grad_norm
 
     def check_norm(self, norm: float | None) -> None:
-        """Check the norm of all gradients, the same on all ranks; None, for a norm not computed, is an error."""
+        """Raise an error if the norm of all gradients, equal on all ranks, is infinite, NaN or None (not computed)."""
         if norm is None or not math.isfinite(norm):
             finding = self._find_weight() or self._find_loss() or self._find_gradient()
             self._end(f"iteration {self._iteration()}", finding, self.steps_with)
 
     def check_losses(self, losses: Iterable[torch.Tensor]) -> None:
-        """Check the losses of an evaluation; a collective call of all ranks."""
+        """Check that the losses of an evaluation are finite; a collective call of all ranks."""
         self.losses = losses
         self._agree(f"validation at iteration {self._iteration()}", any(map(_is_wrong, self.losses)))
 
     def check_weights(self) -> None:
-        """Check all weights before a checkpoint; a collective call of all ranks."""
+        """Check that all weights are finite before a checkpoint is saved; a collective call of all ranks."""
         is_wrong = any(_is_wrong(parameter) for _, _, parameter in self._parameters())
         self._agree(f"checkpoint of iteration {self._iteration()}", is_wrong)
 
@@ -147,7 +147,7 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the last parameter in model order with a gradient that is not finite: backward computes it first."""
+        """Find the last parameter in model order with a gradient that is not finite, as backward starts at the end."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from another replica

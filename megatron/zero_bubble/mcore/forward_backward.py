@@ -68,14 +68,14 @@ class MegatronStage:
         data_iterators: one iterator for each model chunk; None for a chunk that needs no data.
         model_chunks: this rank's modules, by chunk.
         output_shape: shape of the tensor that passes between stages.
-        shapes_vary: whether the tensors between stages vary in shape, which headers then announce.
+        shapes_vary: whether the tensors between stages vary in shape, so that headers announce the shapes.
         cp_group_size: context-parallel size, by which megatron-core scales the loss.
         forward_data_store: results of the loss function, one for each microbatch, on the last stage.
         num_tokens: sum of the token counts that the loss function returned.
         finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
         num_early_forwards: number of forwards that all ranks together run before VALIDATE.
-        recomputation_store: the store of the executor; None if B recomputes as the model's configuration says.
+        recomputation_store: the executor's `RecomputationStore`; None if B recomputes as the model's config says.
         vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not in shards.
     """
 
@@ -110,7 +110,7 @@ class MegatronStage:
             self._prepare_restart()
 
     def _prepare_restart(self) -> None:
-        """Save the state from which this step's forwards can run again if validation rejects the last step."""
+        """Save the state from which this step's forwards can rerun if validation rejects the last optimizer step."""
         self._restart = Restart(self.model_chunks)
         self.data_iterators, self._rewindable = make_rewindable(self.data_iterators)
 

@@ -2,9 +2,9 @@
 
 The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
 the layer's backward, and reduces the gradients there. In a zero-bubble schedule, W computes the gradients of weights
-later and outside of autograd. FSDP2 therefore only accumulates gradients in backward. The gradients of a layer are
-reduced explicitly after the layer's last W of a step, as in torch's own pipelines after the last backward. The reduced
-gradients equal those of DDP, with sums in the same order.
+later and outside of autograd. In this module, FSDP2 only accumulates gradients in backward. The gradients of a layer
+are reduced explicitly after the layer's last W of a step, as in torch's own pipelines after the last backward. The
+reduced gradients equal the gradients of DDP, with sums in the same order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 class FullyShardedChunk(TorchFullyShardedDataParallel):
     """A model chunk that is sharded over replicas; each replica gathers a layer's parameters for F and for B.
 
-    `split_weight_gradients` must have been called on the module.
+    `split_weight_gradients` must have been called on `module` before.
 
     Args:
         module: the chunk, on its device, with all its parameters.
@@ -189,7 +189,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fully_sharded(chunks: Sequence[torch.nn.Module]) -> list[FullyShardedChunk]:
-    """Return the chunks that are fully sharded."""
+    """Return the chunks whose parameters are sharded over replicas by `FullyShardedChunk`."""
     return [chunk for chunk in chunks if isinstance(chunk, FullyShardedChunk)]
 
 

@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES, STACK_M
 from megatron.zero_bubble.mcore.layer_spec import LocalNorm, allow_local_latent_attention
 
 _SOME = 8
-"""A number of experts. For any number except None, megatron-core returns the spec of a layer with experts."""
+"""A number of experts; megatron-core returns the spec of a layer with experts for any number of experts except None."""
 LOCAL_LAYERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "*": ("attention_layer", "attention"),
@@ -89,7 +89,7 @@ def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
     """Return the spec of a stack of megatron-core's own layers.
 
     Args:
-        attention: the module that computes attention; megatron-core's own by default.
+        attention: the class of the module that computes attention; by default megatron-core's local attention.
     """
     dense, expert = (get_gpt_layer_local_spec(num_experts=number).submodules for number in (None, _SOME))
     latent = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention

@@ -55,10 +55,10 @@ _NORMS_IN_ATTENTION = {"q_layernorm", "k_layernorm", "kv_layernorm"}
 class LocalNorm:
     """A norm of torch that supports two settings that megatron-core's own wrapper refuses.
 
-    The settings are weights around zero (`--apply-layernorm-1p`) and sequence parallelism. Under sequence parallelism,
-    each tensor-parallel rank normalises its slice of the sequence, so the gradients of the norm's parameters are
-    partial. These parameters are marked `sequence_parallel`. megatron-core sums the gradients of marked parameters over
-    the ranks at the end of a step.
+    The two supported settings are weights around zero (`--apply-layernorm-1p`) and sequence parallelism. Under sequence
+    parallelism, each tensor-parallel rank normalises its slice of the sequence, so the gradients of the norm's
+    parameters are partial. The norm's parameters are marked `sequence_parallel`, so that megatron-core sums their
+    gradients over the tensor-parallel ranks at the end of a step.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:

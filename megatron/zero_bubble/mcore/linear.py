@@ -37,8 +37,8 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
 _NUM_ARGUMENTS = 10
-"""Number of arguments of the autograd function's forward up to megatron-core 0.18. Later versions append
-`gtp_remat_size` and `output_dtype`."""
+"""Number of arguments of the autograd function's forward up to megatron-core 0.18. Later versions of
+megatron-core append `gtp_remat_size` and `output_dtype`."""
 _LATER_ARGUMENTS = (1, None)[
     : len(inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward).parameters) - _NUM_ARGUMENTS
 ]
@@ -47,7 +47,7 @@ _LATER_ARGUMENTS = (1, None)[
 def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: WeightGradStore) -> list[str]:
     """Make every linear layer of the model put its W into `store` when a backward runs inside `store.deferring()`.
 
-    Call this function before the model is wrapped in DDP, whose config must set `delay_wgrad_compute`.
+    Call `split_weight_gradients` before the model is wrapped in DDP, whose config must set `delay_wgrad_compute`.
 
     Returns:
         The names of the parameters whose gradient is now computed in W.
@@ -125,7 +125,7 @@ def _forward_impl(
     """Replaces `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`.
 
     megatron-core 0.19 and 0.20 pass `gtp_remat_size` for weights sharded layer by layer, and `output_dtype` for logits
-    of another type. No layer with either setting is split.
+    of another type. A layer that sets `gtp_remat_size` or `output_dtype` is not split.
     """
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"
@@ -202,7 +202,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
 def fuses_accumulation() -> bool:
     """Tell whether W of megatron-core's own layers, every output layer included, can add straight into `main_grad`.
 
-    This fusion needs a GPU and apex.
+    Fusing W with the addition to `main_grad` needs a GPU and apex.
     """
     return torch.cuda.is_available() and layers._grad_accum_fusion_available
 
@@ -220,8 +220,8 @@ class Gradients:
         in_w: weights of split layers, whose gradient W computes.
         embeddings: embedding tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
         vectors: parameters of norms and biases, whose gradient is a sum and not a matrix product.
-        unsplit: all other weights, by `name (Class)` of their module, with `*` for the numbers of layers and experts.
-            B computes the gradient of these weights, which is a matrix product or of an unknown kind.
+        unsplit: weights in neither `in_w` nor `embeddings`, by `name (Class)` of their module, with `*` for the numbers
+            of layers and experts. B computes their gradient, which is a matrix product or of an unknown kind.
         missed: entries of `unsplit` that could defer W but do not: linear layers and modules with `backward_dw()`.
     """
 
@@ -234,7 +234,7 @@ class Gradients:
 
 
 def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
-    """Count one rank's gradients; called after `split_weight_gradients`, before or after the chunks are wrapped."""
+    """Count the parameters of bare or wrapped chunks by where gradients arise, after `split_weight_gradients`."""
     counts: Counter[str] = Counter()
     unsplit: Counter[str] = Counter()
     missed = set()

@@ -42,7 +42,7 @@ class StepData:
         return [size_of(item) for item in next((items for items in self._read if items is not None), [])]
 
     def sizes_ahead(self) -> list[MicrobatchSize | None]:
-        """Return sizes of the next microbatches, as many as in this step; [] if the iterator cannot look ahead."""
+        """Return sizes of the next `count` microbatches after this step; [] if the iterator cannot look ahead."""
         source = next((source for source in self._sources if source is not None), None)
         if isinstance(source, RerunDataIterator):
             if not isinstance(source.iterable, LookAhead):
@@ -89,7 +89,7 @@ class JobPeers:
         return connect(Membership(name, members, members.index(dist.get_rank()), torch.device("cpu"), self._timeout))
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the replica's first rank; return its result, or raise its `Infeasible`, on all ranks."""
+        """Run `action` on a replica's first rank; return its result, or raise its `Infeasible`, on all the ranks."""
         answer: T | Infeasible | None = None
         if self._is_first:
             try:
@@ -108,7 +108,7 @@ class JobPeers:
         return shared
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of every rank of the job."""
+        """Return the list of all ranks' `value`; a collective call of the job."""
         values = [value] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
@@ -132,7 +132,7 @@ class StepPlans:
         timeout: time limit for a message about a plan.
         reorders: whether microbatches may run in another order than the data's; None to allow another order if the
             model's configuration sets `variable_seq_lengths`.
-        interlocks: whether iterations interlock, as with post-validation.
+        interlocks: whether ranks begin an iteration while others run the last one, as with post-validation.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class StepPlans:
     def decide(
         self, step: int, config: Any, iterators: Iterators, num_microbatches: int
     ) -> tuple[StepDecision, list[Iterator[Any] | None]]:
-        """Plan a step; return the decision, and iterators over the data in the planned order. A collective call."""
+        """Plan a step in a collective call; return the decision, and iterators over the data in the planned order."""
         planner, data = self._prepare_planner(), StepData(iterators, num_microbatches)
         plan, profile, limits = self._running.plan, self._running.profile, None
         if self._has_limit and profile is not None and plan.request.limits:
@@ -191,7 +191,7 @@ class StepPlans:
         return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
 
     def take_times(self) -> OrderTimes | None:
-        """Return the predicted times of planned steps since the last call; None if `decide` was never called."""
+        """Return predicted times of steps planned since the last `take_times`; None if `decide` was never called."""
         return None if self._planner is None else self._planner.take_times()
 
     def close(self) -> None:

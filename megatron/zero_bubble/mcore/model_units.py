@@ -55,7 +55,7 @@ def keep_unit(model: Any, unit: Unit) -> None:
 def random_microbatch(
     vocabulary: int, micro_batch_size: int, seq_length: int, *, has_mask: bool
 ) -> dict[str, torch.Tensor]:
-    """Return a microbatch of random tokens on the host, with the fields of a data loader; every call returns the same.
+    """Return a microbatch of random tokens on the host, with a data loader's fields; all calls return the same tokens.
 
     Args:
         has_mask: whether the microbatch has an attention mask.

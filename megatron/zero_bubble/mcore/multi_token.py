@@ -1,8 +1,8 @@
 """Reads and resets the losses of multi-token prediction, which megatron-core adds up in a global variable.
 
 With multi-token prediction, the last stage predicts further tokens, each with its own layer and loss. megatron-core
-computes these losses inside the model, and adds their gradients to the gradient of the last layer's output. Schedules
-therefore need not handle the losses.
+computes the losses of further tokens inside the model, and adds their gradients to the last layer's output gradient.
+Schedules therefore need not handle the losses of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float, ...]:
     """Return the last iteration's losses of multi-token prediction, and reset them; () on stages before the last.
 
-    Each loss belongs to one further token, and is a mean over microbatches and the ranks of `group`. Megatron-LM logs
-    the mean over all replicas. This is a collective call of the ranks of `group` on the last stage.
+    Each returned loss belongs to one further predicted token, and is a mean over microbatches and ranks of `group`.
+    Megatron-LM logs the mean over replicas. `take_losses` is a collective call of `group`'s ranks on the last stage.
     """
     tracked = tracked_sums()
     sums = tracked.get("values", tracked.get("loss_values"))  # `loss_values` from megatron-core 0.19 on
@@ -32,7 +32,7 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 def tracked_sums() -> dict[str, torch.Tensor]:
     """Return megatron-core's multi-token sums over an iteration's microbatches, by name; {} before the last stage.
 
-    The sums are sums of losses and, from megatron-core 0.19 on, numbers of correct and of all predictions.
+    The returned sums are sums of losses and, from megatron-core 0.19 on, numbers of correct and of all predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}
@@ -40,7 +40,7 @@ def tracked_sums() -> dict[str, torch.Tensor]:
 
 
 def track(sums: dict[str, torch.Tensor]) -> None:
-    """Give this rank the sums of the last stage, which Megatron-LM averages over replicas and logs."""
+    """Give this rank the last stage's multi-token sums, which Megatron-LM averages over replicas and logs."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     MTPLossLoggingHelper.tracker.update(**sums, reduce_group=None, avg_group=group)
 

@@ -1,7 +1,7 @@
 """Gives access to the parts of megatron-core's optimizers, and lets checkpoints of torch's Adam and SGD be loaded.
 
 Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot load the
-state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have yet. It
+state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have yet, and
 then looks for the number of steps among the tensors of every shard, where this number was not saved. megatron-core
 cannot load the state of SGD, because megatron-core has no function that allocates this state.
 """
@@ -152,7 +152,7 @@ Norm = float | torch.Tensor
 
 
 def norm_groups(optimizer: MegatronOptimizer) -> list[tuple[list[MegatronOptimizer], dist.ProcessGroup]]:
-    """Return, for each norm that megatron-core computes, the optimizers in the norm and the group that reduces it."""
+    """Return the optimizers and the reducing process group of each gradient norm that megatron-core computes."""
     if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
         return [(parts(optimizer), optimizer.get_grad_stats_parallel_group())]
     return [([part], part.get_grad_stats_parallel_group()) for part in parts(optimizer)]
@@ -167,7 +167,7 @@ def gradients_of_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
-    """Return this rank's term of the squared global norm; one element, fp32."""
+    """Return this rank's term of the squared global norm of gradients: one element in fp32."""
     gradients = [gradient for optimizer in optimizers for gradient in gradients_of_norm(optimizer)]
     device = torch.cuda.current_device()
     if not gradients:

@@ -1,9 +1,9 @@
 """Runs a forward and a backward as one operation, layer by layer, with the schedule plans of megatron-core's models.
 
 megatron-core uses schedule plans for `--overlap-moe-expert-parallel-comm`. A schedule plan cuts a forward and its
-backward into nodes, such as the experts of a layer and the exchanges before and after them. Given the plans of a
-forward and of another microbatch's backward, `run` executes the nodes of both in turn, on one stream for computing and
-one for exchanges.
+backward into nodes, such as the experts of a layer and the exchanges before and after them. Given the schedule plans of
+a forward and of another microbatch's backward, the plans' `run` executes the nodes of both plans in turn, on one stream
+for computing and one for exchanges.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PairedStage(MegatronStage):
     recorder: OpRecorder | None = None
     """Times the exchanges of tokens between experts; None if operations are not recorded."""
     _kept: dict[tuple[int, int], _KeptPlan] = field(default_factory=dict)
-    """(chunk, microbatch) -> the plan that the microbatch's backward continues."""
+    """(chunk, microbatch) -> the schedule plan that the microbatch's backward continues."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,7 +171,7 @@ class PairedStage(MegatronStage):
                     node.backward_func = recorder.timed_exchange(node.backward_func)
 
     def _end_forward(self, forward: _Forward, plan: Any, loss_function: Any, output: torch.Tensor) -> torch.Tensor:
-        """Compute the loss on the last stage, and keep the plan for the backward."""
+        """End a forward: compute the loss on the last stage, and keep the schedule plan for the backward."""
         microbatch, chunk, _ = forward
         stage = self.placement.stage_of(self.rank, chunk)
         is_last = stage == self.placement.num_stages - 1
@@ -184,8 +184,8 @@ class PairedStage(MegatronStage):
         return result
 
     def _gradient_of_output(self, backward: _Backward) -> tuple[Any, torch.Tensor]:
-        """Return the plan of a backward and the gradient of the model's output, which the last stage computes from the
-        loss."""
+        """Return the schedule plan of a backward and the gradient of the model's output, which the last stage computes
+        from the loss."""
         plan, loss = self._kept.pop((backward.chunk, backward.microbatch))
         if backward.input_tensor is not None:
             backward.input_tensor.retain_grad()

@@ -1,11 +1,11 @@
 """Builds models and reduces gradients for placements that megatron-core does not have, such as a V.
 
 megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the odd chunks run
-from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. The chunk's substitute
-for the pipeline group has only a rank and a size: megatron-core reads nothing else. In a V the first and the last stage
-share rank 0. An embedding in both stages (tied to the output layer, or for multi-token prediction) has two copies on
-rank 0, whose gradients are added locally. megatron-core itself would all-reduce these gradients between the first and
-the last rank.
+from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. The chunk gets a
+substitute for the pipeline group with only a rank and a size: megatron-core reads nothing else of the group. In a V the
+first and the last stage share rank 0. An embedding that the last stage uses, too (tied to the output layer, or for
+multi-token prediction), then has two copies on rank 0, whose gradients are added locally. megatron-core itself would
+all-reduce the gradients of the two copies between the first and the last rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StagePosition:
 
 
 def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCollection:
-    """Return the process groups to build chunk `chunk` of `rank` with; the caller need not be that rank."""
+    """Return the process groups for building chunk `chunk` of `rank`; the caller may be another rank."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     position = placement.stage_of(rank, chunk) % placement.num_ranks
     if (position, placement.num_ranks) != (groups.pp.rank(), groups.pp.size()):
@@ -53,9 +53,9 @@ def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCol
 
 
 def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], list[int]] | None:
-    """Return the function that `initialize_model_parallel` calls for the ranks that reduce tied embeddings.
+    """Return the function by which `initialize_model_parallel` chooses the ranks that reduce tied embeddings.
 
-    If the result is None, megatron-core takes its default, the first and the last rank of a pipeline.
+    If `embedding_ranks` returns None, megatron-core chooses its default, the first and the last rank of a pipeline.
     """
     first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
     if first != last:
@@ -70,9 +70,9 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], l
 def adopt_placement(placement: Placement) -> None:
     """Set megatron-core's parallel state for a placement that was chosen after its initialization; a collective call.
 
-    Call this function before any model is built. `initialize_model_parallel` must have been called for a placement with
-    the first and the last stage on different ranks. The groups that reduce tied embeddings are created again if the
-    chosen placement has both stages on one rank.
+    Call `adopt_placement` before any model is built. `initialize_model_parallel` must have been called for a placement
+    with the first and the last stage on different ranks. The groups that reduce tied embeddings are created again if
+    the chosen placement has the first and the last stage on one rank.
     """
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks)
@@ -92,7 +92,7 @@ def adopt_placement(placement: Placement) -> None:
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the embedding weights of the first stage to the last, if they are two chunks of this rank that share
+    """Copy the embedding weights of the first stage to the last, if the two stages are chunks of this rank that share
     weights.
 
     megatron-core sets the last stage's copy of the embedding to zero and fills it by an all-reduce between ranks.
@@ -106,10 +106,10 @@ def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
 def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[torch.nn.Module]) -> None:
     """Check that a model's stages have `num_layers` decoder layers in all; a collective call of each pipeline's ranks.
 
-    Layers of multi-token prediction do not count. Models of other classes than `DECODER_MODELS` are not checked.
+    Layers of multi-token prediction and models of other classes than `DECODER_MODELS` are not checked.
 
     Raises:
-        ValueError: the stages have another number of layers in all; raised on all ranks of the pipeline.
+        ValueError: the stages do not have `num_layers` decoder layers in all; raised on all ranks of the pipeline.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     if not all(isinstance(model, DECODER_MODELS) for model in models):
@@ -158,7 +158,7 @@ def _scale_by_tokens(
 ) -> None:
     """Divide the gradients by the number of tokens, as megatron-core does.
 
-    megatron-core's own function takes the number of tokens from the last rank, which need not hold the last stage.
+    `finalize_model_grads` takes the number of tokens from the last rank, which need not hold the last stage.
     """
     holder = dist.get_global_rank(groups.pp, placement.rank_of(placement.num_stages - 1))
     dist.broadcast(num_tokens, src=holder, group=groups.pp)

@@ -1,7 +1,7 @@
 """Completes megatron-core's schedule plans, so that they compute the same as the forwards of the model and its layers.
 
-A schedule plan calls the parts of a layer in place of the layer. The plan therefore omits the hooks of layers, the
-random state in which layers draw under sequence parallelism, and the final norm after a dense layer.
+A schedule plan calls the parts of a layer in place of the layer. A schedule plan therefore omits the hooks of layers,
+the random state in which layers draw under sequence parallelism, and the final norm after a dense layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import make_viewless_tensor
 
 
 def complete_plan(model: Any, plan: Any) -> None:
-    """Make the plan of a forward compute the same as the model's forward. Hooks of the model itself run in this call.
+    """Make the schedule plan of a forward compute the same as the model's forward, and run the model's own hooks.
 
     Args:
         model: the model whose `build_schedule_plan` made the plan.
@@ -31,7 +31,7 @@ def complete_plan(model: Any, plan: Any) -> None:
         first = _first_node(planned)
         _wrap(first, partial(_after_hooks, planned.layer))
         if number < own and config.sequence_parallel:
-            # Layers of multi-token prediction fork this state themselves.
+            # Layers of multi-token prediction fork the random state themselves.
             for node in (first, planned.mlp, planned.moe_combine):
                 _wrap(node, _forked)
         is_dense = not isinstance(planned.moe_combine, ScheduleNode)
@@ -64,7 +64,7 @@ def run_hooks(module: torch.nn.Module) -> None:
 
 
 def _wrap(node: Any, around: Callable[..., Any]) -> None:
-    """Replace the forward of a node by `around`, which gets the original forward; skip nodes that the layer lacks."""
+    """Replace the forward of a plan's node by `around`, which gets the original forward; skip missing nodes."""
     if isinstance(node, ScheduleNode):
         node.forward_func = partial(around, node.forward_func)
 

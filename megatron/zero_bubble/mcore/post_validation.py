@@ -2,10 +2,10 @@
 
 megatron-core's step reduces two values over all stages before it updates a parameter: the squared norm of the gradients
 and, with a loss scale, whether any gradient is not finite. With post-validation each stage checks its own gradients
-only, starts the same reductions in the background, and steps. The reductions complete during the next iteration's
-warmup and mostly confirm the step. If the reductions show that gradients should have been clipped or the step skipped,
-the step is undone and the right step is taken. The results equal megatron-core's bit for bit: the reductions have the
-same inputs and group.
+only, starts the reductions over all stages in the background, and steps. The reductions over all stages complete during
+the next iteration's warmup and mostly confirm the step. If the reductions show that gradients should have been clipped
+or the step skipped, the step is undone and the right step is taken. The updated parameters equal megatron-core's bit
+for bit: the reductions have the same inputs and group as in megatron-core.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Reduction:
 
 @dataclass
 class _Pending:
-    """A step that was taken or withheld and is not yet validated."""
+    """An optimizer step that was taken or withheld and is not yet validated."""
 
     has_stepped: bool
     squared_norms: list[_Reduction]
@@ -65,9 +65,9 @@ class _Pending:
     found_inf: list[_Reduction]
     """For each loss scale two flags: [an Inf or NaN was found, a rank has stepped]."""
     scales: list[dict[str, Any]]
-    """The loss scales before the step."""
+    """The loss scales before the optimizer step."""
     settings: list[dict[str, Any]]
-    """Learning rate and weight decay of every parameter group at the step."""
+    """Learning rate and weight decay of every parameter group at the optimizer step."""
 
 
 class PostValidation:
@@ -102,7 +102,7 @@ class PostValidation:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last step is not validated yet, so that parameters and the loss scale may still change."""
+        """Whether the last optimizer step is not validated yet: parameters and the loss scale may then still change."""
         return self._pending is not None
 
     @torch.no_grad()
@@ -175,7 +175,7 @@ class PostValidation:
         return norm is not None and math.isnan(norm)
 
     def _scales_forwards(self, pending: _Pending) -> bool:
-        """Tell whether forwards have used a loss scale that has changed: only auxiliary losses use it in a forward."""
+        """Tell whether forwards have used a loss scale that has changed: only auxiliary losses use one in a forward."""
         config = get_model_config(self._chunks[0])
         if config.num_moe_experts is None and not getattr(config, "mtp_num_layers", None):
             return False
@@ -220,7 +220,7 @@ class PostValidation:
         return _reduce(both, dist.ReduceOp.MAX, optimizer.get_grad_stats_parallel_group())
 
     def _clips(self, norm: Norm | None) -> bool:
-        """Tell whether megatron-core's clipping changes gradients of this norm; a NaN norm changes none."""
+        """Tell whether megatron-core's clipping changes gradients of norm `norm`; with a NaN norm it changes none."""
         return norm is not None and self._clip > 0.0 and bool(self._clip / (norm + 1.0e-6) < 1.0)
 
     def _skip(self, pending: _Pending, infinite: list[bool]) -> None:

@@ -17,11 +17,11 @@ def flag_of_setting(name: str) -> str:
 
 
 def refuse_with_schedule(settings: object, schedule: str) -> None:
-    """Refuse the arguments of a script that no zero-bubble schedule supports.
+    """Refuse a script's arguments that no zero-bubble schedule supports.
 
     Args:
-        settings: an object with the settings as attributes; a version of Megatron may lack some.
-        schedule: the flag by which the user asked for a schedule, which the message names.
+        settings: an object with the settings as attributes; a version of Megatron may lack some settings.
+        schedule: the flag by which the user asked for a schedule; the error message names this flag.
 
     Raises:
         ValueError: an argument is unsupported; the message names the argument, the reason and an alternative.

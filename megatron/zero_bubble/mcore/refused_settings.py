@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Feature(Enum):
-    """A feature of this project, named by its flag. Some settings work without the feature and are refused with it."""
+    """A feature of this project, named by its flag. A feature refuses some settings that work without it."""
 
     POST_VALIDATION = "--zero-bubble-post-validation"
     SCRIPT_POST_VALIDATION = "--zero-bubble-post-validation under the launcher"
@@ -84,7 +84,7 @@ class Refusal:
 
 
 def _with(features: list[Feature], *rows: Refusal) -> Iterator[Refusal]:
-    """Yield copies of refusals that hold only with these features."""
+    """Yield copies of the refusals in `rows` that hold only with the given features."""
     return (replace(row, features=tuple(features)) for row in rows)
 
 

@@ -60,7 +60,7 @@ class ReplicaAveraging:
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """Average parameters over the group that is due after `iteration`, if any; a collective call of that group.
+        """Average parameters over the group of replicas due after `iteration`, if any; a collective call of the group.
 
         The step of `iteration` must have been validated.
         """
@@ -88,7 +88,7 @@ class ReplicaAveraging:
             self._changed()
 
     def _begin_local_steps(self, iteration: int) -> None:
-        """Reduce gradients within this replica alone from the next iteration on, if that iteration is local."""
+        """If replicas step alone in the next iteration, reduce gradients only within this replica from then on."""
         if self.is_local or not self.hierarchy.is_local(iteration + 1):
             return
         self.is_local = True

@@ -53,7 +53,7 @@ def make_rewindable(
 
 
 class Restart:
-    """Saves the random states and the modules' buffers when it is created, to restore them in `apply`."""
+    """Saves the random states and the modules' buffers on creation, and restores them in `apply`."""
 
     def __init__(self, model_chunks: Sequence[torch.nn.Module]) -> None:
         self._random = random._get_all_rng_states()
@@ -61,8 +61,8 @@ class Restart:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Restore the saved states. Otherwise a buffer that counts in a forward, such as an expert's tokens, would
-        count the same forward twice."""
+        """Restore the saved states: a buffer that counts in a forward, such as an expert's tokens, would otherwise
+        count a repeated forward twice."""
         random._set_all_rng_states(*self._random)
         for buffer, before in self._buffers:
             buffer.copy_(before)

@@ -47,13 +47,13 @@ class ForwardBackward:
     """Runs forward and backward of all microbatches of a step with the schedules of a plan.
 
     Schedules are generated, lowered and validated once for each number of microbatches, and kept.
-    The process groups of the channels are created at the first call.
+    The process groups of the channels are created when the first step or evaluation begins.
 
     Args:
-        connections: the channels; by default over torch.distributed, with megatron-core's timeout.
+        connections: the channels between ranks; by default over torch.distributed, with megatron-core's timeout.
         planning: options for profiling the run and planning again from measured costs; None keeps the plan.
         report: called on every rank with each decision of the planning during the run.
-        post_validation: takes the optimizer's steps within the schedule; None if steps follow the schedule.
+        post_validation: takes the optimizer's steps within the schedule; None if optimizer steps follow the schedule.
         pairs: whether a forward and a backward may run as one operation (see `PairedStage`).
         orders_microbatches: whether microbatches of different sizes run in an order that is planned for their sizes
             (see `StepPlanner`); by default, whether the model's configuration sets `variable_seq_lengths`.
@@ -115,7 +115,7 @@ class ForwardBackward:
 
     @property
     def plan(self) -> RunSchedules:
-        """The current plan."""
+        """The plan whose schedules run at present."""
         return self._running.plan
 
     @property
@@ -128,7 +128,7 @@ class ForwardBackward:
         return self._running.schedule(num_microbatches)
 
     def position(self) -> Position | None:
-        """Return the position of this rank in a step, None between steps; a `Watchdog` calls this from another
+        """Return the position of this rank in a step, None between steps; a `Watchdog` calls this method from another
         thread."""
         executor = self._last_executor
         if executor is None:
@@ -164,7 +164,7 @@ class ForwardBackward:
         return self._connections.shapes_vary
 
     def take_order_times(self) -> OrderTimes | None:
-        """Return the predicted times of the steps with a planned order of microbatches since the last call."""
+        """Return the predicted times of steps with a planned order of microbatches since this method's last call."""
         return self._step_plans.take_times()
 
     def __call__(self, **arguments: Any) -> list[Any]:
@@ -204,7 +204,7 @@ class ForwardBackward:
         return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
 
     def _prepare(self, call: StepCall) -> None:
-        """Validate the last step (evaluation) or adopt the next plan (training step), and open the connections."""
+        """Open the connections, after validating the last step (evaluation) or adopting the next plan (training)."""
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
         if call.forward_only:
@@ -259,9 +259,9 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
 
     def settle(self) -> None:
-        """Validate the last step now if a schedule with post-validation has not validated it yet.
+        """Validate the last optimizer step now if a schedule with post-validation has not validated it yet.
 
-        Call this function on every rank before anything but a training step reads parameters or the optimizer.
+        Call `settle` on every rank before anything but a training step reads parameters or the optimizer.
         """
         if self._post_validation is not None:
             self._post_validation.validate()

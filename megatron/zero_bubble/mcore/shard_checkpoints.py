@@ -1,9 +1,9 @@
 """Lets megatron-core save and load parameters and optimizer state that torch's FSDP2 shards.
 
 megatron-core saves each replica's rows of a parameter as a part of the whole parameter, under the parameter's name
-without sharding. Any number of replicas, sharded or not, can load the checkpoint. This module corrects three steps: the
-matching of the optimizer's state to the parameters, the places of rows of gated layers, and the conversion of loaded
-tensors to shards.
+without sharding. Any number of replicas, sharded or not, can load a checkpoint of sharded replicas. This module
+corrects three steps of saving and loading: the matching of the optimizer's state to the parameters, the places of rows
+of gated layers, and the conversion of loaded tensors to shards.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shard_like(parameter: Any, value: Any) -> Any:
-    """Return a loaded local tensor as a shard, if it belongs to a `parameter` that is sharded; else `value` itself."""
+    """Return the loaded local tensor `value` as a shard if its `parameter` is sharded, else `value` itself."""
     if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     return DTensor.from_local(

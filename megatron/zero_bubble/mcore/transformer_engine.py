@@ -1,8 +1,8 @@
 """Runs the deferred W of Transformer Engine's modules in the order of the weight-gradient store.
 
 Transformer Engine itself defers the weight gradient of a module that was built with `delay_wgrad_compute`. The backward
-of the module puts the inputs of W into a queue, and `backward_dw()` runs the oldest W and calls the hooks that DDP
-registered. Zero bubble only decides when `backward_dw()` is called.
+of a module that defers W puts the inputs of W into a queue, and `backward_dw()` runs the oldest W and calls the hooks
+that DDP registered. Zero bubble only decides when `backward_dw()` is called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from packaging.version import Version
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
-"""The oldest supported version of Transformer Engine; Megatron-LM's arguments demand it, too. Since this version,
+"""The oldest supported version of Transformer Engine, which Megatron-LM's arguments demand, too: its
 `delay_wgrad_compute` works without fused accumulation of gradients and with overlapped reduction."""
 
 
@@ -34,7 +34,7 @@ def check_transformer_engine() -> None:
 def defer_weight_gradients(config: Any) -> None:
     """Set `delay_wgrad_compute`, so that modules built with this megatron-core config leave W to `backward_dw()`.
 
-    The setting is changed after the construction of the config, because the constructor allows the setting only
+    `delay_wgrad_compute` is set after the construction of the config, because the constructor allows the setting only
     together with megatron-core's schedule for overlapping the communication of experts.
     """
     config.delay_wgrad_compute = True

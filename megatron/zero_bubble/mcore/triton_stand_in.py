@@ -1,6 +1,6 @@
 """Lets megatron-core be imported without triton, the compiler of GPU kernels, which torch for CPUs does not install.
 
-Importing a module of `mcore` or `trainer` is enough: their packages call `stand_in_for_triton()`.
+The packages `mcore` and `trainer` call `stand_in_for_triton()` when one of their modules is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 _NEED_TRITON = ("batch_invariant_kernels", "paged_stash", "attention_context.triton.tensor_ops")
-"""Modules of megatron-core that cannot be imported without triton in some versions. The kernels in them need GPUs."""
+"""Modules of megatron-core with kernels for GPUs, which in some versions cannot be imported without triton."""
 _KERNELS = ("megatron.core.ssm.ops.common.", "megatron.core.ssm.ops.mamba2.")
 """Packages of megatron-core 0.20 that contain only kernels, and are imported with Mamba."""
 

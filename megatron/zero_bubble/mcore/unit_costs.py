@@ -54,23 +54,23 @@ def measure_model(
 ) -> tuple[ModelCosts, float | None]:
     """Measure the costs of a model's units, and of a message between ranks.
 
-    This is a collective call of the whole job, with the same result on every rank.
+    `measure_model` is a collective call of the whole job and returns the same costs on every rank.
 
     All ranks measure every unit at the same time, and the median over ranks counts: ranks differ only by noise, and the
     slowest rank would have the most noise. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of a
-    layer are the time and the restored memory of its full recomputation. Random states are restored afterwards.
+    layer are the time and the restored memory of its full recomputation. Random states are restored at the end.
 
     Args:
         kinds: for each layer of the model, the `Unit.layer` with the same costs.
         communicator: the class of the channels over which a message is measured.
         timeout: time limit for one message.
-        seconds: time for all units; each unit is timed at least once, even if this takes longer.
+        seconds: time for measuring all units; each unit is timed at least once, even if that takes longer.
         pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`); each unit then
-            runs one such pair, too. The exchange times of a unit are the times of exchanges between experts that the
-            pair hides.
+            runs one such pair, too. The exchange times of a unit are the times of exchanges between experts that a pair
+            of a forward and a backward hides.
 
     Returns:
-        The costs, and the time of a pair divided by the time of its F and B one after the other; None without pairs.
+        The model's costs, and the ratio of a pair's time to the time of its F and B in succession (None without pairs).
 
     Raises:
         ValueError: `pairs` is set, but the model cannot run a forward and a backward as one operation.
@@ -184,7 +184,7 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
 
 
 def _agreed_passes(fitting: float) -> int:
-    """Return the number of further passes on all ranks; a collective call. This rank has time for `fitting` passes."""
+    """Return the number of further passes for which all ranks have time, this rank for `fitting`; a collective call."""
     passes = torch.tensor(max(0, min(_MOST_PASSES - 1, math.floor(fitting))), device=torch.cuda.current_device())
     dist.all_reduce(passes, op=dist.ReduceOp.MIN)
     return int(passes.item())

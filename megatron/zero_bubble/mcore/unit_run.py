@@ -37,7 +37,7 @@ class MeasuredUnit(NamedTuple):
 
     costs: UnitCosts
     spread: float
-    """Largest relative spread of a duration: half the interquartile range over the median."""
+    """Largest relative spread of an operation's duration: half the interquartile range over the median."""
     time_between: float
     """Median milliseconds from the end of an operation to the start of the next one."""
     fused_backward: float
@@ -105,7 +105,7 @@ class UnitRun:
         self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(recorder.take())]
 
     def run_measured(self, caches: ColdCaches, *, with_memory: bool = False) -> None:
-        """Measure the operations of a pass; the caches are evicted before each operation."""
+        """Measure the operations of a pass through the unit; the caches are evicted before each operation."""
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter, caches.evict)
         caches.evict()
@@ -115,13 +115,13 @@ class UnitRun:
     def run_backwards(self, caches: ColdCaches) -> None:
         """Measure a backward that computes both gradients at once, and B and W right after each other.
 
-        The caches are evicted only before F and before the backward, because both backwards are compared.
+        The caches are evicted only before F and before the backward, because split and fused backward are compared.
         """
         self._split_backwards.append(self._time_of_backward(caches, self._split_executor))
         self._fused_backwards.append(self._time_of_backward(caches, self._fused_executor))
 
     def _time_of_backward(self, caches: ColdCaches, executor: Executor) -> float:
-        """Milliseconds from the start of the second operation to the end of the last; the first one is a forward."""
+        """Milliseconds of the operations after the forward, from the start of the first one to the end of the last."""
         evictions = [caches.evict]
 
         def evict_once() -> None:
@@ -158,7 +158,7 @@ class UnitRun:
             torch.cuda.synchronize()
 
     def costs(self) -> MeasuredUnit:
-        """Return the medians of all measured passes."""
+        """Return the unit's costs, the medians of all measured passes."""
         [measured] = self._profiler.costs()
         times, exchanged = measured.times, measured.exchanged
         kept, waiting = measured.memory[OpKind.F], measured.memory[OpKind.F] + measured.memory[OpKind.B]

@@ -1,9 +1,9 @@
 """Draws a model's initial weights and its dropout from seeds of its units, so that they do not depend on the layout.
 
 megatron-core seeds each pipeline rank once, so that the random numbers of a layer depend on the rank and on all
-previous draws of the rank. Here each unit has its own seeds for its weights and for the dropout of each microbatch. A
-unit is the embedding, a layer, a layer of multi-token prediction, or the output layer. As in megatron-core,
-tensor-parallel and expert-parallel ranks derive equal or different numbers from the seed of a unit.
+previous draws of the rank. With this module each unit has its own seeds for its weights and for the dropout of each
+microbatch. A unit is the embedding, a layer, a layer of multi-token prediction, or the output layer. As in
+megatron-core, tensor-parallel and expert-parallel ranks derive equal or different numbers from the seed of a unit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.zero_bubble.mcore.replaced import replaced
 _MICROBATCH = "zero-bubble-microbatch"
 """Name of the running microbatch's seed among the random states that megatron-core tracks.
 
-megatron-core saves and restores all tracked states for recomputation, which therefore repeats the forward's draws."""
+megatron-core saves and restores all random states for recomputation, which therefore repeats the forward's draws."""
 
 
 _DEFAULT = "default-rng"
@@ -39,7 +39,7 @@ _DEFAULT = "default-rng"
 
 
 class _UnitKind(IntEnum):
-    """Kind of a unit. The numbers are part of the seeds."""
+    """Kind of a unit; the number of the kind is part of the unit's seeds."""
 
     EMBEDDING = 0
     LAYER = 1

@@ -33,7 +33,7 @@ from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size
 from megatron.zero_bubble.schedule import Placement
 
 _NAME = "vocabulary_shard"
-"""Name of the shard among the modules of a rank's first chunk."""
+"""Name of the vocabulary shard among the modules of a rank's first chunk."""
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 """megatron-core's names of the embedding's and the output layer's weight, in models and in checkpoints."""
 
@@ -90,7 +90,7 @@ class VocabularyShard(torch.nn.Module):
 
 
 class SummedEmbedding(torch.nn.Module):
-    """Takes the place of a `VocabParallelEmbedding`: returns rows that were looked up before, reduced in the same way.
+    """Replaces a `VocabParallelEmbedding`: returns rows that were looked up before, reduced like that embedding's.
 
     Attributes:
         looked_up: [batch, sequence, hidden], the embeddings of the next microbatch's tokens that are in this tensor
@@ -153,8 +153,8 @@ class _Weight(NamedTuple):
 def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | None = None) -> VocabularyShard:
     """Spread the rows of embedding and output layer over the pipeline; a collective call of the pipeline's ranks.
 
-    The rows keep the values that megatron-core has initialized or the caller has loaded. Call this function when the
-    chunks are on their device, before `split_weight_gradients` and DDP; the chunks may already be wrapped in
+    The rows keep the values that megatron-core has initialized or the caller has loaded. Call `shard_vocabulary` when
+    the chunks are on their device, before `split_weight_gradients` and DDP; the chunks may already be wrapped in
     `Float16Module`.
 
     Args:
@@ -219,7 +219,7 @@ def _model_of_stage(models: Sequence[Any], placement: Placement, stage: int) -> 
 
 
 def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any) -> str | None:
-    """Return the reason why these chunks cannot be sharded, in one line; None if they can."""
+    """Return the reason why these models' vocabulary cannot be sharded, in one line; None if it can be sharded."""
     flag = "--zero-bubble-vocabulary-parallel"
     config = get_model_config(models[0])
     kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}
@@ -263,7 +263,7 @@ def _describe(weight: torch.Tensor) -> _Weight:
 def _scatter(
     whole: torch.Tensor | None, weight: _Weight, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Return this rank's part of the rows that the pipeline rank `source` has."""
+    """Return this rank's part of a weight's rows, all of which are on the pipeline rank `source`."""
     rows, hidden = weight.shape
     part = torch.empty(rows // group.size(), hidden, dtype=weight.dtype, device=device)
     # The rows are sent as bytes, because gloo does not know every type.
@@ -290,5 +290,5 @@ def _replace_layers(models: Sequence[Any], first: Any, last: Any) -> None:
 def _sharded_state_dict(
     model: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Replace the method `sharded_state_dict` of a GPT, which needs an output layer with a weight."""
+    """Stand in for the `sharded_state_dict` of a GPT: that method needs an output layer with a weight."""
     return MegatronModule.sharded_state_dict(model, prefix, sharded_offsets, metadata)

@@ -65,7 +65,7 @@ def open_vocabulary(
 ) -> VocabularyRun | None:
     """Prepare a run of these model chunks, or return None if their vocabulary is not sharded.
 
-    A collective call of the ranks of a pipeline and of their tensor-parallel ranks.
+    `open_vocabulary` is a collective call of the ranks of a pipeline and of their tensor-parallel ranks.
 
     Args:
         chunks: all model chunks of this rank, wrapped or not.
@@ -92,14 +92,14 @@ def open_vocabulary(
 
 @dataclass(frozen=True)
 class ShardCollectives:
-    """Collectives of this rank's groups. Only an `ExchangeLane` uses these groups: they are not megatron-core's."""
+    """Collectives of this rank's pipeline and tensor-parallel ranks, over groups that only an `ExchangeLane` uses."""
 
     pipeline: Collectives
     tensor: Collectives | None
     """Collectives of the tensor-parallel group; None without tensor parallelism."""
 
     def gather_statistics(self, statistics: torch.Tensor) -> torch.Tensor:
-        """Return the statistics of all shards, in the order of shards, [shards, *statistics.shape]."""
+        """Return the softmax statistics of all shards, in the order of shards, [shards, *statistics.shape]."""
         gathered = statistics.new_empty(self.pipeline.size, *statistics.shape)
         self.pipeline.gather_all(statistics, gathered)
         if self.tensor is None:
@@ -131,14 +131,14 @@ class ShardCollectives:
         return terms
 
     def close(self) -> None:
-        """Leave the groups; this rank must have no collective under way, and those of other ranks then fail."""
+        """Leave the groups, so that other ranks' collectives fail; this rank must have no collective under way."""
         self.pipeline.close()
         if self.tensor is not None:
             self.tensor.close()
 
 
 def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeout: timedelta) -> ShardCollectives:
-    """Create groups with the same ranks as megatron-core's groups; a collective call of these ranks."""
+    """Create the shards' process groups, with the ranks of megatron-core's groups; a collective call of these ranks."""
 
     def like(group: dist.ProcessGroup) -> TorchCollectives:
         return TorchCollectives(dist.get_process_group_ranks(group), group.rank(), device, timeout)
@@ -147,7 +147,7 @@ def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeo
 
 
 def made_up_collectives(real: ShardCollectives) -> ShardCollectives:
-    """Return collectives of the same sizes without communication: zeros or this rank's tensors replace messages."""
+    """Return collectives like `real` without communication: zeros or this rank's tensors replace messages."""
     tensor = None if real.tensor is None else _MadeUpRanks(real.tensor)
     return ShardCollectives(_MadeUpRanks(real.pipeline), tensor)
 

@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad
 from megatron.zero_bubble.runtime.collectives import sum_in_order
 
 _SCALES = {torch.float16: 1024.0}
-"""Factor of D_d, by its type: most probabilities are smaller than the smallest normal number of fp16, 6e-5."""
+"""Factor by which D_d of a type is multiplied: most probabilities are below fp16's smallest normal number, 6e-5."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Rows:
     count: int
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a row of this shard for every token, and whether the token is in this shard; else the row is
-        arbitrary.
+        """Return every token's row in this shard, and whether the token is in this shard; other tokens get arbitrary
+        rows.
 
         Tokens of other shards get different rows, because a GPU adds the gradients of one row sequentially.
         """
@@ -90,8 +90,8 @@ class ShardSoftmax:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def take_input_gradient(self, alpha: torch.Tensor) -> torch.Tensor:
-        """Return this shard's term of dX for g = 1, [n, hidden] in `statistics_type`; drop `product` and
-        `label_weights`."""
+        """Return this shard's term of the input gradient dX for a loss gradient of 1, [n, hidden] in `statistics_type`;
+        drop `product` and `label_weights`."""
         assert self.product is not None
         assert self.label_weights is not None
         gradient = self.product.to(alpha.dtype).mul_((alpha / self.scale).unsqueeze(1))
@@ -100,11 +100,11 @@ class ShardSoftmax:
         return gradient
 
     def logits_gradient(self, alpha: torch.Tensor, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return g (alpha_d P_d - G_d), [n, rows of the shard], in the weights' type; its transpose times X is dW_d.
+        """Return the gradient of the logits, g (alpha_d P_d - G_d), [n, rows of the shard], in the type of the weights.
 
         Args:
-            alpha: [n], alpha_d in `statistics_type`.
-            loss_gradient: [n], g in `statistics_type`.
+            alpha: [n], this shard's share alpha_d of the softmax's sum, in `statistics_type`.
+            loss_gradient: [n], the gradient g with respect to every token's loss, in `statistics_type`.
         """
         assert self.difference is not None
         gradient = self.difference.to(alpha.dtype) * (loss_gradient * alpha / self.scale).unsqueeze(1)
@@ -122,7 +122,7 @@ def softmax(
 
     Args:
         weight: [rows of the shard, hidden].
-        hidden: [n, hidden], X in the type of the weights.
+        hidden: [n, hidden], the hidden states X in the type of the weights.
         labels: [n], the labels' token numbers.
     """
     local, is_own = rows.locate(labels)
@@ -144,7 +144,7 @@ def softmax(
 
 
 def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of every token, and alpha_d of one shard, both [n].
+    """Return the loss of every token, and one shard's share alpha_d of the softmax's sum, both [n].
 
     Sums over shards are taken in the order of shards, so that all ranks get the same bits.
 
@@ -163,7 +163,7 @@ def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.T
 def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Tensor:
     """Return the embedding of every token in this shard, and zeros for other tokens: [*tokens.shape, hidden].
 
-    The sum of the results over shards is exactly the whole embedding, because all terms but one are zeros.
+    The sum of all shards' embeddings of a token is exactly the whole embedding, because all terms but one are zeros.
     """
     local, is_own = rows.locate(tokens)
     return weight[local] * is_own.unsqueeze(-1)
@@ -184,7 +184,7 @@ def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor
 
 
 class ShardWeight(torch.nn.Module):
-    """The rows of one shard as a parameter. Calling the module returns the parameter, so that DDP's forward hooks run.
+    """The rows of one shard as a parameter. Calling a `ShardWeight` returns the parameter and runs DDP's forward hooks.
 
     The gradient is added up in `main_grad` if DDP has made one, else in `weight.grad`. DDP's own hook is called, as for
     W (see `weight_grad.py`), once the gradients of all microbatches are added.
@@ -225,7 +225,7 @@ class ShardWeight(torch.nn.Module):
         Args:
             logits_gradient: [n, rows].
             hidden: [n, hidden].
-            is_fused: add the product straight into `main_grad`, with apex' kernel.
+            is_fused: add the weight gradient straight into `main_grad`, with apex' kernel.
         """
         if is_fused and hasattr(self.weight, "main_grad"):
             add_to_main_grad(self.weight, hidden, logits_gradient)
@@ -239,8 +239,8 @@ class ShardWeight(torch.nn.Module):
     def _sum_of_embedding(self) -> torch.Tensor:
         """Return the tensor in which the gradients of the embedding are added up.
 
-        Tied weights have a buffer for this sum, because schedules interleave the gradients of embedding and output
-        layer differently, and bits must not depend on the schedule. A `main_grad` of 16 bits needs the buffer, too.
+        Tied weights have a buffer for embedding gradients, because schedules interleave gradients of embedding and
+        output layer differently, and bits must not depend on the schedule. A 16-bit `main_grad` needs the buffer, too.
         """
         total = self._total()
         if self.num_uses == 1 and total.dtype is torch.float32:
@@ -270,5 +270,5 @@ class ShardWeight(torch.nn.Module):
             self._hook()
 
     def forget_gradient(self) -> None:
-        """Drop sums outside of `main_grad` for a new step; `main_grad` keeps its gradients."""
+        """Drop sums of gradients outside of `main_grad` for a new step; `main_grad` keeps its gradients."""
         self.embedding_sum, self._num_complete = None, 0

@@ -19,7 +19,7 @@ def check_vocabulary_size(
         divisible_by: the value of `--make-vocab-size-divisible-by`.
 
     Raises:
-        ValueError: the vocabulary cannot be divided; the message names a sufficient value of `divisible_by`.
+        ValueError: equal shards are impossible; the message names a sufficient value of `divisible_by`.
     """
     if not divides(padded_vocab_size, pipeline_ranks, tensor_ranks):
         raise ValueError(

@@ -5,8 +5,8 @@
 
 Tensors pass between the computation and the lane of collectives. On a GPU computation and collectives are two streams,
 and memory that one stream frees must not be reused while the other stream still reads it. Tensors made in the lane are
-safe, because each collective waits for all computation before it. Tensors made for the lane are kept until this rank
-has waited for a later collective, or are marked by `record_stream`.
+not overwritten too early, because each collective waits for all computation before it. Tensors computed for the lane
+are kept until this rank has waited for a later collective, or are marked by `record_stream`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatron.zero_bubble.schedule import Op, OpKind
 
 @dataclass
 class _Microbatch:
-    """Intermediate results that operations pass to each other. n counts tokens: batch times sequence, in the order
-    [sequence, batch]."""
+    """Intermediate results of one microbatch that operations pass to each other. A size n is the number of tokens,
+    batch times sequence, in the order [sequence, batch]."""
 
     call: RecordedCall | None = None
-    """The call of the model in the first stage, until its forward runs."""
+    """The call of the model in the first stage, until the stage's forward runs."""
     loss_function: Callable[..., Any] | None = None
     tokens: torch.Tensor | None = None
     """Token numbers, [batch, sequence]."""
@@ -88,7 +88,7 @@ class VocabularyStep:
         return 0 if kept is None else kept.nbytes
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that operations and collectives have left for later ones."""
+        """Yield the tensors that operations and collectives have left for later operations."""
         for state in self._microbatches:
             parts = {**vars(state), **(vars(state.softmax) if state.softmax else {})}
             yield from (part for part in parts.values() if isinstance(part, torch.Tensor))

@@ -2,9 +2,9 @@
 block.
 
 On a GPU the first launch of a kernel, the allocator's growth and the creation of a communicator may wait for the whole
-device. In a step the device also waits for receives that are posted ahead. Their messages may depend on this very rank,
-so that the pipeline would hang. Before the first step no receives are posted. The warm-up restores all state that it
-changes.
+device. In a step the device also waits for receives that are posted ahead. If the sender of such a message waits for
+the rank whose device waits, the pipeline hangs. Before the first step no receives are posted. The warm-up
+restores all state that it changes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
     """Compute one microbatch on each of this rank's stages and discard the results; a collective call of all ranks.
 
     The warm-up runs at the start of the first training step, when gradients are zero, and leaves them zero. The first
-    step reads the same data again. With fp8, whose scaling remembers every forward, and with varying shapes, which a
-    stage learns from the previous stage, only communicators are created.
+    step reads the data of the warm-up again. With fp8, whose scaling remembers every forward, and with varying shapes,
+    which a stage learns from the previous stage, the warm-up only creates communicators.
     """
     _make_communicators(groups, stage.device)
     if get_model_config(stage.model_chunks[0]).fp8 or stage.shapes_vary:
@@ -75,7 +75,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
 
 
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:
-    """Run one all-reduce in every group that may communicate in a step: the first use creates the communicator.
+    """Run one all-reduce in every process group that a step may use: the first use of a group creates its communicator.
 
     All ranks go through the kinds of groups in the same order, and each rank is in one group of each kind.
     """

@@ -1,8 +1,8 @@
 """Computes W, the deferred weight gradient, of megatron-core's linear layers and hands it to DDP.
 
 W ends by calling the hook with which megatron-core's DDP accumulates `param.grad` into `main_grad` and, once a bucket
-is complete, starts its reduction. The additions are therefore the same as with autograd, in the same order. DDP gives
-that hook to modules with `register_wgrad_accumulation_and_reduce_hooks` if its config sets `delay_wgrad_compute`.
+is complete, starts its reduction. Weight gradients are therefore added in the same order as with autograd. DDP gives
+its hook to modules with `register_wgrad_accumulation_and_reduce_hooks` if its config sets `delay_wgrad_compute`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LayerWeightGrad:
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
-        """Add a term to the sum of a microbatch; once the sum is complete, add it to `weight.grad` and call DDP's hook.
+        """Add a term to a microbatch's weight gradient; add the complete gradient to `weight.grad` and call DDP's hook.
 
         Args:
             weight: the weight that the forward used: the layer's parameter, or a gathered copy of the parameter.
@@ -80,7 +80,7 @@ class MicrobatchSum:
         self._total: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add a term and return the sum once it is complete."""
+        """Add a term of the weight gradient; return the sum once it is complete, until then None."""
         self.num_missing -= 1
         total = grad if self._total is None else self._total + grad
         # A complete sum is not kept, because it is as large as the weight.

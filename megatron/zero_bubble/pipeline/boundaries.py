@@ -14,8 +14,8 @@ Boundaries = tuple[int, ...]
 def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """Split `weights` into consecutive parts, none of them empty, whose largest sum is the smallest possible.
 
-    Among such partitions, the function chooses the one with the smallest sum of the parts' squared weights, and then of
-    their squared lengths.
+    Among partitions with the smallest largest sum, the function chooses the partition with the smallest sum of the
+    parts' squared weights, and then of their squared lengths.
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
@@ -71,7 +71,7 @@ def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
     """Return 1 for each class name in which the regular expression is found, ignoring case, and 0 for other names.
 
     Raises:
-        ValueError: the text is not a regular expression, or matches no class.
+        ValueError: `pattern` is not a regular expression, or matches no class.
     """
     try:
         weights = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in class_names]

@@ -69,8 +69,8 @@ class StepMessages:
     def begin_as_before(self, load: Callable[[], Microbatches], autocast: Autocast) -> None:
         """Give the stage the data of a training step without asking other ranks.
 
-        `begin` must have run in an earlier step. If the data cannot be used, the step fails as it does after a failed
-        forward.
+        `begin` must have run in an earlier step. If the data cannot be used, the training step fails in the same way as
+        after a failed forward.
         """
         try:
             if self._describe(load, autocast) != self._trained_form:

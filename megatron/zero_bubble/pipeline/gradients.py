@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule import Placement
 class TiedLayer:
     """Keeps the copies of a tied layer equal: all copies start with the first copy's weights and get equal gradients.
 
-    Creating an instance is a collective call of the ranks that hold a copy.
+    Creating a `TiedLayer` is a collective call of the ranks that hold a copy of the layer.
 
     Args:
         stages: the stages with a copy, ascending; several may be on one rank.
@@ -59,7 +59,7 @@ class TiedLayer:
         return len(next(iter(self._own.values())))
 
     def begin_step(self) -> None:
-        """Set aside the gradients of earlier steps, which are already sums over all copies."""
+        """Set aside the gradients of earlier steps, which are already sums over all copies of the layer."""
         self._before = {parameter: parameter.grad for copy in self._own.values() for parameter in copy}
         for parameter in self._before:
             parameter.grad = None

@@ -35,7 +35,7 @@ class HeldLayers:
 
     @property
     def layers(self) -> list[HeldLayer]:
-        """All layers, in the order of the model."""
+        """All layers of the rank, in the order of the model."""
         return sorted((layer for chunk in self.chunks for layer in chunk), key=lambda layer: layer.index)
 
 
@@ -148,5 +148,5 @@ class Summary:
         return f"Pipeline: W stays in B for {shares}; split_layers=[...] splits more" if shares else None
 
     def _unsplit_shares(self) -> list[tuple[str, str]]:
-        """Return class and share of the layers whose W stays in B, the largest first."""
+        """Return class and share of the layers whose W stays in B, the largest share first."""
         return [(name, f"{count / self.num_parameters:.1%}") for name, count in self.unsplit.most_common()]

@@ -36,7 +36,7 @@ class Interconnect(Protocol):
         ...
 
     def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
-        """Open channels between neighbours, by default for tensors on the pipeline's device; a collective call."""
+        """Open channels between neighbouring stages, by default for tensors on `self.device`; a collective call."""
         ...
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
@@ -89,7 +89,7 @@ def connect_ranks(
     """Connect the ranks of a pipeline over torch.distributed.
 
     Args:
-        group: the ranks of the pipeline, by default all of the job.
+        group: the ranks of the pipeline, by default all ranks of the job.
         device: the device of layers and messages; by default this process's GPU with NCCL, otherwise the CPU.
         timeout: the time after which a missing message, or a rank that is missing in a collective, makes the job fail.
 
@@ -116,11 +116,11 @@ class Agreement:
 
     @classmethod
     def among_all(cls, interconnect: Interconnect) -> Agreement:
-        """Make an agreement of all ranks, with collectives that only it uses; a collective call."""
+        """Make an agreement of all ranks, with collectives that nothing else uses; a collective call."""
         return cls(interconnect.collectives(range(interconnect.size), HOST))
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of every rank; a collective call."""
+        """Return the `value` that each rank gives, for all ranks; a collective call."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.zeros(self._collectives.size, 1, dtype=torch.int64)
         self._collectives.gather_all(torch.tensor([len(data)]), sizes)
@@ -138,7 +138,7 @@ class Agreement:
 
         Raises:
             ValueError: `action` raises `ValueError` or `OSError` on any rank. Every rank raises the error of the first
-                such rank.
+                rank whose `action` fails.
         """
         outcomes = self.gather(attempt(action))
         raise_first(error for _, error in outcomes)

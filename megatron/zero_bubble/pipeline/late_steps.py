@@ -82,7 +82,7 @@ class StepReport(NamedTuple):
 
 @dataclass
 class _UnvalidatedStep:
-    """A step that is not validated yet."""
+    """A training step that is not validated yet."""
 
     reports: Future[list[StepReport]]
     optimizer: torch.optim.Optimizer
@@ -147,7 +147,7 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
-        """Report to the other ranks, and take the optimizer's step unless this rank knows that it would be wrong.
+        """Send this rank's `StepReport` to all ranks; take the optimizer's step unless the rank knows that it is wrong.
 
         Args:
             norms: the norms of this rank's complete gradients.
@@ -167,7 +167,7 @@ class LateSteps:
         """Wait for the reports of all ranks, amend the last step if it was wrong, and drop its gradients.
 
         Returns:
-            Whether the step was wrong on any rank; the value is the same on every rank.
+            Whether the last optimizer step was wrong on any rank; the value is the same on every rank.
 
         Raises:
             ValueError: on all ranks, if a forward of the step has failed; the optimizer's step is then not taken, or

@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule import OpKind, Placement
 from megatron.zero_bubble.schedule.errors import one_line
 
 _RUNS = 6
-"""How often each layer runs; the first run is not counted."""
+"""How often each layer runs in a measurement; the first run is not counted."""
 
 
 class LayerTimes(NamedTuple):
@@ -46,7 +46,7 @@ def measure_layers(
         example: inputs and targets of one microbatch.
 
     Raises:
-        ValueError: a layer fails.
+        ValueError: a layer or the loss fails while it is measured.
     """
     value, targets = example
     times = []

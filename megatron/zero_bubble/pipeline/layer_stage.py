@@ -32,7 +32,7 @@ class HeldLayer:
 
 
 class Failure(NamedTuple):
-    """A failed forward. The smallest of several failures is the cause of the others."""
+    """A failed forward. The first of several failures, by microbatch and then by stage, is the cause of the others."""
 
     microbatch: int
     stage: int

@@ -143,7 +143,7 @@ class StageMessage:
         return StageMessage(self.spec, [tensor.detach() for tensor in self.tensors])
 
     def release(self) -> None:
-        """Drop the values; autograd keeps the tensors that backward needs."""
+        """Drop the message's tensors; autograd keeps the tensors that the backward needs."""
         self.tensors = ()
 
     def spread(self, gradients: StageMessage) -> list[torch.Tensor | None]:

@@ -25,19 +25,19 @@ class PipelineOptions:
     Args:
         partition: which layers a stage gets. "uniform" balances the number of layers, "parameters" the number of
             parameters, "type:REGEX" the number of layers whose class matches, and "profile" the measured times of the
-            layers. A list contains the first layer of every stage except the first stage.
+            layers. A partition as a list contains the first layer of every stage except the first stage.
         example: inputs and targets of one microbatch, for the partition "profile".
         num_chunks: number of stages of a rank; by default the number that the schedule has.
         memory_limit: largest activation memory of a rank, in activations of one microbatch on a whole rank; one number
-            for all ranks, or one per rank. By default as much as the named schedule needs.
+            for all ranks, or one per rank. The default is the memory that the named schedule needs.
         offload: speed of a rank's host link in each direction, as the number of microbatches copied in the time of one
             forward. A planned schedule then copies activations to the host and back where that is faster under
             `memory_limit`, and microbatches keep their order. None disables copies to the host.
         checkpoint: whether all layers drop their activations in F and run again in R. The argument `checkpoint` of a
-            `LayerSpec` sets this for one layer.
+            `LayerSpec` sets the recomputation of one layer.
         split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
         variable_shapes: whether layers can return different shapes for two microbatches with equal input shapes, as a
-            layer that drops padding does. Different input shapes are noticed without this option.
+            layer that drops padding does. Different input shapes are noticed without `variable_shapes`.
         microbatch_order: "planned" runs microbatches of different shapes in the order with the least predicted time,
             based on measured times of the first steps with different shapes; "data" keeps the order of the data.
         post_validation: whether `train_step` takes the optimizer's step before the norm of all gradients is known.

@@ -49,7 +49,7 @@ class Pipeline(PartialModel):
         schedule: name of a schedule (see `megatron.zero_bubble.schedule.names()`), or a schedule.
         num_microbatches: number of microbatches of a step.
         options: partition, memory, shapes and post-validation.
-        group: the ranks of the pipeline, by default all of the job.
+        group: the ranks of the pipeline, by default all ranks of the job.
         replicas: the ranks that hold the same stages of other pipelines; gradients are averaged over them.
         interconnect: the connections between the ranks, by default `connect_ranks(group)`. Call `connect_ranks`
             yourself for another device or timeout.
@@ -145,7 +145,7 @@ class Pipeline(PartialModel):
     def settle(self) -> TrainingOutcome | None:
         """Validate the last step of `train_step` and return its outcome; None if no outcome is left to return.
 
-        Call this method before anything else reads parameters or the optimizer's state. The pipeline's own methods
+        Call `settle` before anything else reads parameters or the optimizer's state. The pipeline's own methods
         validate the last step themselves.
         """
         self._validate()
@@ -198,9 +198,9 @@ class Pipeline(PartialModel):
         return super().state_dict(*arguments, **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the unscaled norm.
 
-        The result equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
+        The norm equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
         counts once.
         """
         return clip_grad_norm(self.own_parameters(), self._counted(), self._agreement, max_norm, norm_type)

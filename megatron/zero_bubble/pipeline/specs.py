@@ -119,7 +119,7 @@ def call_of(layer: Any, module: torch.nn.Module) -> Callable[[Any], Any]:
 
 @contextmanager
 def seeded(layer: int, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from the seed of one layer inside the `with` block, and restore the states after it."""
+    """Draw random numbers from the seed of one layer inside the `with` block, then restore the random states."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(torch.initial_seed() + layer)
         yield

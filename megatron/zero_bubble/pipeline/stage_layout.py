@@ -26,7 +26,7 @@ class StageLayout:
     """The layers of every stage, and the schedule."""
 
     boundaries: boundaries.Boundaries
-    """The first layer of every stage, and the number of layers at the end."""
+    """The first layer of every stage, followed by the number of all layers."""
     loads: tuple[float, ...]
     """The balanced quantity of every stage: layers, parameters, matching layers or seconds."""
     unit: str

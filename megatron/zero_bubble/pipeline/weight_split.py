@@ -33,8 +33,8 @@ SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
     nn.Embedding,
 )
-"""The layers of torch that call one function with their weight. A subclass that inherits the forward of its class is
-split, too."""
+"""The layers of torch that call one function with their weight. A subclass of a class in `SPLIT_LAYERS` is
+split, too, if it inherits the forward."""
 
 _KEY_VALUE_BIASES = {"bias_k", "bias_v"}
 """Parameters of `nn.MultiheadAttention` that are appended to keys and values; no matrix product uses them."""
@@ -53,7 +53,7 @@ class DefersWeightGradients(Protocol):
         """Defer weight gradients from now on, and return the parameters whose gradients are deferred; called once.
 
         A backward that runs while `store.is_deferring` gives `store.put` a function that computes the gradients and
-        adds them to `.grad`. Any other backward computes the weight gradients at once.
+        adds them to `.grad`. A backward outside of `store.deferring()` computes the weight gradients at once.
         """
         ...
 
@@ -182,8 +182,8 @@ class _SplitInProjection(_SplitLayer):
 class _SplitAttention:
     """The forward of an `nn.MultiheadAttention`, with both of its projections split.
 
-    Torch's attention calls `linear` with its weights, inside of functions. The method `forward` uses copies of these
-    functions that call a split `linear`. Torch itself is not changed, so other modules and threads are not affected.
+    Torch's attention calls `linear` with its weights, inside of functions. The method `forward` uses copies of
+    torch's functions that call a split `linear`. Torch is not changed, so other modules and threads are not affected.
     """
 
     def __init__(self, module: nn.MultiheadAttention, store: WeightGradStore) -> None:

@@ -24,14 +24,14 @@ def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -
     """Plan the fastest schedule for the costs of a request, within its memory limit.
 
     On linear and interleaved placements the plan is never slower than a named schedule of the placement that fits in
-    the limit.
+    the memory limit.
 
     Args:
-        own_limits: computes the memory limits of the ranks for a request that has none.
+        own_limits: computes the memory limits of the ranks for a request without limits.
         request: a checked request (see `PlanRequest.checked`) for one layout.
 
     Raises:
-        Infeasible: no schedule fits in memory. The error has the smallest limit in which a schedule fits.
+        Infeasible: no schedule fits in memory. The error has the smallest memory limit in which a schedule fits.
     """
     limits = request.limits or with_room_for_shards(request, own_limits(request))
     is_v = request.placement.kind == "v"
@@ -46,20 +46,20 @@ def limit_of_1f1b(request: PlanRequest) -> Limits:
 
 
 def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
-    """The memory limits of `multiple_of_p` for the costs and the ranks of a request."""
+    """The memory limits that `multiple_of_p` computes from the costs and the ranks of a request."""
     return multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
 
 
 def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: Recompute = Recompute.NONE) -> Limits:
     """Memory limits of the ranks: `factor` times the memory of p microbatches, for p ranks with one stage each.
 
-    The memory that one B adds is part of the limit, because a microbatch may take more memory after its B than before.
-    With full recomputation the limit is `factor` times the peak of 1F1B with full recomputation.
+    The memory that one B adds is part of each limit, because a microbatch may take more memory after its B than before.
+    With full recomputation the memory limit is `factor` times the peak memory of 1F1B with full recomputation.
 
     Args:
         costs: costs of the stages, with one stage a rank.
         num_ranks: number of ranks, p.
-        factor: 1 for ZB-1p, 2 for ZB-2p.
+        factor: multiple of the memory of p microbatches: 1 for ZB-1p, 2 for ZB-2p.
         recompute: which microbatches have an R.
 
     Returns:
@@ -73,7 +73,7 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
 def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> Limits:
     """Memory limits of the ranks of a V: memory of a given number of microbatches in flight on both chunks of a rank.
 
-    The memory that one B of each chunk adds is part of the limit.
+    The memory that one B of each chunk adds is part of the memory limit of a rank.
 
     Args:
         in_flight_on: function from the number of pipeline ranks to the number of microbatches in flight on each rank.

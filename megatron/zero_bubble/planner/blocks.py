@@ -1,8 +1,8 @@
 """Orders of F and B for a V: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
 A building block is the path of one microbatch in four legs: F of chunk 0 down the ranks, F of chunk 1 back up, B of
-chunk 1 down, B of chunk 0 up. The time between two ranks of a leg sets the life span of the activations, and so the
-peak memory.
+chunk 1 down, B of chunk 0 up. The time from one rank to the next in each leg decides how long activations live,
+and so the peak memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 PERIOD = 6
-"""Time slots of a block on one rank: F, B and W of both chunks take one slot each."""
+"""Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
 """Shares of the life span of an activation that are spent on the leg down; the rest is spent on the leg up."""
 DELAYS = (0, 0, 1, 2, 3)
-"""Slots by which B of a chunk starts later than necessary in a random building block; one is drawn for each chunk."""
+"""Slots by which B of a chunk starts later than necessary in a random building block: a draw for each chunk."""
 VARIATION = 0.06
 """Standard deviation of the random change of a time of a block, as a fraction of the period of the block."""
 
@@ -109,9 +109,9 @@ def repeated(problem: Problem, block: Block) -> list[Order]:
 def eager_orders(problem: Problem) -> list[Order]:
     """Return the order of ZB-V: F of chunk 0 until F of chunk 1 is ready, both F in turn until B is ready, then B too.
 
-    If every operation takes one slot, the first microbatch reaches chunk 1 of rank r 2(p - r) - 1 slots after chunk 0.
-    The gradient of the first microbatch reaches chunk 1 of rank r 2r + 1 slots, and chunk 0 2p slots, after the first
-    microbatch has reached chunk 1. Each phase of the warmup has one operation for each slot, so that no rank idles.
+    If every operation takes one slot, the first microbatch takes 2(p - r) - 1 slots from chunk 0 to chunk 1 of rank r.
+    From the arrival of the first microbatch in chunk 1 of rank r, its gradient takes 2r + 1 slots to arrive in chunk 1,
+    and 2p slots to arrive in chunk 0. Each phase of the warmup has one operation for each slot, so that no rank idles.
     """
     p, size, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
     orders = []

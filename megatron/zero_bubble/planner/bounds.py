@@ -27,9 +27,9 @@ class LowerBounds:
     """Length of the longest path from the first F of a rank through later stages to the last W of the rank: for equal
     stages and messages of time C, (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
     memory: float
-    """The larger of two bounds under the memory limit; at least `dependency`. The first bound adds to `dependency` the
-    idle time that the limit forces on a rank before its first and its last B. The second bound is the integral of the
-    memory of all microbatches over time, divided by the limit."""
+    """The larger of two lower bounds under the memory limit, at least `dependency`: `dependency` plus the idle time
+    that the limit forces on a rank before its first and its last B; and the integral of the memory of all microbatches
+    over time, divided by the limit."""
 
     @property
     def span(self) -> float:
@@ -44,9 +44,9 @@ def lower_bounds(
     memory_limit: float | Sequence[float] | None = None,
     recompute: Recompute = Recompute.NONE,
 ) -> LowerBounds:
-    """Compute the lower bounds for schedules in which no rank exceeds its memory limit.
+    """Compute lower bounds on the longest span of a rank, for schedules in which no rank exceeds its memory limit.
 
-    The time of the computation grows with the square of the number of stages.
+    The time to compute the bounds grows with the square of the number of ranks.
 
     Args:
         placement: placement of the stages on the ranks.
@@ -54,7 +54,7 @@ def lower_bounds(
         costs: costs of the stages.
         memory_limit: one value for all ranks or one a rank, in the unit of memory of the costs; None for no limit.
         recompute: which microbatches have an R. A microbatch with an R takes less memory, by `memory_r`, until its R.
-            The time of R counts only under full recomputation.
+            The time of R is part of the bounds only under full recomputation.
 
     Raises:
         ScheduleError: the costs or the limits are for another number of stages or ranks, or there is no microbatch.
@@ -84,8 +84,8 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     """Length of the longest path from the first F of a rank, through another rank, back to the last W of the same rank.
 
     Let `a` be the first stage of rank r, and let `k`, which is not before `a`, be the first stage of rank q. The time
-    from the first F to the last B of `a` is at least the path from `a` to `k`, the window of q, and the path from `k`
-    to `a`.
+    from the first F to the last B of `a` is at least the sum of the path from `a` to `k`, the window of rank q, and the
+    path from `k` to `a`.
     """
     longest: float = 0
     for near in ranks:
@@ -120,11 +120,11 @@ class _Path:
             self.ends_b.append(self.ends_b[-1] + costs.time_b[s] + message)
 
     def forward(self, a: int, k: int) -> float:
-        """Least time from the start of F on stage a to its start on a later stage k."""
+        """Least time from the start of F on stage a to the start of F on a later stage k."""
         return self.starts_f[k] - self.starts_f[a]
 
     def backward(self, k: int, a: int) -> float:
-        """Least time from the end of B on stage k to its end on an earlier stage a."""
+        """Least time from the end of B on stage k to the end of B on an earlier stage a."""
         return self.ends_b[k] - self.ends_b[a]
 
     def turn(self, stage: int) -> float:
@@ -135,7 +135,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that R costs a rank for one microbatch: the time of R, or the wait if B follows F without an R."""
+        """Least time for which a microbatch occupies or idles the rank: for R, or without R from its F to its B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -188,8 +188,8 @@ class _Rank:
     def window(self) -> float:
         """Least time from the start of the first F to the end of the last B of the rank.
 
-        The bound is a sum of three times: all F and B; each W that cannot be deferred beyond the last B for lack of
-        memory; the larger of idle time and recomputation, because R may run in idle time.
+        The time is at least a sum of three times: all F and B; each W that cannot be deferred beyond the last B for
+        lack of memory; the larger of idle time and recomputation, because R may run in idle time.
         """
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
@@ -204,8 +204,8 @@ class _Rank:
     def window_of_last_f(self) -> float:
         """Least time from the start of the first F to the end of the last B of the rank, through its last F.
 
-        Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the microbatch
-        passes through the last stage and back. With recomputation the bound is zero.
+        Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the
+        microbatch of that F passes through the last stage and back. With recomputation the lower bound is zero.
         """
         costs, last = self.path.costs, self.stages[-1]
         if self.path.recompute is not Recompute.NONE:
@@ -267,8 +267,8 @@ class _Rank:
         """Least span of the rank: the integral of the memory of all microbatches over time, divided by the limit.
 
         Memory is below the limit at the start and at the end of the span: it fills no faster than F runs, and drains no
-        faster than B and W run. With recomputation the bound is zero, because R and dropped activations change how fast
-        memory fills and drains.
+        faster than B and W run. With recomputation the returned span is zero, because R and dropped activations change
+        how fast memory fills and drains.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:

@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner.request import Layout
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 SIMPLER = 1.02
-"""Largest ratio of times at which a simpler layout is preferred to the fastest: measured costs are no more exact."""
+"""Largest ratio of times at which a simpler layout is preferred to the fastest; measured costs have errors as large."""
 SHARDING_GAIN = 1.03
 """Least speedup for which a layout with vocabulary shards is chosen: its collectives also take processor time."""
 
@@ -31,7 +31,8 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
         usual_time: time of another schedule for the usual layout, such as megatron-core's own.
 
     Returns:
-        The chosen plan, whose `others` are the best plans of the other combinations, the fastest first.
+        The chosen plan, whose `others` are the best plans of other combinations of placement, recomputation and
+        vocabulary, the fastest first.
     """
     ordered = sorted(best_of_combinations(plans, usual), key=lambda plan: plan.time)
     shortest = ordered[0]
@@ -68,7 +69,7 @@ def _most_even(plans: Sequence[Plan]) -> Plan:
 
 
 def named_after_schedule(plan: Plan) -> Plan:
-    """The plan; if its schedule has no R, its layout has `Recompute.NONE` in place of `Recompute.PLANNED`."""
+    """Return the plan, with `Recompute.NONE` in place of `Recompute.PLANNED` in its layout if its schedule has no R."""
     if plan.layout.recompute is not Recompute.PLANNED or plan.timeline.schedule.recomputes:
         return plan
     return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))

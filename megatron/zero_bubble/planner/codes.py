@@ -19,7 +19,7 @@ The k-th R belongs to the k-th microbatch whose activations are dropped.
 class Codes(NamedTuple):
     """The first code of each kind of operation: the operation of stage s has the code `first code + s`.
 
-    For operations on vocabulary shards the rank takes the place of the stage. The loss has one code for all ranks.
+    In the code of an operation on a vocabulary shard, the rank replaces the stage. The loss has one code for all ranks.
     """
 
     f: int
@@ -46,7 +46,7 @@ class Codes(NamedTuple):
         return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
 
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
-        """Code -> cost; each argument is named after a kind, and has its costs on every stage; other kinds cost 0."""
+        """Code -> cost; an argument has the costs by stage of the kind of operation in its name; other kinds cost 0."""
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
 
@@ -55,8 +55,8 @@ class Codes(NamedTuple):
     ) -> tuple[tuple[int, int, float], ...]:
         """The dependencies within a microbatch: (code, code that needs its result, latency of the result).
 
-        W and R are left out because they need only a result of their own stage. The embedding of the first rank needs
-        no result.
+        The dependencies of W and R are left out, because W and R need only a result of their own stage. The embedding
+        of the first rank depends on no operation.
 
         Args:
             rank_of: stage -> rank.
@@ -98,6 +98,6 @@ class Codes(NamedTuple):
             counts[kept] += 1
 
     def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
-        """The F and B of complete orders, where every F keeps its activations."""
+        """Return the F and B of complete orders; an F that drops its activations becomes an F that keeps them."""
         kept = [[code - self.drop if self.drop <= code < self.e else code for code in order] for order in orders]
         return [[code for code in order if code < self.w] for order in kept]

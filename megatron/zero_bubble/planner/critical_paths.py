@@ -53,9 +53,9 @@ class OrderGraph:
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the critical path from its start to the end of the slowest rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> minus the start of its span; the end of its last operation plus this value is its span."""
+        """Rank -> the start of its span, negated: the end of its last operation plus this value is its span."""
         self.cost = self.tie = 0.0
-        """`cost` is the time by which the orders are judged; `tie` is the time that decides between equal orders."""
+        """`cost` is the time by which the orders are judged; `tie` decides between orders of equal cost."""
 
     def _numbers(self, order: Order) -> list[int]:
         codes = self.codes
@@ -221,7 +221,7 @@ class OrderGraph:
 
 
 def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | None:
-    """Compute the cost of complete orders, which stay as they are; None if they exceed a memory limit or deadlock."""
+    """Return complete orders with their simulated times; None if the orders exceed a memory limit or deadlock."""
     for order, limit in zip(orders, problem.limits, strict=True):
         if max(accumulate(problem.allocation[code] for code in order)) > limit * (1 + 1e-9):
             return None

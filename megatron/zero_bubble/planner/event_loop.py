@@ -30,8 +30,8 @@ class EventLoop(ABC):
     """Event-driven simulation of all ranks; a subclass is a policy that chooses the next operation of an idle rank.
 
     `choose` is called when a rank ends an operation and when a result arrives at an idle rank. The arrival time of a
-    result is known from the start of the operation that computes it, so that a policy can look ahead. A run takes time
-    O(n log p) for n operations on p ranks.
+    result is known from the start of the operation that computes it, so that a policy can look ahead. A simulation
+    takes time O(n log p) for n operations on p ranks.
 
     With vocabulary shards every idle rank first runs a loss, a softmax or an embedding that is ready, because the
     backward of the last stage waits for all ranks. A weight gradient of a shard is treated as a W.
@@ -85,7 +85,7 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of operations on its shard with known inputs that have neither run nor joined `weights`."""
+        """Rank -> number of operations on its shard, with known inputs, that have neither run nor joined `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
@@ -95,7 +95,7 @@ class EventLoop(ABC):
             self._latest = {code: [0.0] * self.num_microbatches for code in self._missing}
             """Code that needs a result of every rank -> for each microbatch, the latest known arrival of a result."""
             self._moved = [0] * codes.end
-            """Code of a weight gradient of a shard -> number of microbatches that have joined `weights`."""
+            """Code of a weight gradient of a shard -> number of its operations that have joined `weights`."""
             self._shard_weights = [(codes.t + rank, codes.ew + rank) for rank in range(ranks)]
             """Rank -> codes of the weight gradients of its shard."""
             self._urgent: list[tuple[int, ...]] = [(codes.s + rank, codes.e + rank) for rank in range(ranks)]
@@ -109,7 +109,7 @@ class EventLoop(ABC):
         """Choose the next operation of an idle rank.
 
         Returns:
-            (code, now) for an operation to run; (-1, time of the next call) to wait; (-1, inf) to wait for an arrival.
+            (code, now) to run an operation; (-1, time of the next `choose`) to wait; (-1, inf) to wait for an arrival.
         """
 
     def run(self) -> PlannedOrders | None:
@@ -263,7 +263,7 @@ class EventLoop(ABC):
             heappush(events, (when, rank))
 
     def next_arrival(self, code: int, now: float) -> float:
-        """The earliest time at which the next operation `code` can start; inf if it is not known yet."""
+        """The earliest time at which the next operation `code` can start; inf if the time is not known yet."""
         count, arrivals = self.done[code], self.arrivals[code]
         return max(now, arrivals[count]) if count < len(arrivals) else inf
 
@@ -274,7 +274,7 @@ class EventLoop(ABC):
         return now - self.span_start[rank] + self.work[rank] - self.worked[rank]
 
     def fills(self, rank: int, now: float, ready: float, duration: float, rule: GapRule) -> bool:
-        """Whether an operation of this duration runs now, before the operation that is ready at the time `ready`."""
+        """Whether an operation that takes `duration` runs now, before the operation that is ready at time `ready`."""
         if now + duration <= ready + 2 * self.epsilon or rule is GapRule.ALWAYS:
             return True
         return rule is GapRule.BALANCED and self.span_so_far(rank, ready) > self.target + self.epsilon

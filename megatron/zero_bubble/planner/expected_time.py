@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 DRAWS = 6
-"""Number of simulations with random durations, over which the time is averaged."""
+"""Number of simulations with random durations, over which the time of a schedule is averaged."""
 _LARGEST_SPREAD = 0.5
 _QUARTILE = NormalDist().inv_cdf(0.75)
 
@@ -27,7 +27,7 @@ def expected_time(request: PlanRequest, timeline: Timeline) -> float:
 def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     """The mean time of a schedule with random durations, divided by its time with fixed durations.
 
-    The durations are independent of each other and log-normally distributed.
+    The random durations are independent of each other and log-normally distributed.
 
     Args:
         timeline: a simulation in which all operations of one kind and stage take the same time.
@@ -35,7 +35,7 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
         time_between: additional time between two operations of a rank, in the unit of the costs.
 
     Returns:
-        The ratio; 1 if durations do not vary.
+        The mean time divided by the time with fixed durations; 1 if durations do not vary.
     """
     if spread <= 0 and time_between <= 0:
         return 1.0

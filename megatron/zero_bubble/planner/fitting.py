@@ -28,16 +28,16 @@ class _Drop(NamedTuple):
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     """The orders of a plan with as many R as the memory limits demand.
 
-    Each rank drops activations, one microbatch of a stage after the other, until it keeps its limit. The candidates are
-    the activations that are in memory at the first operation that exceeds the limit. The rank drops the candidate that
-    frees the most memory, summed over all operations that exceed the limit.
+    Each rank drops activations, one microbatch of a stage after the other, until it keeps its memory limit. At the
+    first operation that exceeds the limit, the rank chooses among the activations in memory: it drops the activations
+    that free the most memory, summed over all operations that exceed the limit.
 
     Args:
         problem: the problem, with the memory limits to keep.
         plan: a plan without R.
 
     Returns:
-        The orders; None if a rank exceeds its limit with every possible R.
+        The orders with R; None if a rank exceeds its memory limit even with every possible R.
     """
     graph = OrderGraph(problem, plan.orders)
     orders = []

@@ -12,8 +12,8 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 class Footprint:
     """Memory of one microbatch on a stage, in which only F and R allocate.
 
-    The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R. A planner
-    therefore checks the memory limit at F and R only, and every microbatch can finish.
+    The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R. As only F
+    and R allocate, a planner checks the memory limit at F and R only, and every microbatch can finish.
     """
 
     dropped: float

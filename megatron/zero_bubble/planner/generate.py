@@ -76,7 +76,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
     If the request allows offload, activations are copied to the host and back where that makes the schedule faster. A
     stage that is short of memory may recompute its activations in several groups of layers. The fastest schedule is
     taken, and among equally fast schedules the one with the fewest groups. With an effort of zero the first schedule
-    that fits is taken. All schedules with groups together take as much effort as the schedule without groups.
+    that fits is taken. All schedules with several groups of layers together take as much effort as one without groups.
 
     Args:
         request: a request with one placement and one value of `recomputes`.

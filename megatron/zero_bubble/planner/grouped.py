@@ -31,8 +31,8 @@ def grouped_order(problem: Problem, rank: int, groups: Sequence[int]) -> tuple[O
 def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) -> list[Order]:
     """Orders of 1F1B with groups: every rank runs a warmup of F, then F and B in turn, then a cooldown of B.
 
-    The warmup of the last rank ends before the first F of its last chunk. The warmup of each other rank has `slope` F
-    more than the warmup of the next rank, or fewer if memory is short.
+    The warmup of the last rank ends before the first F of its last chunk. The warmup of any earlier rank has `slope`
+    F more than the warmup of the next rank, or fewer if memory is short.
 
     Args:
         problem: the problem whose ranks get orders.
@@ -67,7 +67,7 @@ def _most_forwards(problem: Problem, rank: int, forwards: Order) -> int:
 
 
 class InGroups(EventLoop):
-    """A policy without recomputation that prefers B to F, and runs W in gaps.
+    """A scheduling policy without recomputation that prefers B to F, and runs W in gaps.
 
     Args:
         problem: a problem without recomputation.

@@ -43,8 +43,8 @@ class Plan:
     def time(self) -> float:
         """The predicted time of a step without the optimizer, in the unit of the costs.
 
-        With post-validation iterations interlock, so that a step takes the longest span of a rank. Without
-        post-validation a step takes the makespan.
+        With post-validation, iterations interlock, so that a step takes the longest span of a rank. Without
+        post-validation, a step takes the makespan.
         """
         return self.slowdown * self.request.time_of(self.timeline)
 
@@ -107,7 +107,7 @@ def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | N
     """The memory limits of activations: for every rank the smaller of the request's limit and capacity minus states.
 
     Raises:
-        Infeasible: the states of a rank need the whole capacity.
+        Infeasible: parameters, gradients and optimizer states of a rank need the whole memory capacity.
     """
     limits = request.limits
     if capacity is None:

@@ -72,10 +72,10 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         report: called with one line of progress before every plan.
 
     Returns:
-        The plan of the chosen layout, with the best plans of the other combinations.
+        The plan of the chosen layout, with the best plans with other placements, recomputation or vocabulary.
 
     Raises:
-        Infeasible: no layout fits in memory. The error has the smallest limit in which a layout fits.
+        Infeasible: no layout fits in memory. The error has the smallest memory limit in which a layout fits.
         ScheduleError: there are fewer layers than stages, or no schedule exists for another reason.
     """
     extent = extent_of(request)
@@ -129,7 +129,7 @@ class _Search:
     def best(self, count: int, factor: float) -> list[Plan]:
         """At most `count` best plans that differ in placement or vocabulary, up to `factor` times the shortest time.
 
-        In small problems plans may also differ in recomputation only. The usual layout is left to `improve_usual`.
+        In small problems plans may differ in recomputation only. The usual layout is left out if other plans exist.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -142,7 +142,7 @@ class _Search:
         return list(best.values())[:count]
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
-        """Plan the layout unless it was planned with this effort or more; return its best plan, None without a plan."""
+        """Plan the layout unless it was planned with at least `effort`; return its best plan, None without a plan."""
         if self._efforts.get(layout, -1) < effort:
             self._report(f"{len(self._efforts)} layouts planned, the best takes {self.best_time:.6g}")
             self._efforts[layout] = effort
@@ -158,7 +158,7 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`; plans with effort are compared by their expected times."""
+        """Whether `plan` is faster than `known`, by expected time if `plan` was planned with an effort above zero."""
         if plan.request.effort > 0:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
@@ -170,7 +170,7 @@ class _Search:
         return self.try_plan(layout, EFFORT_FOR_LATENCY if has_latency and self._extent.is_small else 0)
 
     def plan_combinations(self) -> None:
-        """Plan combinations with little effort, in the order of their bounds, while a bound is below the best time."""
+        """Plan layouts with little effort, in the order of their lower bounds, while a bound is below the best time."""
         request = self.request
         vocabularies = (False, True) if request.vocabulary_parallel is None else (request.vocabulary_parallel,)
         first, *further = request.recomputes
@@ -191,7 +191,7 @@ class _Search:
             self._plan_recomputing(recompute, list(planned.values()))
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
-        """Plan combinations with recomputation, first the combination that is fastest with unlimited memory."""
+        """Plan combinations of placement and vocabulary with recomputation, first the fastest with unlimited memory."""
         num_without_gain = 0
         promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
@@ -204,7 +204,7 @@ class _Search:
             num_without_gain = 0 if gains else num_without_gain + 1
 
     def _plan_more_chunks(self, combinations: Sequence[Layout]) -> dict[Layout, list[Layout]]:
-        """Plan combinations with more and more chunks a rank while each is faster than the combination before."""
+        """Plan layouts with more and more chunks a rank, until a larger number of chunks is not faster."""
         planned: dict[Layout, list[Layout]] = {}
         shortest = self.best_time
         for combination in combinations:
@@ -221,7 +221,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Time of the best of `layouts` with unlimited memory; infinity if the gain is below `WORTH_RECOMPUTING`."""
+        """Time of the best of `layouts` with unlimited memory; infinity unless that gains `WORTH_RECOMPUTING`."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
@@ -285,7 +285,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, only the best plan of each combination and the usual plan, with slowdowns."""
+        """All plans; if durations vary, only the fast plans of `best_of_combinations`, with their slowdowns."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

@@ -94,7 +94,7 @@ class _LocalSearch:
         self.last_success = 0
         """Number of the latest move that led to a better plan."""
         self.stays: dict[int, int] = {}
-        """Operation -> number of the last move in which it stays in its position."""
+        """Operation -> number of the last move of the search that may not move this operation again."""
         self.is_stuck = False
         self.best_lanes = [list(lane) for lane in self.graph.lanes]
         """Rank -> its operations in the best plan."""
@@ -152,7 +152,7 @@ class _LocalSearch:
     def _promising(self) -> list[_Move]:
         """The moves in the order of their estimated costs.
 
-        An operation that stays (see `stays`) moves only if the estimated cost is below the cost of the best plan.
+        An operation in the tabu list `stays` moves only if the estimated cost is below the cost of the best plan.
         """
         estimated = []
         for move in self._moves():
@@ -176,7 +176,7 @@ class _LocalSearch:
             yield _Move(stretch.rank, source, stretch.first)
 
     def _part(self, move: _Move) -> list[int]:
-        """The operations from one end of the move to the other, in their new order."""
+        """The operations from the lower to the higher position of the move, in their new order."""
         low, high = min(move.source, move.target), max(move.source, move.target)
         part = self.graph.lanes[move.rank][low : high + 1]
         part.insert(move.target - low, part.pop(move.source - low))
@@ -191,7 +191,7 @@ class _LocalSearch:
         return not any(self._waits_for(other, op) for other in lane[move.target : move.source])
 
     def _waits_for(self, earlier: int, later: int) -> bool:
-        """Whether `later`, which comes after `earlier` on the same rank, has to come after it.
+        """Whether `later`, which comes after `earlier` on the same rank, must stay after `earlier`.
 
         Operations of one kind and stage keep the order of microbatches. F, R, B and W of one microbatch and stage keep
         their order. An operation on a vocabulary shard comes after the operations whose results it needs.

@@ -40,7 +40,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
 
     Args:
         request: a request with a usual layout.
-        chosen: the result of `search_layouts` for the request; its plan of the usual layout is taken if it has one.
+        chosen: the plan that `search_layouts` returned for the request; a plan of the usual layout in it is reused.
 
     Returns:
         The plans that exist and fit in memory, at most two.
@@ -56,7 +56,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
 
 
 def in_megatrons_order(request: PlanRequest) -> PlanRequest | None:
-    """The request for megatron-core's own schedule in the same layout, or None if megatron-core has none.
+    """The request for megatron-core's own schedule in the same layout; None if megatron-core has no such schedule.
 
     Args:
         request: a request with one placement and one value of `recomputes`.
@@ -71,8 +71,8 @@ def in_megatrons_order(request: PlanRequest) -> PlanRequest | None:
 def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
     """The plan of a layout with megatron-core's own schedule.
 
-    Under full recomputation every backward recomputes. With `Recompute.PLANNED` all activations are kept, because
-    megatron-core recomputes nothing to keep a memory limit.
+    Under full recomputation every backward recomputes its activations. With `Recompute.PLANNED` all activations are
+    kept, because megatron-core recomputes nothing to keep a memory limit.
 
     Raises:
         Infeasible: megatron-core's schedule exceeds the memory limit.

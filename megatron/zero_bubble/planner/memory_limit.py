@@ -21,25 +21,24 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 class MemoryLimit:
     """A limit on the memory of a rank: its activations in flight, and the temporary memory of one operation.
 
-    At most one of `multiple` and `num_bytes` is given. Without either, the limit is the free memory of the device.
+    At most one of `multiple` and `num_bytes` is given; if neither is given, the limit is the free memory of the device.
     """
 
     multiple: float | None = None
-    """The limit as a multiple of the peak memory of 1F1B."""
+    """The memory limit as a multiple of the peak memory of 1F1B."""
     num_bytes: int | None = None
-    """The limit in bytes."""
+    """The memory limit in bytes."""
     is_interleaved: bool = False
     """Whether `multiple` refers to the peak of interleaved 1F1B, (p + (p-1)/v) M_B, if ranks have several chunks."""
     pairs: bool = False
-    """Whether interleaved 1F1B runs pairs of a forward and a backward, and so has one more microbatch of a chunk in
-    flight."""
+    """Whether interleaved 1F1B runs pairs of a forward and a backward: one more microbatch of a chunk is in flight."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
-        """Read a limit: `1.5` or `1.5x` for a multiple of 1F1B's peak, `40GiB` for bytes, or `auto`.
+        """Read a memory limit: `1.5` or `1.5x` for a multiple of 1F1B's peak, `40GiB` for bytes, or `auto`.
 
         Raises:
-            ValueError: the text has another form.
+            ValueError: the text is not a memory limit in one of these forms.
         """
         word = text.strip().upper()
         if word == "AUTO":
@@ -56,7 +55,7 @@ class MemoryLimit:
     def in_unit_costs(
         self, placement: Placement, num_microbatches: int, recompute: Recompute = Recompute.NONE
     ) -> float | None:
-        """The limit in M_B, for plans before costs are measured; None unless the limit is a multiple of 1F1B's peak."""
+        """The memory limit in M_B, for plans before costs are measured; None unless it is a multiple of 1F1B's peak."""
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)
@@ -71,7 +70,7 @@ class MemoryLimit:
         inside: Sequence[float] = (),
         recompute: Recompute = Recompute.NONE,
     ) -> float:
-        """The limit in bytes, for measured costs.
+        """The memory limit in bytes, for measured costs.
 
         Args:
             placement: placement of the stages on the ranks.
@@ -90,7 +89,7 @@ class MemoryLimit:
         return free_bytes
 
     def _peaks(self, placement: Placement) -> Callable[..., tuple[float, ...]]:
-        """The function that computes peak memory by rank; the limit is a multiple of the largest peak."""
+        """The function that computes the peak memory by rank; the memory limit is a multiple of the largest peak."""
         if not self.is_interleaved or placement.num_chunks == 1:
             return one_f_one_b_peaks
         return partial(interleaved_peaks, pairs=self.pairs)
@@ -111,7 +110,7 @@ def one_f_one_b_peaks(
 ) -> tuple[float, ...]:
     """Rank -> peak memory of 1F1B, in which rank r has min(m, p - r) microbatches in flight on all of its chunks.
 
-    The peak includes the memory that one B adds. With `Recompute.PLANNED` 1F1B keeps all activations.
+    The peak memory includes the memory that one B adds. With `Recompute.PLANNED` 1F1B keeps all activations.
     """
     peaks = []
     for rank in range(placement.num_ranks):

@@ -37,9 +37,9 @@ class MicrobatchOrder(NamedTuple):
     places: _Places
     """Place in the schedule -> number of the microbatch in the data."""
     time: float
-    """Time of the step in this order."""
+    """Simulated time of the step if microbatches run in the order of `places`."""
     time_in_data_order: float
-    """Time of the step in the order of the data."""
+    """Simulated time of the step if microbatches run in the order of the data."""
 
     @property
     def gain(self) -> float:
@@ -100,12 +100,12 @@ def order_microbatches(
 
 
 def like_order(places: Sequence[int], before: Sequence[Any], sizes: Sequence[Any]) -> tuple[int, ...]:
-    """Apply the order of an earlier step to a step with other sizes.
+    """Apply the microbatch order of an earlier step to a new step with microbatches of other sizes.
 
-    The k-th smallest microbatch of the step gets the place that the k-th smallest microbatch of the earlier step had.
+    The k-th smallest microbatch of the new step gets the place of the k-th smallest microbatch of the earlier step.
 
     Args:
-        places: order of the earlier step.
+        places: microbatch order of the earlier step.
         before: sizes of the microbatches of the earlier step, in the order of the data.
         sizes: sizes of the same number of microbatches of the new step, in the order of the data.
     """
@@ -174,7 +174,7 @@ class _Step:
         """(stage, place) of every fused B and W: the gradient of the input is ready when the whole operation ends."""
 
     def time(self, places: _Places) -> float:
-        """The simulated time of the step in this order."""
+        """The simulated time of the step with microbatches in the order `places`."""
         graph = self._graph
         graph.duration = [times[number] for times in self._durations for number in places]
         graph.latency = [times[number] for times in self._latencies for number in places]
@@ -189,11 +189,11 @@ class _Step:
         return graph.cost
 
     def fits(self, places: _Places, limits: Limits) -> bool:
-        """Whether every rank keeps its memory limit in this order."""
+        """Whether every rank keeps its memory limit with microbatches in the order `places`."""
         return all(peak <= limit + tolerance(limit) for peak, limit in zip(self.peaks(places), limits, strict=True))
 
     def peaks(self, places: _Places) -> list[float]:
-        """Rank -> peak memory of the step in this order."""
+        """Rank -> peak memory of the step with microbatches in the order `places`."""
         graph, m = self._graph, len(places)
 
         def needed(lane: Sequence[int]) -> Iterator[float]:

@@ -27,7 +27,7 @@ _MOST_LIMITS = 5
 _ROUNDS = 2
 """Number of times that the copies of a schedule are placed, each time with the times of the previous simulation."""
 _NEAR = 1.05
-"""Copies of a schedule are placed a second time if its time is at most this factor times the shortest time."""
+"""Factor: copies to the host are placed again in schedules that take at most this times the shortest schedule."""
 
 _LEAST_RULES = 3
 """Smallest number of copy rules that are tried, for a schedule of any size."""
@@ -39,7 +39,7 @@ _Key = tuple[int, int]
 
 
 class CopyRule(NamedTuple):
-    """When copies are queued on the host link. `lead` and `patience` are in multiples of the time of the copy."""
+    """A rule for when copies are queued on the host link. `lead` and `patience` are multiples of the time of a copy."""
 
     lead: float
     """Time before the backward at which the copy back to the device is queued."""
@@ -58,8 +58,8 @@ def offloaded(
     """Search for a schedule that copies activations to the host and keeps the memory limits of a problem.
 
     Schedules without copies are planned under larger limits; copies then bring each schedule below the limits of the
-    problem. A larger limit leads to more copies, but to less idle time and less recomputation. The schedule with the
-    shortest simulated time is taken.
+    problem. A larger memory limit leads to more copies, but to less idle time and less recomputation. The schedule
+    with the shortest simulated time is taken.
 
     Args:
         plans: function that plans schedules without copies under given memory limits.
@@ -93,8 +93,8 @@ def offloaded(
 def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
     """Yield the schedule with copies by each rule, for as many rules as the budget allows, and its expected time.
 
-    The slowdown by varying durations is computed for the schedule without copies. A candidate much slower than
-    `shortest` is not improved by a second placement of copies.
+    The slowdown by varying durations is computed for the schedule without copies. If a candidate is much slower
+    than `shortest`, its copies are not placed a second time.
     """
     num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
     without = _simulated(schedule.without_communication(), problem)
@@ -127,10 +127,10 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
     Args:
         timed: a simulation of the schedule, whose times place the copies. Copies in the schedule are removed first.
         problem: the problem, with the memory limits and the costs.
-        rule: when copies are queued.
+        rule: decides when copies are queued on the host link.
 
     Returns:
-        The schedule with copies; None if it does not keep the limits.
+        The schedule with copies; None if copies cannot keep the memory limits.
     """
     schedule = without_copies(timed.schedule)
     ranks = []

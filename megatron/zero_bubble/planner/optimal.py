@@ -50,16 +50,16 @@ class Solution:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the schedule reaches the bound, up to the resolution of the solver."""
+        """Whether the schedule reaches the lower bound, up to the resolution of the solver."""
         return self.cost <= self.bound * (1 + TOLERANCE)
 
 
 def optimal(request: PlanRequest) -> Schedule:
     """Make the schedule `optimal`, by default within the memory of 2p microbatches.
 
-    The constraint program has no R. With recomputation the result is the better of two schedules: the schedule `auto`,
-    and a schedule of the solver, in which all activations are kept. Under full recomputation the solver instead plans
-    with a B that recomputes, and R is separated from B afterwards.
+    The constraint program has no R. With recomputation the better of two schedules is returned: the schedule
+    `auto`, and a schedule of the solver, in which all activations are kept. Under full recomputation the solver instead
+    plans with a B that recomputes, and R is separated from B afterwards.
 
     Raises:
         Infeasible: no schedule fits in the memory limit.
@@ -81,7 +81,7 @@ def optimal(request: PlanRequest) -> Schedule:
 
 
 def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
-    """Solve an instance with one chunk a rank.
+    """Search for the best schedule of an instance with one chunk a rank.
 
     Args:
         request: a checked request without recomputation.
@@ -119,7 +119,7 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
 
 
 class _Program:
-    """The constraint program. A time step is `1 / scale` of the unit of the costs."""
+    """The constraint program of a planning problem. A time step is `1 / scale` of the unit of the costs."""
 
     def __init__(self, problem: Problem) -> None:
         try:
@@ -160,10 +160,10 @@ class _Program:
 
         Args:
             time_limit: seconds that the solver may take.
-            bound: a known lower bound on the span, in the unit of the costs.
+            bound: a known lower bound on the longest span of a rank, in the unit of the costs.
 
         Returns:
-            The best orders, None if the solver finds none, and a lower bound on the span in the unit of the costs.
+            The best orders, None without a solution, and a lower bound on the longest span, in the unit of the costs.
         """
         # The bound for exact costs is lowered so that it excludes no solution with rounded costs.
         slack = 3 * self._num_microbatches * len(self._stages)

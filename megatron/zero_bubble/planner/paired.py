@@ -36,7 +36,7 @@ class PairPolicy:
 
 
 FEW = 4
-"""Smallest number of policies that are tried, for a problem of any size."""
+"""Smallest number of scheduling policies that are tried, for a problem of any size."""
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
@@ -45,7 +45,7 @@ def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
     Args:
         name: name of the returned schedule.
         problem: a problem whose costs include the exchanges of tokens between experts.
-        apart: the plan without pairs, within the limits of the problem.
+        apart: the plan without pairs, within the memory limits of the problem.
     """
     number = max(FEW, problem.budget // problem.num_ops)
     planned = (_plan(_PairedRanks(problem, policy)) for policy in islice(_policies(problem), number))
@@ -78,7 +78,7 @@ def _may_fuse(problem: Problem) -> tuple[bool, ...]:
 
 
 def _hides_weights(problem: Problem, forward: int, backward: int) -> bool:
-    """Whether W of stage `backward` takes less time in a pair of these two stages than alone."""
+    """Whether W of stage `backward` takes less time in a pair with F of stage `forward` than alone."""
     costs = problem.costs
     added = costs.time_of_pair(forward, OpKind.PBW, backward) - costs.time_of_pair(forward, OpKind.PB, backward)
     return added < costs.time_w[backward] * (1 - 1e-9)
@@ -148,7 +148,7 @@ def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
 
 
 class _PairedRanks(EventLoop):
-    """A policy that runs pairs. A pair has the code `codes.end + forward stage * number of stages + backward stage`."""
+    """A policy that runs pairs of F and B; a pair has the code `codes.end + stage of F * num_stages + stage of B`."""
 
     def __init__(self, problem: Problem, policy: PairPolicy) -> None:
         super().__init__(problem)
@@ -186,7 +186,7 @@ class _PairedRanks(EventLoop):
         Args:
             stages: stages of the rank; of operations with the same earliest start, the first stage is preferred.
             now: current time.
-            first: first code of the kind.
+            first: first code of the kind of operation.
         """
         ready = [(self.next_arrival(first + s, now), place) for place, s in enumerate(stages)]
         when, place = min(ready)

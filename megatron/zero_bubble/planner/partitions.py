@@ -74,7 +74,7 @@ class Balance:
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
         """Sort key of partitions, the best first: (memory beyond the room, time, unevenness of the ends of the ranks).
 
-        The time of the sort key is the estimate with two surcharges that measured runs show: a surcharge for stages of
+        The time of the sort key is `estimate` with two surcharges, which measured runs show: a surcharge for stages of
         unequal work, and a surcharge for ranks of unequal memory.
         """
         works = self._work.of_stages(partition)
@@ -84,13 +84,13 @@ class Balance:
         return sum(self._excess(partition)), max(ends) * (1 + lost), _unevenness(ends)
 
     def busiest(self, partition: Sequence[int]) -> int:
-        """The rank that exceeds its memory by the largest amount; if no rank exceeds it, the rank that ends last."""
+        """The rank that exceeds its memory by the largest amount; if none exceeds it, the rank that ends last."""
         excess = self._excess(partition)
         load = excess if max(excess) > 0 else self._ends(partition, self._work.of_stages(partition))
         return load.index(max(load))
 
     def _ends(self, partition: Sequence[int], works: Sequence[float]) -> list[float]:
-        """Rank -> end time if it runs without idle time; `works` has the work of one microbatch for each stage."""
+        """Rank -> its end time without idle time; `works` has the work of one microbatch for each stage."""
         starts = list(accumulate(self._forward.of_stages(partition), initial=0.0))
         return [
             starts[stages[0]]

@@ -28,7 +28,7 @@ NUM_CUTS = 16
 NUM_SIMULATED = 3
 """Number of periods that are simulated: the most regular periods that fit in memory."""
 NUM_CHECKED = 24
-"""Number of the most regular periods whose peak memory is compared with the limits."""
+"""Number of the most regular periods whose peak memory is compared with the memory limits."""
 
 
 def is_long(placement: Placement, num_microbatches: int) -> bool:
@@ -57,20 +57,20 @@ def extended(
 ) -> Schedule | None:
     """Extend a schedule to more microbatches by repeating a period of its steady state.
 
-    Every rank runs its operations up to the start of the period, then repeats the period, then runs the other
+    Every rank runs its operations up to the start of the period, then repeats the period, then runs the remaining
     operations. Ranks cannot deadlock, because no operation before the start of the period needs a later operation. The
-    period with the least time for a microbatch is taken.
+    period that takes the least time for a microbatch is repeated.
 
     Args:
         schedule: the schedule to extend.
-        num_microbatches: microbatches of the result.
+        num_microbatches: microbatches of the extended schedule.
         costs: costs of the stages.
         limits: memory limit of each rank; by default the peak memory of the schedule.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
-        The extended schedule; None if every period exceeds the limits, or takes more time for a microbatch than the
-        whole schedule does.
+        The extended schedule; None if every period exceeds the memory limits, or takes more time for a microbatch than
+        the whole schedule does.
     """
     more = num_microbatches - schedule.num_microbatches
     timeline = simulate(schedule, costs, overlap_communication=overlap_communication)
@@ -94,16 +94,16 @@ def extended(
 
 
 class _Period(NamedTuple):
-    """A part of a schedule to repeat: the same number of successive microbatches of every kind, on every rank."""
+    """A period of a schedule: on every rank, the same number of successive microbatches for every kind of operation."""
 
     length: int
-    """Number of microbatches."""
+    """Number of microbatches in the period."""
     parts: tuple[_Part, ...]
     """Rank -> its part of the period."""
 
     @property
     def displaced(self) -> float:
-        """Number of other operations between operations of the period, divided by the operations of the period."""
+        """Number of other operations between the operations of the period, divided by the number of the latter."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 
@@ -174,7 +174,7 @@ class _Rank:
     def __init__(self, lane: Sequence[TimedOp]) -> None:
         self.starts = [timed.start for timed in lane]
         self.rows: dict[tuple[OpKind, int], _Row] = {}
-        """(kind, chunk) -> its operations."""
+        """(kind, chunk) -> the operations of the kind and chunk."""
         for position, ((kind, microbatch, chunk), _, _) in enumerate(lane):
             row = self.rows.setdefault((kind, chunk), _Row([], []))
             row.positions.append(position)

@@ -44,8 +44,8 @@ Groups = tuple[int, ...]
 def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
     """Plan a schedule, and return the best of the plan and the named schedules of the placement that fit in memory.
 
-    A named schedule with a fused B and W can beat the plan: the planner keeps B and W apart, and reserves the memory
-    that B adds when F or R starts.
+    A named schedule with a fused B and W can beat the plan: the planner keeps B and W apart, and already reserves
+    the memory that B adds when F or R starts.
 
     Args:
         problem: a problem with a linear or an interleaved placement.
@@ -112,7 +112,7 @@ def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
 
 
 def _choices_of_groups(problem: Problem) -> list[Groups]:
-    """The groups to try: first the size that fills the memory of a rank, then smaller and larger sizes in turn.
+    """The group sizes to try: first the size that fills the memory of a rank, then smaller and larger sizes in turn.
 
     With groups of K microbatches, and one more F in the warmup than on the next rank, rank 0 needs (K (v-1) + p) / v
     M_B. If a rank has less memory, the best size of a group is about three quarters of the number of microbatches in
@@ -165,8 +165,9 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
 def _slopes(problem: Problem) -> tuple[float, ...]:
     """The slopes to try, the most promising first: numbers of F by which a rank's warmup exceeds the next rank's.
 
-    Megatron's slope is 2: with F = B, a rank then has no idle time before its first B. A second slope removes the
-    idle time before the first B for the costs and messages of the problem. A third slope fills the memory of rank 0.
+    Megatron's slope of the warmup is 2: with F = B, a rank then has no idle time before its first B. A second slope
+    of the warmup removes the idle time before the first B for the costs and messages of the problem. A third slope of
+    the warmup fills the memory of rank 0.
     """
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])

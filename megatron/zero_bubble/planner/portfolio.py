@@ -1,4 +1,4 @@
-"""Chooses the best candidates: plans within a budget of operations, and schedules by simulation."""
+"""Keeps the best plans of a search with a budget of operations, and chooses the best schedules by simulation."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, wit
 from megatron.zero_bubble.schedule.simulate import simulate
 
 NUM_PLANS = 3
-"""Number of the best plans that are kept, to be improved."""
+"""Number of the best plans that are kept, to be improved by local search."""
 PARTS = 2
 """Number of parts into which the budget is divided if the planner chooses what to recompute."""
 LEAST_CANDIDATES = 12
-"""Number of candidates that a budget allows at least, for a problem of any size."""
+"""Smallest number of candidate orders that a budget allows, for a problem of any size."""
 QUICK_CANDIDATES = 5
-"""Number of candidates that are tried with a budget of zero."""
+"""Number of candidate orders that are tried if the budget of planned operations is zero."""
 INSERTED = 8
 """Divisor of the budget for a plan without vocabulary shards, into which operations on shards are inserted."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
@@ -42,7 +42,7 @@ IMPROVING = 0.5
 
 
 def budget_of(problem: Problem) -> int:
-    """Operations to plan in all candidates together: enough for `LEAST_CANDIDATES`, less for long or quick problems."""
+    """Number of operations to plan: enough for `LEAST_CANDIDATES` candidate orders, less for long or quick problems."""
     if problem.is_long:
         return max(problem.budget // 2, LEAST_CANDIDATES * problem.num_ops // 4)
     return max(problem.budget, (LEAST_CANDIDATES if problem.budget > 0 else QUICK_CANDIDATES) * problem.num_ops)
@@ -73,7 +73,7 @@ class Portfolio:
 
     @property
     def finished(self) -> bool:
-        """Whether the aim is reached or the budget spent."""
+        """Whether a plan reaches the aim of the problem, or the budget is spent."""
         return self.budget <= 0 or self.cost <= self.aim
 
     def schedules(self, problem: Problem) -> list[Schedule]:
@@ -105,7 +105,7 @@ class Portfolio:
                 self.offer(better)
 
     def run(self, loop: EventLoop) -> float:
-        """Run a policy and offer its plan; return the cost of the plan, infinity if the ranks deadlock."""
+        """Run a scheduling policy and offer its plan; return the plan's cost, infinity if the ranks deadlock."""
         plan = loop.run()
         self.budget -= loop.weight * loop.problem.num_ops
         self.offer(plan)
@@ -182,9 +182,9 @@ def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozens
 def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
     """Plan a problem by `best`; with `Recompute.PLANNED`, also choose which microbatches have an R.
 
-    With `Recompute.PLANNED` there are three candidates: no R, an R for each microbatch, and an R for some microbatches.
-    The fastest candidate is taken, and with equal times the candidate with the fewest R. The candidate without R
-    is taken at once if unlimited memory would not make it faster. With an effort of zero, the candidate with an R for
+    With `Recompute.PLANNED` there are three candidate schedules: with no R, with an R for each microbatch, and with
+    some R. The fastest candidate is taken, and with equal times the candidate with the fewest R. The candidate without
+    R is taken at once if unlimited memory would not make it faster. With an effort of zero, the candidate with an R for
     each microbatch is left out.
 
     Args:
@@ -235,7 +235,7 @@ def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
 
 
 def fits(schedule: Schedule, problem: Problem) -> bool:
-    """Whether the peak memory of every rank is within the limits of the problem."""
+    """Whether the peak memory of every rank is within the memory limits of the problem."""
     peaks = peak_memory(schedule, problem.costs)
     return all(peak <= limit + tolerance(limit) for peak, limit in zip(peaks, problem.limits, strict=True))
 

@@ -44,14 +44,14 @@ def work_of_stages(costs: StageCosts) -> float:
 
 
 class Gain(NamedTuple):
-    """Predicted speedup of a schedule over another schedule."""
+    """Predicted speedup of a schedule over a baseline schedule."""
 
     times: float
-    """Time of the other schedule divided by the time of this schedule."""
+    """Time of the baseline schedule divided by the time of the predicted schedule."""
     over: str
-    """Name of the other schedule."""
+    """Name of the baseline schedule."""
     is_over_other_layout: bool = False
-    """Whether the other schedule is for Megatron's split, and this schedule for another layout."""
+    """Whether the baseline schedule is for Megatron's split, and the predicted schedule for another layout."""
 
     def __str__(self) -> str:
         return f"{self.times:.3f} times as fast as {self.over}"
@@ -100,10 +100,10 @@ class Prediction:
     def gain(self) -> Gain:
         """Predicted speedup over megatron-core's 1F1B.
 
-        If `megatrons` is given, the speedup is the ratio of the makespans. Otherwise each rank has the same layers in
-        1F1B as in the schedule, and the speedup is the ratio of the longest spans of a rank. Under full recomputation
-        1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. The time of vocabulary
-        shards is part of the backwards of 1F1B.
+        If `megatrons` is given, the speedup is the ratio of the makespans. Without `megatrons`, each rank has the same
+        layers in 1F1B as in the schedule, and the speedup is the ratio of the longest spans of a rank. Under full
+        recomputation 1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. The time
+        of vocabulary shards is part of the backwards of 1F1B.
         """
         if self.megatrons is not None:
             milliseconds = self.megatrons.with_costs(self.profile.costs)

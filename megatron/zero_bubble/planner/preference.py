@@ -11,7 +11,7 @@ from megatron.zero_bubble.planner.rules import GapRule
 
 
 class ByPriority(EventLoop):
-    """A policy without recomputation that runs the ready F or B with the highest priority.
+    """A scheduling policy without recomputation that runs the ready F or B with the highest priority.
 
     W runs in gaps, and before an F that needs the memory that W releases.
 

@@ -43,11 +43,11 @@ class Problem:
     takes_makespan: bool = False
     """Whether an iteration takes the makespan, because it does not interlock with the next iteration."""
     budget: int = EFFORT
-    """Operations to plan in all candidates together; a few candidates are tried in any case."""
+    """Number of operations to plan in all candidate orders together; a few candidates are tried in any case."""
     spread: float = 0.0
     """Half the interquartile range of a duration divided by its median, as in `PlanRequest`."""
     time_between: float = 0.0
-    """Time between two operations of a rank, as in `PlanRequest`."""
+    """Additional time between two operations of a rank, as in `PlanRequest`."""
 
     @classmethod
     def of(cls, request: PlanRequest, limits: Limits) -> Problem:
@@ -76,7 +76,7 @@ class Problem:
         """Check that a schedule with separate B and W fits in the memory limits.
 
         Raises:
-            Infeasible: no schedule fits in memory. The error has the smallest limit in which a schedule fits.
+            Infeasible: no schedule fits in memory. The error has the smallest memory limit in which a schedule fits.
         """
         for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
             if limit < needed - tolerance(needed):
@@ -292,8 +292,8 @@ class Problem:
         """Rank -> smallest memory of a schedule with separate B and W: its peak with one microbatch at a time.
 
         Between its last F and its first B on a rank, a microbatch is in flight in all stages of the rank. With
-        recomputation one of the stages has all activations, and the earlier stages lack the activations that R
-        recomputes.
+        recomputation one stage of the rank has all activations, and the earlier stages of the rank lack the activations
+        that R recomputes.
         """
         smallest = []
         for stages in self.stages_of:
@@ -304,7 +304,7 @@ class Problem:
         return tuple(smallest)
 
     def without_shards(self) -> Problem:
-        """The same problem without vocabulary shards, and with limits lowered by the memory of one microbatch.
+        """The same problem without vocabulary shards, and with memory limits lowered by the memory of one microbatch.
 
         The time of the operations on shards is added to W.
         """

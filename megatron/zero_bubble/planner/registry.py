@@ -30,13 +30,13 @@ class Entry:
 
     name: str
     summary: str
-    """One line: a description of the schedule, its bubble and its memory."""
+    """Description of the schedule, its bubble and its memory, in one line."""
     placement: PlacementKind
     """Default kind of placement."""
     num_chunks: int
     """Default number of model chunks a rank."""
     function: Callable[[PlanRequest], Schedule]
-    """Makes the schedule from a checked request."""
+    """Function that makes the schedule from a checked request."""
     uses_costs: bool = False
     """Whether the schedule is planned from the costs, the memory limit and the recomputation of the request."""
     takes_limit: bool = False

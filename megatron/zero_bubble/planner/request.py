@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.timeline import Timeline
 EFFORT = 300_000
 """Default effort: number of operations in all candidates of one plan together, which take about a second."""
 QUICK_EFFORT = 50_000
-"""Effort for a quick estimate."""
+"""Number of operations to plan for a quick estimate."""
 MOST_CHUNKS = 64
 """Largest number of model chunks a rank."""
 
@@ -61,8 +61,8 @@ class PlanRequest:
         num_microbatches: microbatches of an iteration.
         placements: placements to choose from, all for the same number of ranks.
         costs: `ModelCosts` of the units of a model, whose layers are divided into stages; or `StageCosts` of the only
-            placement. By default `default_costs`.
-        partition: number of layers of every stage in model order; None to choose it.
+            placement. The default is `default_costs`.
+        partition: number of layers of every stage in model order; None to choose the partition.
         usual: the layout that is kept unless another layout is faster, such as Megatron's; None if all layouts compete.
         recomputes: values of `Recompute` to choose from.
         vocabulary_parallel: whether the embedding and the output layer are spread over all ranks; None to choose the
@@ -71,9 +71,9 @@ class PlanRequest:
             None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
             costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
-        usual_capacity: capacity of the usual layout, if it is larger than `capacity`; None if it is not.
+        usual_capacity: capacity of the usual layout, if it is larger than `capacity`; otherwise None.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
-            placements; None to choose it. For schedules that are not planned from costs, None is the number of ranks.
+            placements; None to choose the size. If the schedule is not planned from costs, None is the number of ranks.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
         post_validation: whether the optimizer step is validated in the next iteration, so that iterations interlock.
         takes_makespan: whether plans are compared by their makespan, and not by the longest span of a rank, as in
@@ -86,8 +86,7 @@ class PlanRequest:
         spread: half the interquartile range of a duration, divided by its median. With a spread above zero, plans are
             compared by their expected times.
         time_between: additional time between two operations of a rank, which is part of expected times only.
-        effort: operations to plan in all candidates of one placement together; a few candidates are planned in any
-            case.
+        effort: operations to plan in all candidates of one placement; a few candidates are planned in any case.
     """
 
     schedule: str
@@ -171,7 +170,7 @@ class PlanRequest:
         return tuple(given) if isinstance(given, Sequence) else (given,) * self.num_ranks
 
     def within(self, limits: Limits | None) -> PlanRequest:
-        """The same request with these memory limits; None for the default limit of the schedule."""
+        """The same request with `limits` as memory limits; None for the default limit of the schedule."""
         return replace(self, memory_limit=limits)
 
     def checked(self) -> PlanRequest:

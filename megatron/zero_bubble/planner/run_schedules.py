@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.validate import validate
 _ONE_BY_ONE = "one-by-one"
 """Name of the schedule of the last level of `RunSchedules.in_less_memory`: one microbatch at a time."""
 _CANDIDATES = 20
-"""Number of candidates for a schedule in less memory: few, because a step waits for the schedule."""
+"""Number of candidate orders for a schedule in less memory: few, because a step waits for the schedule."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RunSchedules:
         """The schedules with a name of the registry; `placement_for` describes the arguments.
 
         Raises:
-            ScheduleError: no schedule has this name, or it does not support these ranks, chunks or placement.
+            ScheduleError: no schedule has this name, or the schedule does not support the ranks, chunks or placement.
         """
         return cls(request_for(name, num_ranks, 1, num_chunks=num_chunks, placement_kind=kind))
 
@@ -92,7 +92,7 @@ class RunSchedules:
         return replace(self, request=replace(self.request, **changes), shared={})
 
     def with_shared(self, schedule: Schedule) -> RunSchedules:
-        """The same schedules, with a schedule that all ranks have received."""
+        """Return a copy in which `shared` also contains `schedule`, a schedule that all ranks have received."""
         return replace(self, shared={**self.shared, schedule.num_microbatches: schedule})
 
     def is_shared(self, num_microbatches: int) -> bool:
@@ -117,11 +117,11 @@ class RunSchedules:
 
         Args:
             num_microbatches: microbatches of the step.
-            level: 1 or more. The schedule has the memory limit of the request divided by 2 ** (level / 2). The schedule
-                of the last level runs one microbatch at a time.
+            level: memory level, from 1: the memory limit of the request is divided by 2 ** (level / 2). The schedule
+                of the last memory level runs one microbatch at a time.
 
         Returns:
-            The schedule; None beyond the last level, or if the request has no memory limit.
+            The schedule; None beyond the last level, without a memory limit, or if schedules do not depend on costs.
         """
         limits, key = self.request.limits, (num_microbatches, level)
         if not self.adapts or limits is None:
@@ -177,16 +177,16 @@ def prepare(
     orders_tail: bool = False,
     post_validation: bool = False,
 ) -> Schedule:
-    """Lower and validate a schedule, so that ranks can run it. A lowered schedule keeps its messages in their places.
+    """Lower and validate a schedule, so that ranks can run it. A schedule with communication is not lowered again.
 
     Args:
         schedule: a schedule with or without communication.
         costs: costs of the stages, which decide the places of receives and VALIDATE; None for `default_costs`.
-        forward_only: whether only the forwards are kept, for an evaluation. `orders_tail` and `post_validation` then
-            have no effect.
+        forward_only: whether only the forwards are kept, for an evaluation. `orders_tail` and `post_validation` have
+            no effect on an evaluation.
         orders_tail: whether the last W of every rank run parameter by parameter, so that each gradient is complete
             early, and is reduced while other gradients are computed.
-        post_validation: whether STEP and VALIDATE are added.
+        post_validation: whether STEP and VALIDATE are added to the schedule.
 
     Raises:
         InvalidSchedule: the ranks would deadlock or compute a wrong result.

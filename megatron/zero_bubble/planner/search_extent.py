@@ -10,7 +10,7 @@ from megatron.zero_bubble.schedule.ir import Placement
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
 _SMALL = 3000
-"""Largest number of F, B and W of a small problem, with two chunks a rank. Small problems have more layouts planned."""
+"""Largest number of F, B and W of a small problem, with two chunks a rank. In small problems more layouts are tried."""
 _LARGE = 5000
 """Smallest number of F, B and W of a large problem, with two chunks a rank. A large problem has one round of planning,
 because its plans take nearly as long to make with little effort as with full effort."""
@@ -26,9 +26,9 @@ class Extent:
 
     Attributes:
         rounds: for each round of planning, the number of layouts and the divisor of the full effort for each layout.
-        promising: largest ratio to the shortest time for which a layout is planned with more effort.
+        promising: largest ratio of a plan's time to the shortest time at which its layout is planned with more effort.
         num_moved: number of the best plans whose layers are moved to other stages.
-        worth_moving: largest ratio to the shortest time for which layers of a plan are moved.
+        worth_moving: largest ratio of a plan's time to the shortest time at which its layers are moved.
         is_small: whether the problem is small, so that plans with different recomputation count as different.
     """
 
@@ -44,7 +44,7 @@ _OF_SMALL = Extent(((12, 10), (3, 2)), PROMISING**2, num_moved=8, worth_moving=1
 
 
 def extent_of(request: PlanRequest) -> Extent:
-    """The extent of the search for a request."""
+    """The extent of the search for the layout of a request."""
     num_operations = 6 * request.num_ranks * request.num_microbatches
     if num_operations <= _SMALL:
         return _OF_SMALL

@@ -17,11 +17,11 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
 
 _PLANNING_SHARE, _MOST_SECONDS = 0.02, 0.025
-"""Approximate limits on the time of planning: a fraction of the time of a step, and seconds."""
+"""Approximate limits on the time of planning a step: a fraction of the time of the step, and a number of seconds."""
 _SECONDS_PER_OPERATION = 0.5e-6
 """Approximate time to simulate one operation, from which the number of orders to try follows."""
 _FEWEST, _MOST = 12, 200
-"""Smallest and largest number of orders to try."""
+"""Smallest and largest number of microbatch orders to try for a step."""
 
 
 class StepPlan(NamedTuple):
@@ -32,7 +32,7 @@ class StepPlan(NamedTuple):
     schedule: Schedule
     order: MicrobatchOrder
     milliseconds: float = 0.0
-    """Time that planning took."""
+    """Milliseconds that planning the step took."""
 
 
 class StepRules(NamedTuple):
@@ -50,7 +50,7 @@ class StepRules(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProblem:
-    """A step to plan.
+    """A step of which the schedule and the order of the microbatches are planned.
 
     Attributes:
         rules: schedules, limits and options of the run.
@@ -64,7 +64,7 @@ class StepProblem:
 
     @property
     def is_open(self) -> bool:
-        """Whether the step needs a plan: microbatches differ in size or may not fit in memory, and pairs do not run."""
+        """Whether to plan the step: microbatches differ in size or may exceed memory, and the schedule has no pairs."""
         differs = self.rules.limits is not None or len(set(self.sizes)) > 1
         return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
 
@@ -80,7 +80,7 @@ class StepProblem:
             least_level: lowest level of memory to try.
 
         Raises:
-            Infeasible: the microbatches exceed the limits even one at a time.
+            Infeasible: the microbatches exceed the memory limits even one at a time.
         """
         start, rules, inside = time.perf_counter(), self.rules, self.costs.inside
         costs = [self.costs.of(size) for size in self.sizes]
@@ -115,7 +115,7 @@ def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: i
         options: keyword arguments of `order_microbatches`.
 
     Raises:
-        Infeasible: the microbatches exceed the limits even one at a time.
+        Infeasible: the microbatches exceed the memory limits even one at a time.
     """
     problem: Infeasible | None = None
     for level in count(least_level):

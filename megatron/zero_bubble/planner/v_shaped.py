@@ -32,25 +32,25 @@ less effort the smallest budget shrinks in proportion."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
-"""Limits on the microbatches in flight in chunk 0, as (share, decrease). The limit of rank 0 is `share` times the
-number of microbatches that fit in memory in chunk 0 alone. The limit falls by `decrease` from each rank to the next."""
+"""Limits on microbatches in flight in chunk 0, as (share, decrease). The limit of rank 0 is `share` times the number of
+microbatches that fit in memory in chunk 0 alone; from each rank to the next, the limit falls by `decrease`."""
 WORTH_VARYING = 0.01
 """Building blocks are varied if the relative distance of the best plan from the lower bound is above this value."""
 NUM_VARIATIONS = 150
-"""Number of random and varied blocks that are tried, if the budget allows."""
+"""Number of random and varied building blocks that are tried, if the budget allows."""
 NUM_RANDOM = 60
-"""Number of random blocks among `NUM_VARIATIONS`."""
+"""Number of random building blocks among `NUM_VARIATIONS`."""
 NUM_VARIED = 8
-"""Number of the best blocks that are varied."""
+"""Number of the best building blocks that are varied."""
 RULE_VARIES = 0.15
-"""Probability that the rule for gaps is varied together with a block."""
+"""Probability that the rule for gaps is varied together with a building block."""
 
 
 def best_in_v(problem: Problem) -> Schedule:
     """Plan a schedule for a V within the memory limits.
 
     Raises:
-        Infeasible: no schedule fits in the limits.
+        Infeasible: no schedule fits in the memory limits.
     """
     problem.check_feasible()
     portfolio = _search(problem)
@@ -98,7 +98,7 @@ def _search(problem: Problem) -> Portfolio:
 
 
 class _Tried(NamedTuple):
-    """A block whose orders were tried, with the rules that were used and the cost of the plan."""
+    """A building block whose orders were tried, with the rules that were used and the cost of the plan."""
 
     cost: float
     block: Block
@@ -107,7 +107,7 @@ class _Tried(NamedTuple):
 
 
 def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> None:
-    """Try random blocks, and random changes of the best blocks."""
+    """Try random building blocks, and random changes of the best building blocks."""
     generator, in_flight = Random(problem.num_ops), _max_in_flight(problem)
     best = sorted(tried, key=lambda plan: plan.cost)[:NUM_VARIED]
     for number in range(NUM_VARIATIONS if best else 0):
@@ -172,7 +172,7 @@ def _max_in_flight(problem: Problem) -> float:
 
 
 def _blocks(problem: Problem) -> Iterator[Block | None]:
-    """Yield the blocks to repeat, the most promising first; None stands for the order of ZB-V."""
+    """Yield the building blocks to repeat, the most promising first; None stands for the order of ZB-V."""
     p, in_flight = problem.num_ranks, _max_in_flight(problem)
     if in_flight >= p:
         yield None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 _LEAST_BYTES = 32 * 2**20
-"""Least size of the buffer: more than a processor core's caches hold and its table of page translations covers."""
+"""Least bytes of the buffer that evicts the caches; a core's caches and its table of page translations cover less."""
 
 
 class ColdCaches:
@@ -23,5 +23,5 @@ class ColdCaches:
         self._buffer = torch.zeros(num_bytes // 4, device=device)
 
     def evict(self) -> None:
-        """Read and write the buffer. On a GPU the kernel is launched on the current stream."""
+        """Fill the caches by reading and writing a buffer; on a GPU, a kernel on the current stream does this."""
         self._buffer.add_(1)

@@ -1,7 +1,7 @@
 """Exchanges tensors among all ranks of a group at once.
 
-All ranks of a group call the same collectives in the same order. A call blocks its thread on a CPU, and on a GPU the
-current stream, so collectives that should run beside the computation are called inside an `ExchangeLane`.
+All ranks of a group call the same collectives in the same order. A collective blocks its thread on a CPU, and on a GPU
+the current stream, so collectives that should run beside the computation are called inside an `ExchangeLane`.
 
 `TorchCollectives` runs on torch.distributed, `InMemoryCollectives` between threads of one process.
 """
@@ -91,7 +91,7 @@ class TorchCollectives:
         self._group.broadcast([tensor], options).wait()
 
     def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
-        # Flat, because gloo requires both tensors to have equally many dimensions.
+        # The tensors are flattened, because gloo requires both tensors to have equally many dimensions.
         self._group._allgather_base(gathered.view(-1), tensor.view(-1)).wait()
 
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:

@@ -100,10 +100,10 @@ class PairGroup(Protocol):
 
 
 class Mark(Protocol):
-    """A point of the computation on a device."""
+    """A mark: a point of a device's computation, for which a process can wait."""
 
     def synchronize(self) -> None:
-        """Wait until the device has reached this point."""
+        """Wait until the device has reached the mark."""
         ...
 
 
@@ -124,7 +124,7 @@ class RunAhead:
         self._marks: deque[Mark] = deque()
 
     def before_message(self) -> None:
-        """Wait until the GPU has reached the point where the message `limit` messages ago was posted."""
+        """Wait until the GPU has reached the point at which the message `limit` messages ago was posted."""
         if len(self._marks) == self._limit:
             self._marks.popleft().synchronize()
         self._marks.append(self._new_mark())
@@ -247,7 +247,7 @@ class HostCommunicator:
     of hardware queues, and with any synchronisation of the device. A `HostCommunicator` is slow and meant for finding
     faults.
 
-    The arguments are as for `TorchCommunicator`.
+    The arguments are the first five arguments of `TorchCommunicator`.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class HostBuffers:
         """Bytes of host memory that have been allocated."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return a buffer of `num_bytes` bytes.
+        """Return a buffer of `num_bytes` bytes in host memory.
 
         Raises:
             HostMemoryError: the host has no memory for the buffer.

@@ -56,9 +56,9 @@ class ThreadLane:
     """A lane on a CPU: one thread, in which collectives block.
 
     No exchange runs after a failed exchange, because this rank is then out of step with the other ranks. After a
-    failure the rank leaves the process groups of the exchanges, so that no rank waits for it. The error is logged at
-    once, because the main thread may be waiting for another rank, and would report the error only after that rank has
-    ended.
+    failure the rank leaves the process groups of the exchanges, so that no rank waits for it. The lane logs the error
+    of an exchange at once, because the main thread may be waiting for another rank, and would report the error only
+    after that rank has ended.
 
     Args:
         leave: leaves the process groups of the exchanges, such as `Collectives.close`.
@@ -118,7 +118,7 @@ class StreamLane:
     """A lane on a GPU: one stream, with priority over computation, because other ranks wait for its collectives.
 
     On a GPU, a collective occupies multiprocessors while it waits for other ranks. With one hardware queue, all
-    launches after the collective wait, too.
+    work launched after the collective waits, too.
     """
 
     waits_in_thread = False

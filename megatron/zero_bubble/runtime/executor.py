@@ -126,7 +126,7 @@ class Executor:
             self._messages.finish_sends()
             unused = self._exchanges.finish()
         except Exception as error:
-            # A collective that has failed here is the cause: the other ranks then end, and this rank's messages fail.
+            # A collective that has failed here is the error's cause: other ranks end, and this rank's messages fail.
             cause = self._exchanges.forget()
             if cause is None or cause is error:
                 raise
@@ -188,8 +188,8 @@ class Executor:
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
         """Run a forward and a backward as one operation; a stage without `forward_backward` runs the two in turn.
 
-        The pair waits for both inputs first. The pair passes both results on when both operations have run, in the
-        channels' order.
+        A pair first waits for the inputs of its forward and its backward. When both operations have run, their results
+        are passed on in the channels' order.
         """
         input_tensor = self._input_of_forward(stage, forward)
         inputs = self._inputs_of_backward(stage, backward)
@@ -274,7 +274,7 @@ class Executor:
     def _validate(self, given: Stage, op: Op) -> None:
         """Validate the last optimizer step; if it was wrong, every rank runs all operations before `op` again.
 
-        Messages sent before `op` are received first, because a channel keeps its order; then all are sent again.
+        Messages sent before `op` are received first, as a channel keeps its order; the repeated run sends them again.
         """
         stage = cast(SteppingStage, given)
         is_wrong = stage.validate()

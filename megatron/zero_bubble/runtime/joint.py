@@ -53,7 +53,7 @@ def raise_first(errors: Iterable[Exception | None]) -> None:
 
 
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
-    """Make the schedule for `num_microbatches` on the job's first rank; return the plan that holds it on all ranks.
+    """Make the schedule for `num_microbatches` on the job's first rank; return the plan with this schedule everywhere.
 
     A collective call of the whole job. All ranks must run the very same order, but a solver with a time limit may find
     a different order on each rank.

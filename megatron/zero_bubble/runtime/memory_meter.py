@@ -88,7 +88,7 @@ def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) 
 
 
 def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
-    """Return the bytes of saved tensors that are still alive; dropout's masks without a gradient are already freed."""
+    """Return the bytes of saved tensors that are still alive; masks of dropout without a gradient are already freed."""
     tensors = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
@@ -119,5 +119,5 @@ def memory_meter(
     kept_by_shard: Callable[[int], int] | None = None,
     offload: OffloadStore | None = None,
 ) -> MemoryMeter:
-    """Return the memory meter for `device`; the arguments are as for `SavedTensorMeter`."""
+    """Return the memory meter for `device`; the other arguments are the arguments of `SavedTensorMeter`."""
     return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard, offload)

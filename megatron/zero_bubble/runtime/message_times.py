@@ -20,11 +20,11 @@ from megatron.zero_bubble.schedule import Placement
 _IDLE_TRIPS = 7
 """Number of round trips between idle ranks; their median is used."""
 _BUSY_TRIPS = 16
-"""Number of messages of a computing rank in each direction. Their mean is used, because every wait delays a step."""
+"""Number of messages of a computing rank in each direction. Message times are averaged: every wait delays a step."""
 _COLLECTIVES = 16
 """Least number of measured collectives; each rank waits in at least one of them."""
 _PRODUCTS = 1000
-"""Number of matrix products that keep a rank busy, as small as a model's operations: about 5 ms on a CPU core."""
+"""Number of small matrix products that keep a rank busy during a measurement: about 5 ms on a CPU core."""
 
 
 def measure_edges(
@@ -97,8 +97,8 @@ def _round_trip(
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
     """Measure the milliseconds of the collective after S on a rank that waits for its result.
 
-    A collective call of the whole job, with the same result on every rank. The collective gathers three numbers a
-    token, sums a message over the ranks, and runs in the lane, as in a training.
+    A collective call of the whole job, with the same result on every rank. The measured collective gathers three
+    numbers a token and sums a message over the ranks in an `ExchangeLane`, as in a training.
 
     Args:
         collectives: collectives of this pipeline's ranks.

@@ -15,9 +15,9 @@ _TOKENS = ("tokens", "input_ids", "text", "labels", "position_ids")
 def size_of(item: Any) -> MicrobatchSize | None:
     """Return the size of a microbatch; None if its data has no known field.
 
-    Lengths of packed sequences are read from `cu_seqlens`. With an `attention_mask` of shape `[batch, sequence]`, only
-    tokens that are not padding count. Without `cu_seqlens` and a two-dimensional `attention_mask`, the size is the
-    shape `[batch, sequence]` of the first tensor of token ids.
+    Lengths of packed sequences are read from `cu_seqlens`. With an `attention_mask` of shape `[batch, sequence]`,
+    padding is not part of the size. With neither `cu_seqlens` nor a two-dimensional mask, the size is the shape
+    `[batch, sequence]` of the first tensor of token ids.
 
     Args:
         item: a mapping with Megatron's or Hugging Face's names, such as `tokens` or `input_ids`, or a sequence of
@@ -35,7 +35,7 @@ def size_of(item: Any) -> MicrobatchSize | None:
 def _size_of_mapping(item: Mapping[str, Any]) -> MicrobatchSize | None:
     offsets = item.get("cu_seqlens")
     if isinstance(offsets, torch.Tensor):
-        # Some data pads the offsets to a fixed number of entries.
+        # Some data pads `cu_seqlens` to a fixed number of entries.
         lengths = offsets.flatten().diff()
         return MicrobatchSize.of(lengths[lengths > 0].tolist())
     mask = item.get("attention_mask")

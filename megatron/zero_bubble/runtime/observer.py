@@ -42,7 +42,7 @@ class StepObserver:
             self._running = None
 
     def flush(self) -> None:
-        """Pass on all steps that have ended; waits for the GPU to finish them."""
+        """Pass the operations of all ended steps to the sinks; waits for the GPU to finish these steps."""
         while self._ended:
             self._take_in()
 

@@ -67,7 +67,7 @@ class OffloadStore:
         self._wait(self._bundles[chunk, microbatch])
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Release a microbatch's activations on the device. A storage that is also used outside of this store stays."""
+        """Release a microbatch's activations on the device, except storages that are used outside of this store."""
         for storage in self._bundles[chunk, microbatch].storages:
             if not storage.release():
                 self._give_back(storage)
@@ -80,7 +80,7 @@ class OffloadStore:
                 assert storage.host is not None
                 storage.device = torch.empty(storage.host.nbytes, dtype=torch.uint8, device=storage.place)
                 pairs.append(CopyPair(storage.host, storage.device))
-                # A later copy to this buffer is queued behind this one.
+                # A later copy to this host buffer is queued behind the copy from it.
                 self._give_back(storage)
         bundle.copy = self._start(OpKind.H, chunk, pairs)
 

@@ -9,7 +9,7 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import ScheduleError
 
 SMALL_GAIN = 1.05
-"""Largest predicted gain over megatron-core's own order for which both orders are measured."""
+"""Predicted gain of a planned order over megatron-core's own order below which a run measures both orders."""
 WORTHWHILE = 1.005
 """Least measured gain for which the run continues with the planned order."""
 
@@ -37,7 +37,7 @@ class OrderTrial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The measured milliseconds of a step in both orders."""
+    """The measured milliseconds of a step in the planned order and in megatron-core's own order."""
 
     own_name: str
     own_span: float

@@ -31,7 +31,7 @@ class PairTime(NamedTuple):
     together: float = 0.0
     """Sum of the milliseconds of one pair of each kind."""
     apart: float = 0.0
-    """Sum of the milliseconds of the same forwards and backwards, run one after the other."""
+    """Sum of the milliseconds of the parts of one pair of each kind, run one after the other."""
 
 
 NO_PAIRS = PairTime()

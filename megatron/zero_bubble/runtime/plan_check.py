@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts:
     """Return the planned costs with the measured times of operations; memory and messages stay as they are.
 
-    The planned time of a kind that did not run also stays, except for R, which is assumed to change in the ratio of F.
+    If a kind of operation did not run, its planned time is kept; for R, the planned time changes in the ratio of F's.
     """
     times = {
         name: tuple(new or old for new, old in zip(getattr(measured, name), getattr(planned, name), strict=True))
@@ -42,7 +42,7 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
     }
     stages = zip(measured.time_r, planned.time_r, measured.time_f, planned.time_f, strict=True)
     times["time_r"] = tuple(r or old_r * f / old_f for r, old_r, f, old_f in stages)
-    # The times of exchanges stay, too, but never exceed the times of F and B, which contain them.
+    # The planned times of exchanges are kept, but never exceed the times of F and B, which contain them.
     exchanged = {
         part: tuple(map(min, getattr(planned, part), times[whole]))
         for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b"))
@@ -94,7 +94,7 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
         if abs(after - before) > max(TOLERANCE * before, matters / planned.num_stages):
             yield Difference(f"{kind.name} of stage {stage} takes", before, after)
     far = [pair for pair in zip(planned.time_comm, corrected.time_comm, strict=True) if any(pair)]
-    if 2 * sum(after - before for before, after in far) > matters:  # there and back
+    if 2 * sum(after - before for before, after in far) > matters:  # a message each way
         before, after = (sum(values) / len(far) for values in zip(*far, strict=True))
         yield Difference("ranks wait as if a message took", before, after)
 

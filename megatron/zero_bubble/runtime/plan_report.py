@@ -26,7 +26,7 @@ class PlanningOptions:
         threshold: relative change of a stage's time that starts planning again; 0 for never.
         limits: bytes that the operations of every rank may need, if the layout was chosen under these limits; they
             override `memory_limit`.
-        megatrons: the time with which reports compare, if the layout was chosen in place of Megatron's split.
+        megatrons: the time on Megatron's split, with which reports compare a layout that was chosen in its place.
         tries_own_order: whether a plan with a small predicted gain is compared with megatron-core's own order by
             running both.
     """

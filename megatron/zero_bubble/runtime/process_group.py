@@ -47,7 +47,7 @@ def connect(membership: Membership) -> Any:
 def _nccl_options(membership: Membership) -> Any:
     """Return NCCL options with few thread blocks, and with priority over computation because other ranks wait.
 
-    PyTorch's flight recorder shows the group by its name and ranks.
+    The options contain the name and the ranks under which PyTorch's flight recorder shows the group.
     """
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = membership.timeout

@@ -136,8 +136,8 @@ class Profiler:
         return chunk_costs
 
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
-        """Return the usual change of memory; for F, the change by an F that keeps activations, or by a dropping F and
-        its R."""
+        """Return the usual change of memory by a kind of operation; for F, the change by an F that keeps activations,
+        or by an F that drops activations and its R."""
         kept = self._memory.get((chunk, kind))
         if kept:
             return center(kept)
@@ -175,8 +175,8 @@ class MeasuredCosts(NamedTuple):
 def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
     """Gather the costs of all stages; a collective call of the whole job, with the same result on every rank.
 
-    Among the replicas of a stage (data and tensor parallelism), the largest time is taken, because the pipeline waits
-    for the slowest replica. The largest memory held after F, after B and after W is taken as well.
+    The times of a stage are those of its slowest replica (data and tensor parallelism), for which the pipeline waits.
+    The memory of a stage after F, after B and after W is the largest over its replicas.
     """
     everyone: list[tuple[Sequence[ChunkCosts], Mapping[int, float]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (chunks, edges))
@@ -211,7 +211,7 @@ def combine_costs(
         return tuple(max(replica.get(kind, 0.0) for replica in replicas) for replicas in values)
 
     def held_after(*kinds: OpKind) -> tuple[float, ...]:
-        # Summed for each replica, because the replica that keeps most in F releases most in B.
+        # The changes are summed for each replica, because the replica that keeps most in F releases most in B.
         return tuple(max(sum(replica.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in memory)
 
     kept = held_after(OpKind.F)

@@ -33,13 +33,14 @@ class ForwardMode(Enum):
 
 
 class RecomputationStore:
-    """Dropped blocks of one pipeline rank, by model chunk and microbatch.
+    """One pipeline rank's blocks of layers whose activations F has dropped, by model chunk and microbatch.
 
     The executor runs each F inside `forward`, which says whether the F drops its activations, and runs R with
     `recompute`. Outside of an F, `mode` is None, and a block behaves as without a zero-bubble schedule.
 
-    The blocks of a chunk may form several groups. R restores the last group; if there is no R, F keeps the last group.
-    B restores each other group right before the backward of this group. The weight gradients of all groups but the
+    The blocks of a chunk may form several groups of layers. R restores the activations of the last group; in a schedule
+    without R, F keeps them.
+    B restores each earlier group right before the group's backward. The weight gradients of all groups but the
     first run within B, so that no more than one group is in memory at a time.
 
     Args:
@@ -139,7 +140,7 @@ class _Blocks:
         self._dropped: dict[int, Recomputation] = {}
         """Number of a block -> its recomputation; removed when the recomputation runs."""
         self._entered: tuple[int, int] | None = None
-        """Number of the block whose backward runs, and number of weight gradients put before; None between blocks."""
+        """Number of the block whose backward runs, and number of W put before this backward; None between blocks."""
         self.number = 0
         """Number of blocks that the F has run so far."""
 
@@ -216,7 +217,7 @@ class _Blocks:
 
 
 def _call_with_gradient(tensors: Sequence[Any], function: Callable[[torch.Tensor], None]) -> None:
-    """Call `function` with the complete gradient of the first of these tensors that requires a gradient."""
+    """Call `function` with the complete gradient of the first tensor in `tensors` that requires a gradient."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(function)

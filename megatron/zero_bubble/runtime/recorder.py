@@ -26,7 +26,7 @@ class Clock(Protocol):
         ...
 
     def lag(self) -> float:
-        """Return the seconds by which results of `seconds` lag the host's clock; may wait for the computation."""
+        """Return by how much the times of this clock lag the host's clock; may wait until the device has computed."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
@@ -240,7 +240,7 @@ class StepTime:
     span: float
     """Time from the start of the first operation to the end of the last operation."""
     work: float
-    """Time of computing within the span."""
+    """Time that the rank computes within the span of the step."""
 
 
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:

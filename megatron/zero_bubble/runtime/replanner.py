@@ -98,8 +98,8 @@ class Replanner:
     def to_measure(self, schedule: Schedule) -> Schedule:
         """Return a variant of `schedule` that measures all costs, or `schedule` itself once the costs are known.
 
-        The variant has an R on every stage of a model that recomputes, copies on every stage if offload is allowed, and
-        single forwards and backwards of every chunk beside pairs. `to_measure` is called for every schedule that runs.
+        In the measuring variant, every stage has an R if the model recomputes, and copies if offload is allowed; every
+        chunk has forwards and backwards outside of pairs. `to_measure` is called for every schedule that runs.
         """
         self._groups[schedule.num_microbatches] = schedule.groups
         if self._profile is not None:
@@ -118,13 +118,13 @@ class Replanner:
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
-        if self._trial is not None:  # it ends without a result
+        if self._trial is not None:  # the trial ends without a result
             self._trial, self._check_at = None, 0
             self._checked.clear()
         return self._decide(num_microbatches)
 
     def after_step(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Return the next plan after profiling, a check, a trial or drift; None keeps the plan. A collective call."""
+        """Return the next plan after profiling, a check, a trial or drift; None keeps the plan; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
@@ -184,7 +184,7 @@ class Replanner:
         try:
             return plan_on_first_rank(plan, num_microbatches), limit
         except Infeasible as error:
-            if in_bytes is None:  # the schedule's own
+            if in_bytes is None:  # the schedule's own limit
                 raise
             smallest = math.ceil(error.smallest_limit + max(profile.inside_ranks))
             raise Infeasible(
@@ -198,16 +198,16 @@ class Replanner:
         self._planned_for.add(num_microbatches)
 
     def _check(self, num_microbatches: int) -> RunSchedules | None:
-        """Compare the plan with measured steps, correct it, and try megatron-core's own order if that may be faster.
+        """Compare the plan with measured steps, correct it, and try megatron-core's own order; a collective call.
 
-        A collective call.
+        The trial of megatron-core's own order begins only if that order may be faster.
         """
         span = self._measured.add_checked(self._checked)
         new, span = self._corrected(span, num_microbatches)
         return self._begin_trial(span, num_microbatches) or new
 
     def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
-        """Correct the times that the plan's costs had wrong, and plan again; a collective call.
+        """Correct the wrong times in the plan's costs, and plan again; a collective call.
 
         The running plan stays unless the new plan is faster at the corrected costs.
 
@@ -260,7 +260,7 @@ class Replanner:
     def _end_trial(self, trial: OrderTrial) -> RunSchedules | None:
         """Return the planned order if the run continues with it, else None; a collective call.
 
-        Steps with other numbers of microbatches are not comparable: the run then continues with the planned order.
+        If steps of the trial have another number of microbatches, the run continues with the planned order.
         """
         old, self._trial = self._profile, None
         assert old is not None

@@ -55,7 +55,7 @@ class ReplicaWaits:
         self._group_sizes.append(group_size)
 
     def take(self) -> Waits | None:
-        """Return the waits since the last call; None if no iteration has ended. A collective call of the group."""
+        """Return the waits since the last call; None if no iteration has ended. All replicas call `take` together."""
         counts, sizes = self._num_marks, self._group_sizes
         # The marks of an unfinished iteration may be included.
         marks, self._marks = self._marks[: sum(counts)], self._marks[sum(counts) :]
@@ -72,7 +72,7 @@ class ReplicaWaits:
 
 
 def mean_waits(spent: Sequence[Sequence[float]], group_sizes: Sequence[int]) -> Waits:
-    """Compute waits from the seconds that each replica spent in reductions in each iteration, given the group sizes."""
+    """Compute waits from each replica's seconds in reductions, by iteration, and the group size of each iteration."""
     totals = [0.0] * len(spent)
     for iteration, size in enumerate(group_sizes):
         for start in range(0, len(spent), size):

@@ -20,23 +20,22 @@ class Rollback(Protocol):
         ...
 
     def before_step(self) -> None:
-        """Complete the copy; called right before the step."""
+        """Complete the copy of parameters and their states; called right before the optimizer's step."""
         ...
 
     def undo(self) -> None:
         """Restore parameters, optimizer states and settings of parameter groups to their values at `before_step`.
 
-        The gradients of the step must still be in memory.
+        The gradients of the step that is undone must still be in memory.
         """
         ...
 
 
 def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: bool = False) -> Rollback:
-    """Make a rollback of the given kind for these optimizers.
+    """Make a rollback of the given kind for `optimizers`.
 
     Args:
-        optimizers: optimizers of torch, apex or Transformer Engine. The rollback restores the fp32 parameters that they
-            update.
+        optimizers: optimizers of torch, apex or Transformer Engine, whose fp32 parameters the rollback restores.
         on_host: keep the copy in pinned host memory.
 
     Raises:
@@ -142,7 +141,7 @@ class Snapshot:
             parameter.restore()
         for optimizer, states, settings in zip(self._optimizers, self._states, self._settings, strict=True):
             for key in [key for key in optimizer.state if key not in states]:
-                del optimizer.state[key]  # the step created it
+                del optimizer.state[key]  # the step created this state
             for key, values in states.items():
                 _restore(optimizer.state[key], values)
             for group, values in zip(optimizer.param_groups, settings, strict=True):
@@ -164,8 +163,8 @@ class Inverse:
         theta <- (theta + lr (m / c1) / (sqrt(v / c2) + eps)) / (1 - lr weight_decay)
         m <- (m - (1 - beta1) g) / beta1,   v <- (v - (1 - beta2) g^2) / beta2,   t <- t - 1
 
-    The result is not exact: every value is off by some rounding errors of the larger values in its equation. v may come
-    out slightly negative and is then set to 0.
+    The inversion is not exact: every value is off by some rounding errors of the larger values in its equation. v may
+    come out slightly negative and is then set to 0.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:

@@ -89,11 +89,11 @@ class RunCosts:
         return Profile(self._placement, with_memory_of_all_groups(costs, groups), noise, model, inside)
 
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
-        """Add these steps alone to the next profile, and return their mean milliseconds on the slowest rank.
+        """Add `steps` alone to the next profile, and return their mean milliseconds on the slowest rank.
 
-        A collective call. The mean of the steps counts, not the median, because the time of a step contains the times
-        of all its operations. The slowest step of each rank is left out, because another process may have interrupted
-        it.
+        `add_checked` is a collective call. The mean of the steps counts, not the median, because the time of a step
+        contains the times of all its operations. The slowest step of each rank is left out, because another process may
+        have interrupted it.
 
         Args:
             steps: the measured operations of each step; the call empties this list.

@@ -41,7 +41,7 @@ class RunningPlan:
         self._executors: dict[tuple[int, bool, int], Executor] = {}
         """(number of microbatches, whether only forwards run, level of memory) -> executor."""
         self._levels: dict[int, int] = {}
-        """Number of microbatches -> level of memory of the last training step."""
+        """Number of microbatches -> level of memory of the last training step with this number."""
         self._predictions: dict[tuple[int, int], Prediction] = {}
 
     @property
@@ -86,7 +86,7 @@ class RunningPlan:
         overlaps_reduction: bool,
         less_memory: tuple[int, Schedule] | None = None,
     ) -> Executor:
-        """Return the executor of a training step or an evaluation; a collective call if it does not exist yet.
+        """Return the executor of a training step or an evaluation; a collective call if none exists yet.
 
         Args:
             less_memory: level of memory and schedule of a step whose microbatches do not fit in memory with the run's

@@ -65,7 +65,7 @@ class SizeProfile:
             held: float | None = measured.held
             inside = None if held is None else measured.inside
             if kind is OpKind.F and held is not None:
-                # The sum is the memory of an F that keeps all activations.
+                # The sum for F and R is the memory of an F that keeps all activations.
                 held += restored.get((chunk, microbatch)) or 0
             stage = self._placement.stage_of(self._rank, chunk)
             milliseconds = (measured.end - measured.start) * 1000.0
@@ -79,7 +79,7 @@ class SizeProfile:
             gather: returns the samples of all ranks.
 
         Returns:
-            The costs; None if no rank has samples.
+            The fitted costs; None if no rank has samples.
         """
         together: _Samples = defaultdict(list)
         for samples in gather(self._samples):

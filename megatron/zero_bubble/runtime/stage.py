@@ -91,11 +91,11 @@ class SteppingStage(Stage, Protocol):
         ...
 
     def validate(self) -> bool:
-        """Confirm or amend the last step; return (equally on all ranks) whether this step's forwards must run again."""
+        """Confirm or amend the last optimizer step; return, equally on all ranks, whether forwards must run again."""
         ...
 
     def restart(self) -> None:
-        """Undo the forwards of this step, which are run again on the same data in the same order."""
+        """Undo the forwards of the current step, which are run again on the same data in the same order."""
         ...
 
 

@@ -36,7 +36,7 @@ ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
 
 
 class Peers(Protocol):
-    """The ranks that run the same steps."""
+    """Communication with the ranks that run the same steps."""
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Run `action` on this pipeline's first rank; return its result, or raise its `Infeasible`, on all ranks."""
@@ -53,14 +53,14 @@ class Peers(Protocol):
 
 @dataclass
 class OrderTimes:
-    """Sums over the planned steps since the last report; times in milliseconds."""
+    """Numbers and times of planned steps, summed since the last report; times in milliseconds."""
 
     num_steps: int = 0
     predicted: float = 0.0
     predicted_in_data_order: float = 0.0
     planning: float = 0.0
     num_not_hidden: int = 0
-    """Number of steps that waited for their plan."""
+    """Number of steps that waited for their plan longer than `_WAITED`."""
     num_late: int = 0
     """Number of steps, besides `num_steps`, that took an earlier step's order because their plan was late."""
     num_in_less_memory: int = 0
@@ -125,7 +125,7 @@ class StepPlanner:
         return self._first <= step <= max(self._fits_after)
 
     def take_times(self) -> OrderTimes:
-        """Return the sums over the steps since the last call."""
+        """Return the `OrderTimes` of the steps since the last call."""
         times, self._times = self._times, OrderTimes()
         return times
 

@@ -58,7 +58,7 @@ class StepProgress:
 
     Args:
         steps: the operations in the order in which they run.
-        num_ops: number of operations.
+        num_ops: number of the rank's operations in the schedule.
     """
 
     def __init__(self, steps: Sequence[Step], num_ops: int) -> None:

@@ -61,9 +61,8 @@ class Announcing(Protocol):
 class VariableCommunicator:
     """A `Communicator` that also receives messages of unknown shape.
 
-    A rank waits for the header of a message only at the operation that uses the message. At this operation the rank
-    posts the receive of the message after all earlier receives of the channel, so that every channel keeps the order of
-    the schedule.
+    A rank waits for the header of a message only at the operation that uses the message. The rank then posts the
+    receive of the message after all earlier receives of the channel, so that every channel keeps the schedule's order.
 
     Args:
         messages: the channels of the messages.
@@ -85,7 +84,7 @@ class VariableCommunicator:
         return self._messages.send(tensor, destination)
 
     def receive(self, source: int, spec: AnySpec) -> PendingReceive:
-        """Ask for rank `source`'s next message; post its receive if its shape is known and no earlier one waits."""
+        """Ask for rank `source`'s next message; post the receive if the shape is known and no earlier receive waits."""
         header = self._headers.receive(source, HEADER) if isinstance(spec, AnnouncedSpec) else None
         receive = _Receive(self, source, spec, header)
         self._channels[source].append(receive)

@@ -36,7 +36,7 @@ class Position:
     """Position of a rank in a step: at operation `index` of its lowered schedule, or after the last operation."""
 
     call: int
-    """Number of the call of the forward-backward function, which also counts evaluations; `step` does not."""
+    """Number of calls of the forward-backward function so far, evaluations included; `step` counts only training."""
     step: int
     """Number of training steps begun since the job's start."""
     schedule: Schedule
@@ -111,7 +111,7 @@ class Watchdog:
         leave: Callable[[], None],
         host: str,
     ) -> None:
-        # A connection is busy while its owner waits for a key. torch before 2.8 has only one; no step waits on it.
+        # A connection is busy while its owner waits for a key. torch before 2.8 has only one; no step waits for it.
         own = store.clone() if hasattr(store, "clone") else store
         generation = own.add(f"megatron.zero_bubble/watchdogs of {rank}", 1)
         self._store = dist.PrefixStore(f"megatron.zero_bubble/watchdog/{generation}", own)
@@ -128,7 +128,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; nothing is reported after this."""
+        """Stop watching; the watchdog reports nothing afterwards."""
         self._closed.set()
         self._thread.join()
 

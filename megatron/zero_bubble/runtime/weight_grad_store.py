@@ -30,8 +30,8 @@ _Bundle = list[_Deferred]
 class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
-    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` then closes the
-    bundle of that microbatch; `pop` runs the oldest bundle of a chunk and `pop_by_parameter` several bundles.
+    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` closes the
+    bundle of a microbatch; `pop` runs the oldest bundle of a chunk and `pop_by_parameter` several bundles.
     Outside of `deferring()` a layer computes its weight gradient itself, fused with B.
     """
 
@@ -106,7 +106,7 @@ class WeightGradStore:
 
     def pop(self, chunk: int, microbatch: int) -> None:
         """Run the oldest W of `chunk`, which must be the W of `microbatch`, and release its tensors."""
-        # In the order of B, from the last layer to the first, as autograd would run them.
+        # W runs in the order of B, from the last layer to the first, as autograd would run it.
         _run_in_order([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
@@ -118,7 +118,7 @@ class WeightGradStore:
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
-        """Take the W of microbatches, grouped by parameter; a separate function, so that no variable keeps a run W."""
+        """Take the W of microbatches, grouped by parameter; in its own function, so that no variable keeps W alive."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
@@ -144,7 +144,7 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run weight gradients in order, and release each after its run; each is started before the previous one runs."""
+    """Run deferred weight gradients in order. Each gathers its inputs while the previous weight gradient is computed."""
     pending.reverse()
     if pending:
         pending[-1][1].start()

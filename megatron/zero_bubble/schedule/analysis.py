@@ -31,9 +31,9 @@ class Bubble:
     warmup: float
     """Idle time before the first F of the rank, while the pipeline fills."""
     waiting_for_forward: float
-    """Idle time before a later F whose input has not arrived."""
+    """Idle time before an E, an S, or any F but the first of the rank, until its input arrives."""
     waiting_for_backward: float
-    """Idle time before a B or BW whose gradient has not arrived."""
+    """Idle time before a B, BW, L, T or EW whose input has not arrived."""
     waiting_for_validation: float
     """Idle time before a VALIDATE, until the state of all gradients of the previous iteration is known."""
     communication: float
@@ -76,13 +76,13 @@ BUBBLE_WORDS = (
     ("streams", "streams"),
     ("tail", "tail"),
 )
-"""(field of `Bubble`, name of the cause)"""
+"""(field of `Bubble`, name of the cause of idle time)"""
 
 
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
-    """Return, for a table: name of the cause -> idle time of every rank.
+    """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
 
-    Validation, copies and streams are left out if the timeline cannot have them.
+    The causes validation, copies and streams are left out if they cannot occur in the timeline.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -137,12 +137,12 @@ def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
 def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The critical path of a timeline: the chain of operations that determines the makespan.
 
-    Each operation of the path could not start earlier because of the previous operation of the path: the rank was busy
-    with it, or its result was needed. If a rank was busy until a needed result arrived, the path stays on the rank.
-    Waits on NCCL's streams are not part of the path.
+    Each operation of the critical path waits for the previous operation of the path, which keeps the rank busy or makes
+    a needed result. If a rank is busy until a needed result arrives, the critical path stays on the rank. Waits on
+    NCCL's streams are not part of the critical path.
 
     Returns:
-        (rank, operation with its times), from the first operation to the last.
+        (rank, operation with its times) for each operation of the critical path, from the first to the last.
     """
     positions = _positions(timeline)
     last = [(lane[-1].end, -rank) for rank, lane in enumerate(timeline.lanes) if lane]

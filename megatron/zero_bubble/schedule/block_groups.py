@@ -11,12 +11,12 @@ from megatron.zero_bubble.schedule.costs import COPY_COSTS, StageCosts
 def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """The costs of a schedule whose stages recompute their activations in several groups of blocks.
 
-    In a stage with several groups, F keeps the activations of the last group, or R recomputes them. B recomputes each
-    other group right before it computes the gradients of the group. B also computes the weight gradients of all groups
-    but the first, so that at most one group is in memory at a time. D copies only activations that F keeps.
+    In a stage with several groups of blocks, F keeps the last group's activations, or R recomputes them. B recomputes
+    every earlier group right before the backward of the group. B also computes the weight gradients of all groups but the
+    first, so that at most one group is in memory at a time. D copies only activations that F keeps.
 
     Args:
-        groups: stage -> number of groups; empty for one group on every stage.
+        groups: stage -> number of groups of blocks; empty for one group on every stage.
     """
     if max(groups, default=1) == 1:
         return costs
@@ -41,7 +41,7 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
 
 
 def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
-    """The costs of the same stages with one group, from costs whose memory is measured with `groups`.
+    """The costs of stages with one group of blocks each, from costs whose memory is measured with `groups`.
 
     For memory and copies, this function is the inverse of `in_groups`. The times of computations do not change.
     """

@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
-"""Smallest and largest cost other than zero, so that sums over a schedule and ratios of costs stay finite."""
+"""Smallest and largest allowed cost other than zero, so that sums and ratios of costs stay finite."""
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
@@ -39,8 +39,8 @@ class StageCosts:
 
     Offload: D releases `memory_d`, and H allocates it again. The copies of D and H occupy the host link of the rank.
 
-    Vocabulary shards: a rank has one shard, whose costs belong to the stage of the first chunk. The stages of the other
-    chunks have zeros in these fields.
+    Vocabulary shards: a rank has one shard, whose costs belong to the stage of the first chunk. The stages of all other
+    chunks have zeros in the fields for vocabulary shards.
     """
 
     time_f: tuple[float, ...]
@@ -175,8 +175,8 @@ class StageCosts:
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
         """Time of a pair of a forward and a backward, in which one operation computes while the other exchanges tokens.
 
-        The time is the maximum of the computation time of both operations and the exchange time of both, because a rank
-        has one network link and computes one operation at a time.
+        The time of a pair is the computation time or the exchange time of both operations, whichever is longer, because
+        a rank has one network link and computes one operation at a time.
 
         Args:
             forward: stage of the forward.
@@ -228,8 +228,8 @@ class StageCosts:
     def with_whole_vocabulary(self) -> StageCosts:
         """The costs of the same stages without vocabulary shards: embedding on the first stage, output on the last.
 
-        Half of the total time of S becomes the forward of the output layer, and the other half its B, because both have
-        the same number of multiplications.
+        Half of the total time of S becomes time of F of the output layer, and the other half time of B, because F and B
+        have the same number of multiplications.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
@@ -247,7 +247,7 @@ class StageCosts:
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
     def blocks(self, stage: int) -> int:
-        """The number of whole blocks of a stage; a unit of a model may be a part of a block."""
+        """The number of whole blocks of layers in a stage; a unit of a model may be a part of a block."""
         return int(self.num_blocks[stage] + 1e-6)
 
     def keeping_everything(self) -> StageCosts:
@@ -289,7 +289,7 @@ class StageCosts:
         return replace(self, **per_rank, time_comm=self.time_comm[: placement.num_ranks - 1])
 
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
-        """Stage -> sum of the named fields; zeros without names."""
+        """Stage -> sum of the fields of `StageCosts` in `names`; zeros if `names` is empty."""
         columns = [getattr(self, name) for name in names]
         return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * self.num_stages
 

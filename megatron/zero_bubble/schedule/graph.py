@@ -50,7 +50,7 @@ class Source(NamedTuple):
     is_remote: bool
     """Whether the stage that makes the result is on another rank."""
     edge: int | None
-    """Edge of the message, as in `Arrival`; used only if `is_remote`."""
+    """Edge of the message that brings the result, as in `Arrival.edge`; used only if `is_remote`."""
 
 
 @lru_cache(maxsize=MAX_STAGES)
@@ -181,7 +181,7 @@ def _is_at(placement: Placement, rank: int, op: Op, place: Place) -> bool:
 
 
 def message_time(placement: Placement, costs: StageCosts, rank: int, message: Op | None) -> float:
-    """Time of `message`, a send or receive of `rank`; 0 for None."""
+    """Time of `message`, a send or receive of `rank`; 0 if `message` is None."""
     if message is None:
         return 0
     stage = placement.stage_of(rank, message.chunk)

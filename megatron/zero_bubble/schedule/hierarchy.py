@@ -52,7 +52,7 @@ class Hierarchy:
 
     @classmethod
     def parse(cls, text: str, warmup: int = 0) -> Hierarchy:
-        """Read levels in the form `PERIOD:SIZE,PERIOD:SIZE,...`.
+        """Read the levels of hierarchical SGD from text in the form `PERIOD:SIZE,PERIOD:SIZE,...`.
 
         Raises:
             ValueError: the text is not in this form, or its levels do not form a hierarchy.
@@ -72,7 +72,7 @@ class Hierarchy:
         return iteration > self.warmup
 
     def group_size_after(self, iteration: int) -> int | None:
-        """Size of the largest groups that average after `iteration`, counted from 1; None if no groups average."""
+        """Size of the largest groups of replicas that average after `iteration` (from 1); None if no groups average."""
         if not self.is_local(iteration):
             return None
         return next((level.group_size for level in reversed(self.levels) if iteration % level.period == 0), None)

@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _Key = tuple[int, int]
-"""(microbatch, chunk)"""
+"""The activations of a copy: (microbatch, chunk)."""
 
 
 class LinkTimes:
@@ -109,7 +109,7 @@ def check_copies(schedule: Schedule, rank: int) -> None:
 
 
 def without_copies(schedule: Schedule) -> Schedule:
-    """The same schedule without communication, D and H: every F keeps its activations on the device."""
+    """The given schedule without communication, D and H: every F keeps its activations on the device."""
     if not schedule.offloads:
         return schedule
     ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
@@ -117,7 +117,7 @@ def without_copies(schedule: Schedule) -> Schedule:
 
 
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
-    """The same schedule without communication, with a copy to the host and back on every stage, to measure copy costs.
+    """The given schedule without communication, with a copy to the host and back on every stage, to measure copy costs.
 
     The activations of the first microbatch of a stage are copied to the host right after F, and back right before the
     backward. R of the first microbatch is removed.

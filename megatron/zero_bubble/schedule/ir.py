@@ -29,7 +29,7 @@ PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
 """Largest number of stages of a placement: the time to compute lower bounds grows with the square of this number."""
 MAX_OPERATIONS = 4_000_000
-"""Largest number of F, B and W in a schedule; one process plans that many in about a minute, with some gigabytes."""
+"""Largest number of F, B and W in a schedule; planning them takes about a minute and some gigabytes of memory."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
 """Word -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""
@@ -69,8 +69,8 @@ class Placement:
 
     - `linear`: one chunk a rank; rank `r` has stage `r`.
     - `interleaved`: chunk `c` of rank `r` is stage `c * num_ranks + r` (Megatron's virtual pipeline).
-    - `v`: like `interleaved`, but odd chunks have the ranks in reverse order. Chunk 1 of rank `r` is stage
-      `2 * num_ranks - 1 - r`. With two chunks, the first and the last stage are on rank 0.
+    - `v`: like `interleaved`, but odd chunks have the ranks in reverse order. In a V, chunk 1 of rank `r` is stage
+      `2 * num_ranks - 1 - r`; with two chunks a rank, the first and the last stage are on rank 0.
     """
 
     kind: PlacementKind
@@ -132,7 +132,7 @@ class Placement:
 
 
 def check_size(placement: Placement, num_microbatches: int) -> None:
-    """Raise `ScheduleError` if a schedule of this size has more than `MAX_OPERATIONS` operations."""
+    """Raise `ScheduleError` if a schedule for `num_microbatches` has more than `MAX_OPERATIONS` operations."""
     most = MAX_OPERATIONS // (3 * placement.num_stages)
     if num_microbatches > most:
         raise ScheduleError(
@@ -153,8 +153,8 @@ class Schedule:
     ops: tuple[tuple[Op, ...], ...]
     """Rank -> its operations in order."""
     groups: tuple[int, ...] = ()
-    """Stage -> number of groups of layers in which the stage recomputes activations; empty if every stage has one.
-    If a stage has several groups, R recomputes the last, and B recomputes each other one right before its gradients."""
+    """Stage -> number of groups of layers in which the stage recomputes activations; empty if every stage has one. With
+    several groups in a stage, R recomputes the last group, and B each other group right before its gradients."""
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:
@@ -229,7 +229,7 @@ class Schedule:
         return (op for op in self.ops[rank] if op.kind not in COMMUNICATION)
 
     def without_communication(self) -> Schedule:
-        """The same schedule without sends, receives and collectives, as before lowering."""
+        """The given schedule without sends, receives and collectives, as before lowering."""
         if not self.is_lowered:
             return self
         return replace(self, ops=tuple(tuple(self.compute_ops(rank)) for rank in range(self.num_ranks)))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class OpKind(str, Enum):
-    """The kind of an operation. The value is the printed word; `KINDS` has all other properties."""
+    """The kind of an operation. The value of a kind is its printed word; `KINDS` has all other properties."""
 
     F = "F"
     """Forward of one microbatch through one stage."""
@@ -23,7 +23,7 @@ class OpKind(str, Enum):
     W = "W"
     """Backward that computes only the gradient of the weights, which no other operation needs."""
     BW = "BW"
-    """Backward that computes both gradients in one operation, as autograd does."""
+    """Backward that computes the gradients of input and weights in one operation, as autograd does."""
     PB = "&B"
     """B in a pair: it runs as one operation with the F right before it, which is of another microbatch or stage."""
     PBW = "&BW"
@@ -93,11 +93,11 @@ class Need(NamedTuple):
     """A result that an operation needs, unless the stage that would make the result does not exist."""
 
     result: OpKind
-    """The result, named by the kind of operation that makes this result alone."""
+    """The needed result, named by the kind of operation that makes this result alone."""
     place: Place
-    """The stage or rank that makes the result."""
+    """The stage or rank that makes the needed result."""
     num_before: int = 0
-    """Microbatch number of the operation minus microbatch number of the result; for STEP, iteration numbers."""
+    """Microbatch number of the operation minus microbatch number of the needed result; for STEP, iteration numbers."""
     is_optional: bool = False
     """Whether the result is needed only if the schedule has an operation that makes this result alone."""
     only_at: Place | None = None
@@ -128,7 +128,7 @@ class Collective(NamedTuple):
     user: OpKind
     """Kind of the operations that need the result of the collective."""
     users: Place
-    """Stage or ranks of the operations that need the result."""
+    """Stage or ranks of the operations that need the result of the collective."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class KindFacts:
     message: Message | None = None
     """The message of a send or receive; None for other kinds."""
     collective: Collective | None = None
-    """The collective of this kind; None for kinds that are not collectives."""
+    """The collective that operations of the kind run; None for kinds that are not collectives."""
     time: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is the time of the operation; empty if the operation takes no time."""
     memory: tuple[str, ...] = ()
@@ -156,8 +156,8 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation of the same microbatch, such as F for R. The earlier operation allocates less
-    memory, by the memory of this operation, if the schedule has both operations."""
+    """Kind of an earlier operation of the same microbatch, such as F for R. If a schedule has both F and R, F allocates
+    less memory, by the memory of R."""
     waiting: str = ""
     """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""

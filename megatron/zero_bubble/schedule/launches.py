@@ -47,7 +47,7 @@ class Stream:
 
 
 class Streams:
-    """The streams of all ranks."""
+    """The NCCL streams of all ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self.validation = Stream(num_ranks)
@@ -61,12 +61,12 @@ class Streams:
 
 
 class End:
-    """One rank's end of a stream."""
+    """One rank's end of a stream of NCCL messages."""
 
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
         self.sends = sends
-        """Whether this end posts sends or collectives, for which the rank waits at the end of an iteration."""
+        """Whether this stream end posts sends or collectives, for which the rank waits at the end of an iteration."""
         self.num_posted = 0
 
 
@@ -80,8 +80,8 @@ class StreamLaunch(NamedTuple):
     computes: bool
     """Whether the launch is a computation on the compute stream; otherwise the launch is one end of a message."""
     indices: dict[int, int]
-    """Microbatch -> number, on its stream, of the input message of the computation. The entry of a microbatch exists
-    from the posting of the message until the computation runs."""
+    """Microbatch -> number, on its stream, of the input message of the computation. This mapping has a microbatch from
+    the posting of its input message until its computation runs."""
 
 
 class Host:

@@ -38,9 +38,9 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     ranks run the collectives of vocabulary shards in the same order (see `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer, or earlier if the order of its channel demands
-    it. If the ranks then deadlock or lose time on a GPU with one hardware queue (see `streams`), a second schedule is
-    made, with receives at places that exclude deadlocks (see `_between_makers`). The faster of both schedules is taken.
-    A lowered schedule deadlocks only if the schedule deadlocks even without communication.
+    it. If ranks deadlock or lose time on a GPU with one hardware queue (see `streams`), `lower` also tries receives at
+    places that exclude deadlocks (see `_between_makers`), and returns the faster schedule. A lowered schedule deadlocks
+    only if the schedule deadlocks even without communication.
 
     A receive is not posted before VALIDATE if its message is sent after a VALIDATE, because a failed validation repeats
     only the messages that were sent before VALIDATE.
@@ -53,7 +53,7 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
         costs: costs of the stages; by default `unit_costs`.
 
     Returns:
-        The same schedule with communication.
+        The given schedule with communication.
 
     Raises:
         InvalidSchedule: a tensor has no consumer or no producer.
@@ -202,7 +202,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Return, for each message, the place of the previous message's maker in the serial order; -1 for the first."""
+    """Return, for each message, the place of the previous message's maker in the serial order; for the first, -1."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
@@ -220,9 +220,9 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
     """Place the receives of a channel so that ranks cannot deadlock, whatever times the operations take.
 
     Consider a run of all computations one at a time, in `order`. A receive is posted after the maker of the previous
-    message of its channel, so that it blocks no launch of its own rank. The receive is posted before the maker of the
-    next message, whose send waits for the receive. By induction, when a computation starts, all earlier messages are
-    complete except the last message of each channel, and no launch before the computation waits.
+    message of its channel, so that it blocks no launch of its own rank. A receive is posted before the maker of the
+    next message of its channel, whose send waits for the receive. By induction, when a computation starts, all earlier
+    messages are complete except the last message of each channel, and no launch before the computation waits.
 
     The preferred place of a receive is `receive_ahead` computations before its consumer: later if the previous message
     is still in flight; earlier if the message of the receive would otherwise arrive too late.
@@ -248,7 +248,7 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
 
 
 def _time_with_one_queue(lowered: Schedule, costs: StageCosts) -> float:
-    """The makespan with one hardware queue; infinity if the ranks deadlock."""
+    """The makespan of a lowered schedule with one hardware queue; infinity if the ranks deadlock."""
     try:
         return simulate(lowered, costs, hardware_queues=HardwareQueues.ONE).makespan
     except Deadlock:

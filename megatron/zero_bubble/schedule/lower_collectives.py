@@ -32,8 +32,8 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 
     A collective can start when its last maker has ended and the previous collective is complete. A rank joins a
     collective before the computation that the rank runs when the collective can start. With one hardware queue, a rank
-    that joins while the previous collective is in flight delays its own next computation. The rank joins after its
-    next computation if this delays the collective no longer than joining before would delay the computation.
+    that joins while the previous collective is in flight delays its own next computation. A rank joins a collective
+    after its next computation if waiting delays the collective no longer than joining first delays the computation.
 
     Collectives cannot cause a deadlock, whatever times the operations take. Consider a run of all computations one at a
     time, in `order`. Every rank joins a collective before the first user of this or a later collective, and no rank
@@ -42,7 +42,7 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
     VALIDATE.
 
     Args:
-        schedule: without communication.
+        schedule: schedule without communication.
         order: serial order of all computations.
         costs: costs of the stages.
 
@@ -71,13 +71,13 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 def joined_early(schedule: Schedule) -> Schedule:
     """Let every rank join each collective as early as possible.
 
-    This pass is for collectives that wait in a separate thread, where joining early delays no computation. At a place
-    from `place_collectives`, a rank that is late makes the other ranks wait. With this pass, a rank joins a collective
+    Joining early delays no computation if the collectives wait in a separate thread. At a place from
+    `place_collectives`, a rank that is late makes the other ranks wait. With `joined_early`, a rank joins a collective
     after its last operation that contributes to the collective, after the previous collective, and on the same side of
     STEP and VALIDATE as before. The ranks keep the order of the collectives, so that they cannot deadlock.
 
     Args:
-        schedule: lowered.
+        schedule: lowered schedule.
     """
     return replace(schedule, ops=tuple(_joined_early(schedule, rank) for rank in range(schedule.num_ranks)))
 

@@ -29,7 +29,7 @@ def memory_held(
 
     Args:
         schedule: schedule, lowered or not.
-        costs: costs of the stages; the result has their unit of memory.
+        costs: costs of the stages; the yielded memory has the unit of the costs.
         rank: rank whose memory is computed.
         lengths: microbatch -> factor of the costs, as in `simulate`.
     """
@@ -94,7 +94,7 @@ def peak_memory(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] 
     """Rank -> peak memory of its operations, in the unit of the costs."""
     by_kind = in_groups(costs, schedule.groups).memory()
     lanes = schedule.without_communication().ops
-    # The sums after each operation are enough, because an operation that releases memory does not raise the peak.
+    # The memory after each operation is enough, because an operation that releases memory does not raise the peak.
     return tuple(
         max(accumulate(_changes(schedule, by_kind, rank, ops, lengths), initial=0)) for rank, ops in enumerate(lanes)
     )

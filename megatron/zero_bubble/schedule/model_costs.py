@@ -65,8 +65,8 @@ class ModelCosts:
     ties_output: bool = False
     """Whether the embedding and the output layer share one weight, of which each has a copy."""
     shard: Mapping[str, float] | None = None
-    """Field of `StageCosts` -> cost for the vocabulary shard of each rank; None without vocabulary shards. With shards
-    the costs of `embedding` and `output` are zeros."""
+    """Field of `StageCosts` -> cost for the vocabulary shard of each rank; None without vocabulary shards. With
+    vocabulary shards the costs of `embedding` and `output` are zeros."""
     shard_state: float = 0
     """Memory of the parameters, gradients and optimizer states of a vocabulary shard."""
     time_exchange: float = 0
@@ -98,7 +98,7 @@ class ModelCosts:
         """The costs of the same model with the embedding and the output layer in equal shards on all ranks.
 
         S computes the forward and the input gradient of the output layer for the rows of a shard, and T computes the
-        weight gradient of these rows. The activations that the output layer keeps for its backward stay from S to T.
+        weight gradient of these rows. The activations of the output layer stay in memory from S to T.
         """
         embedding, output = self.embedding, self.output
         shard = {
@@ -131,7 +131,7 @@ class ModelCosts:
     def computing(self) -> ModelCosts:
         """The costs without the time of token exchanges between experts, which pairs may hide completely.
 
-        A lower bound without the time of exchanges is also a lower bound for plans with pairs.
+        A lower bound of an iteration's time from costs without exchanges also holds for plans with pairs.
         """
         return replace(self, layers=tuple(layer.computing for layer in self.layers), output=self.output.computing)
 
@@ -143,7 +143,7 @@ class ModelCosts:
     def check(self, partition: Partition, placement: Placement) -> None:
         """Check that a partition divides the layers of the model into the stages of a placement.
 
-        Every stage needs a layer. Without vocabulary shards, the stages of the embedding and the output need no layer.
+        Every stage needs a layer, except, without vocabulary shards, the stages of the embedding and the output.
 
         Raises:
             ScheduleError: the partition does not fit the model and the placement.
@@ -201,7 +201,7 @@ class ModelCosts:
 
 
 def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
-    """Replace the memory of states in the costs of the units of a model.
+    """Replace the memory of parameters, gradients and optimizer states in the costs of the units of a model.
 
     Args:
         costs: costs of the units of a model.

@@ -2,8 +2,8 @@
 
 In a pair, layers of the forward of one microbatch and of the backward of another microbatch alternate, so that one
 computes while the other exchanges tokens between experts (megatron-core's combined 1F1B). A pair starts when the inputs
-of both operations are ready, and both results are ready when the pair ends. In a timeline the backward has the time of
-the pair, and the forward takes no time.
+of both operations are ready, and both results are ready when the pair ends. In a timeline the backward of a pair has
+the time of the pair, and the forward takes no time.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
     """Join each chosen backward and the forward right before it into a pair.
 
     Args:
-        schedule: without communication.
-        chosen: rank -> the B and BW to join.
+        schedule: schedule without communication.
+        chosen: rank -> the B and BW to join with the forwards before them.
     """
     assert not schedule.is_lowered
     kinds = {OpKind.B: OpKind.PB, OpKind.BW: OpKind.PBW}
@@ -94,7 +94,7 @@ def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
 
 
 def apart(schedule: Schedule) -> Schedule:
-    """The same schedule without communication and pairs: each forward and each backward is a separate operation."""
+    """The given schedule without communication and pairs: each forward and each backward is a separate operation."""
     return _separated(schedule, [{backward for _, backward in pairs(lane)} for lane in _lanes(schedule)])
 
 

@@ -63,7 +63,7 @@ def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
 
 
 def without_recomputation(schedule: Schedule) -> Schedule:
-    """The same schedule without communication, R and groups: every F keeps its activations."""
+    """The given schedule without communication, R and groups of blocks: every F keeps its activations."""
     ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
     kept = tuple(tuple(op for op in ops if op.kind is not OpKind.R) for ops in ranks)
     return replace(schedule, ops=kept, groups=())

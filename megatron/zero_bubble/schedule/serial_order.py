@@ -35,10 +35,10 @@ class Phases:
 class SerialOrder:
     """The computations of all ranks in an order that respects their dependencies.
 
-    Computations are sorted by phase, then by their end in a timeline, then by rank. Operations that take no time come
-    after all other operations with the same end, in the order of their dependencies. A pair is one computation.
-    `starts` and `ends` are the times of the timeline, shifted so that every phase starts after the previous phase has
-    ended on all ranks.
+    Computations are sorted by phase (see `Phases`), then by their end in a timeline, then by rank. Operations that take
+    no time come after all other operations with the same end, in the order of their dependencies. A pair is one
+    computation. `starts` and `ends` are the times of the timeline, shifted so that every phase starts after the
+    previous phase has ended on all ranks.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -58,13 +58,13 @@ class SerialOrder:
             self.starts.append(starts)
             self.ends.append(ends)
         self.numbers = self._numbered(timeline)
-        """Rank -> position of a computation in its lane -> place of the computation in the order."""
+        """Rank -> position of a computation in its lane -> place of the computation in the serial order."""
         begins = zip_longest(*(here.starts[1:] for here in self.phases))
         self.first_of_phase = [
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase, from the second on -> place in the order of the first VALIDATE before the phase."""
+        """Phase, from the second on -> place, in the serial order, of the first VALIDATE before the phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
         stops = [timed.end for lane in timeline.computations for timed in lane]
@@ -104,5 +104,5 @@ class SerialOrder:
         return simulate(self._schedule, unit_costs(self._schedule.num_stages)).computations
 
     def num_before(self, rank: int, number: int) -> int:
-        """The number of computations of `rank` before the place `number` of the order."""
+        """The number of computations of `rank` before the place `number` of the serial order."""
         return bisect_left(self.numbers[rank], number)

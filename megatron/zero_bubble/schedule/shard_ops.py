@@ -2,8 +2,8 @@
 
 The embedding and the output layer are spread over all ranks, and every rank has the same number of rows of both weights
 ("Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, algorithm 2). The backward of the last
-stage waits for S of all ranks, so that all backwards are delayed. If the delay is the time of one microbatch on a rank,
-one more microbatch is in flight, and the steady state of the schedule does not change.
+stage waits for S of all ranks, so that all backwards are delayed. If S delays the backwards by the time of one
+microbatch on a rank, one more microbatch is in flight, and the steady state of the schedule does not change.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def shortest_delay(costs: StageCosts) -> float:
 
 
 def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequence[float]) -> list[Schedule]:
-    """Insert E, S, L, T and EW into a schedule, and remove communication; return one schedule for each delay.
+    """Insert E, S, L, T and EW, remove communication, and return one schedule for each delay of the backwards.
 
-    The operations of a rank are sorted by planned start times. Forwards start as in a simulation in which the time of W
-    includes the operations on shards. Backwards and W start later than in the simulation, by the delay. S starts when
-    the output of the last stage arrives, E some microbatches before its F, and T and EW together with the W of their
+    The operations of a rank are sorted by planned start times. Forwards start as in a simulation in which W includes
+    the operations on shards; backwards and W start later than in the simulation, by the given delay. S starts when the
+    output of the last stage arrives, E some microbatches before its F, and T and EW together with the W of their
     microbatch. Pairs are split, because operations on shards may come between the forward and the backward of a pair.
 
     Args:
@@ -52,7 +52,7 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
 
 
 def delays(schedule: Schedule, costs: StageCosts) -> list[float]:
-    """The delays of all backwards to try, from the shortest to the longest."""
+    """The delays of the backwards that `with_best_delay` tries, from the shortest to the longest."""
     step, shortest = interval(schedule, costs), shortest_delay(costs)
     return sorted({max(shortest, delay) for delay in (shortest, step / 2, step, step + shortest, 1.5 * step)})
 
@@ -63,7 +63,7 @@ def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[floa
     Args:
         schedule: to insert operations into.
         costs: costs of the stages, with vocabulary shards.
-        limits: memory limit of every rank. A delay that exceeds a limit is taken only if all delays exceed a limit.
+        limits: memory limit of every rank; a schedule that exceeds a limit is chosen only if all schedules do.
     """
     timelines = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays(schedule, costs))]
 
@@ -82,7 +82,7 @@ def _in_order(times: _Times) -> Schedule:
 
 
 def without_vocabulary(schedule: Schedule) -> Schedule:
-    """The same schedule, without communication and without operations on vocabulary shards."""
+    """The given schedule without communication and without operations on vocabulary shards."""
     ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
     return replace(schedule, ops=tuple(tuple(op for op in ops if op.kind not in VOCABULARY) for ops in ranks))
 

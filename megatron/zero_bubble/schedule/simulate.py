@@ -52,7 +52,7 @@ def simulate(
         The timeline, in the units of the costs.
 
     Raises:
-        ScheduleError: the costs are for another number of stages, or `lengths` do not fit the schedule.
+        ScheduleError: schedule and costs have different numbers of stages, or `lengths` do not fit the schedule.
         InvalidSchedule: a schedule that is simulated on streams lacks a message.
         Deadlock: some ranks wait for each other for ever.
     """

@@ -40,7 +40,7 @@ class SizedCosts:
     """Costs of the operations of every stage, as functions of the size of a microbatch.
 
     Attributes:
-        usual: costs of a usual microbatch. Fields without a curve have these costs for every size.
+        usual: costs of a usual microbatch. A field without a curve has the cost of a usual microbatch for every size.
         curves: name of a field of `StageCosts` -> curve of every stage.
         inside: stage -> curve of the largest temporary memory of an operation; empty if no memory was measured.
     """

@@ -2,8 +2,8 @@
 
 Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With post-validation a rank
 steps as soon as its own gradients are complete (STEP), and starts the next iteration. Before the first backward of the
-next iteration the rank receives the state of all gradients, and confirms or amends the step (VALIDATE). If the step is
-amended, the forwards before VALIDATE are run again.
+next iteration the rank receives the state of all gradients, and confirms or amends its optimizer step (VALIDATE). If
+the optimizer step is amended, the forwards before VALIDATE are run again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
     """Repeat the iterations of a schedule, for simulations and drawings.
 
     Microbatches are numbered through all iterations. STEP and VALIDATE are numbered by iteration: `VALIDATE2` validates
-    `STEP1` of all ranks. The first iteration has no VALIDATE, because no step precedes it.
+    `STEP1` of all ranks. The first iteration has no VALIDATE, because no optimizer step precedes it.
 
     Args:
         schedule: schedule of one iteration.
@@ -77,9 +77,9 @@ def iteration_time(
 ) -> float:
     """The time of one iteration in a sequence of iterations, in the unit of the costs.
 
-    Without post-validation every iteration waits for all ranks of the previous iteration, and the time is the makespan.
-    With post-validation a rank starts an iteration as soon as it has finished its previous iteration, and the time is
-    the makespan of three iterations minus the makespan of two iterations.
+    Without post-validation every iteration waits for all ranks of the previous iteration, and takes the makespan. With
+    post-validation a rank starts an iteration as soon as it has finished its previous iteration, and one iteration
+    takes the makespan of three iterations minus the makespan of two.
 
     Args:
         schedule: schedule of one iteration.
@@ -100,10 +100,10 @@ def iteration_time(
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     """Add STEP at the end and VALIDATE in the warmup of every rank, and remove communication.
 
-    VALIDATE comes one forward later than the arrival of the state of all gradients of the previous iteration. The
-    margin of one forward avoids a delay if a rank is slightly late, and few forwards are run again if the validation
-    fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the state of
-    all gradients. VALIDATE also comes before a forward whose input another rank makes after the VALIDATE of that rank.
+    VALIDATE comes one forward later than the arrival of the state of all gradients of the previous iteration, which
+    avoids a delay if a rank is slightly late. Few forwards before VALIDATE are run again if the validation fails.
+    VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the state of all
+    gradients. VALIDATE also comes before a forward whose input another rank makes after the VALIDATE of that rank.
 
     Args:
         schedule: schedule of one iteration.
@@ -130,7 +130,7 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
 
 
 def without_post_validation(schedule: Schedule) -> Schedule:
-    """The same schedule without communication, STEP and VALIDATE."""
+    """The given schedule without communication, STEP and VALIDATE."""
     ops = (
         tuple(op for op in schedule.compute_ops(r) if op.kind not in POST_VALIDATION) for r in range(schedule.num_ranks)
     )

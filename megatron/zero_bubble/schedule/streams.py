@@ -8,8 +8,8 @@ stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
 With one queue, the launches of a rank start in order: a launch waits until the previous work of its stream is complete,
-and all later launches wait for it. If a send or receive is posted while the previous message of its channel is in
-flight, it blocks the next computation, even if the message in flight depends on that computation.
+and all later launches wait for it. With one queue, a send or receive that is posted while the previous message of its
+channel is in flight blocks the next computation, even if the message in flight depends on that computation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp, time
 def check_streams(schedule: Schedule) -> None:
     """Check that a lowered schedule has no deadlock on NCCL's streams, with one hardware queue and with many.
 
-    A schedule that runs with one queue also runs with many, because one queue only adds waits.
+    A schedule that runs with one hardware queue also runs with many, because one queue only adds waits.
 
     Raises:
         Deadlock: some ranks wait for each other for ever.
@@ -47,7 +47,7 @@ class StreamReplay:
     """Simulates a lowered schedule on NCCL's streams, in time linear in the number of operations.
 
     Args:
-        schedule: lowered.
+        schedule: lowered schedule.
         costs: costs of the stages; None for operations and messages that take no time.
     """
 
@@ -57,7 +57,7 @@ class StreamReplay:
         """Rank -> copies on its host link in the latest run, with their times."""
 
     def run(self, queues: HardwareQueues) -> tuple[tuple[TimedOp, ...], ...]:
-        """Run the schedule, which must have passed the other checks of `validate`.
+        """Run the lowered schedule, which must have passed all checks of `validate` except `check_streams`.
 
         Returns:
             Rank -> its computations with their times.
@@ -116,7 +116,7 @@ class _Device:
         self.blocked_by: Stream | None = None
         self._launches = launches
         self._by_kind: dict[tuple[OpKind, int], StreamLaunch] = {}
-        """(kind, chunk) -> launch."""
+        """(kind, chunk) of operations -> their launch."""
         self._ops: Sequence[Op | None] = launches.ops
         """The operations in order; None stands for a wait of the compute stream for all sends and collectives."""
         if launches.schedule.has_post_validation:

@@ -3,9 +3,9 @@
 The gradient of a parameter can be reduced over the data-parallel replicas after the last W of the parameter. In
 microbatch order, all parameters have their last W at the end of the iteration. The W after the last B of a rank need no
 further input, so that they can run parameter by parameter: the gradient of one parameter is reduced while the W of the
-next parameter run ("Zero Bubble Pipeline Parallelism", appendix A). Each gradient is the same, bit for bit, because its
-terms are added in the same order. On a rank with a vocabulary shard, the last T come before the last W. The last EW,
-which wait for the first rank, come after the last W.
+next parameter run ("Zero Bubble Pipeline Parallelism", appendix A). Each gradient is the same, bit for bit, as in
+microbatch order, because its terms are added in the same order. On a rank with a vocabulary shard, the last T come
+before the last W. The last EW, which wait for the first rank, come after the last W.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LAST_COLLECTIVES = frozenset(kind for kind, collective in COLLECTIVES.items() i
 def reorder_tail(schedule: Schedule) -> Schedule:
     """Reorder the last W of every rank chunk by chunk, the last chunk first.
 
-    Times and peak memory do not grow, because the last W and T wait for no other rank and allocate no memory.
-    Sends, receives and collectives keep their places.
+    The makespan and the peak memory do not grow, because the last W and T wait for no other rank and allocate no
+    memory. The reordering moves no send, receive or collective.
 
     Args:
         schedule: lowered or not.

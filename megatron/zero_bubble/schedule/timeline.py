@@ -45,13 +45,13 @@ class Idle:
     """Idle time of all ranks as a fraction of (number of ranks x longest span of a rank), in two parts."""
 
     imbalance: float
-    """Fraction that follows from the partition: idle time of ranks with less work than the busiest rank."""
+    """Idle fraction that follows from the partition: idle time of ranks with less work than the busiest rank."""
     bubble: float
-    """Bubble rate: fraction that follows from the order, (longest span - work of the busiest rank) / longest span."""
+    """Bubble rate, the idle fraction from the order: (longest span - work of the busiest rank) / longest span."""
 
     @classmethod
     def of(cls, spans: Sequence[float], work: Sequence[float]) -> Idle:
-        """Compute the fractions from the span and the work of every rank; negative rounding errors become zero."""
+        """Compute both idle fractions from the span and work of every rank; negative rounding errors become zero."""
         cost, busiest, num_ranks = max(spans), max(work), len(work)
         if not cost:
             return cls(0, 0)
@@ -110,8 +110,8 @@ class Timeline:
     def spans(self) -> tuple[float, ...]:
         """Rank -> span: time from the start of its first operation to the end of its last operation.
 
-        STEP and VALIDATE do not count, because a rank may validate long before its first forward. Embeddings before the
-        first forward add only their own time to the span.
+        STEP and VALIDATE do not count towards the span, because a rank may validate long before its first forward.
+        Embeddings before the first forward add only their own time to the span.
         """
         spans = []
         for lane in self.lanes:
@@ -158,8 +158,8 @@ class Timeline:
         """The bubble rate: (longest span - work of the busiest rank) / longest span.
 
         For equal stages the bubble rate is the published (cost - m (T_F + T_B + T_W)) / cost. For unequal stages the
-        longest span is at least the work of the busiest rank, so that the rate measures the schedule alone. `idle` also
-        measures the imbalance of the partition.
+        longest span is at least the work of the busiest rank, so that the bubble rate measures the schedule alone.
+        `idle` also measures the imbalance of the partition.
         """
         return self.idle.bubble
 

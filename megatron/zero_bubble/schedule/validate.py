@@ -49,7 +49,7 @@ def validate(schedule: Schedule) -> None:
       microbatch, and the last rank runs L.
     - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights
       (W, BW) in microbatch order, so that sums of gradients are the same, bit for bit.
-    - The results that an operation needs from its own rank are made before the operation, or before its whole pair.
+    - The results that an operation needs from its own rank are made before the operation or its pair.
     - In a lowered schedule, every tensor for another rank is sent after it is made, and received before it is used. The
       sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
       same order.
@@ -61,7 +61,7 @@ def validate(schedule: Schedule) -> None:
         schedule: lowered or not.
 
     Raises:
-        InvalidSchedule: the schedule breaks a rule. The error message is one line with the rank and the operation.
+        InvalidSchedule: the schedule breaks a rule of `validate`; the one-line message has the rank and the operation.
         Deadlock: some ranks wait for each other for ever.
     """
     if schedule.num_microbatches < 1:
@@ -108,7 +108,7 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """The length of a row: n + 1 microbatches are enough to find a missing operation of a rank with n operations."""
+    """Length of a row of `_Rows`: n + 1 microbatches suffice to find an operation missing in n operations of a rank."""
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 

@@ -35,7 +35,7 @@ T = TypeVar("T", bound=AliasFlags)
 
 
 def translated(flags: T) -> T:
-    """The same flags with every alias replaced by our flag.
+    """Return `flags` with every alias replaced by our flag.
 
     Args:
         flags: an instance of a class that derives from `AliasFlags` and `ZeroBubbleFlags`.

@@ -19,9 +19,7 @@ from megatron.zero_bubble.session.settings import JobSettings
 
 
 def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
-    """Print parameters, deferred gradients, the schedule and the stages of each host, once in the job.
-
-    This function is a collective call of all ranks.
+    """Print parameters, deferred gradients, the schedule and the stages of each host, once; a collective call.
 
     Raises:
         ValueError: W of a linear layer (with `--zero-bubble-strict`: of any module) is not deferred; raised on all
@@ -59,7 +57,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
 
 
 def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
-    """Modules whose weight gradient stays in B, each with the largest share of a rank's parameters that it has."""
+    """Modules whose weight gradient stays in B, each with the module's largest share of a rank's parameters."""
     shares: dict[str, float] = {}
     for gradients in ranks.values():
         for name, size in gradients.unsplit:
@@ -82,7 +80,7 @@ def _refuse_unsplit(flags: JobFlags, ranks: Mapping[ModelRank, Gradients], unspl
 
 
 def _gather(world_size: int, gradients: Gradients) -> dict[ModelRank, Gradients]:
-    """The gradient counts of every model-parallel rank, in order; replicas have equal counts. A collective call."""
+    """The gradient counts of every model-parallel rank, which are equal on replicas, in order; a collective call."""
     rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     ranks: list[Any] = [None] * world_size
     dist.all_gather_object(ranks, (rank, gradients))

@@ -32,7 +32,7 @@ class TimelineWriter:
 
     Args:
         folder: the folder for the files, which is created if it is missing.
-        first, last: the first and the last iteration to write.
+        first, last: the first and the last iteration whose operations are written.
         start: the iteration after which the job started; the observer counts its steps from this iteration on.
     """
 
@@ -85,9 +85,9 @@ def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration:
 def clock_offset(group: dist.ProcessGroup) -> float:
     """Seconds by which this rank's clock is ahead of the clock of the group's first rank; a collective call.
 
-    Ranks leave a barrier at nearly the same moment. The offset is the median over several barriers of the difference
-    between the clocks at that moment. The error of the offset is the time of a barrier, some tens of microseconds on
-    one host.
+    Ranks leave a barrier at nearly the same moment. The offset is the median, over several barriers, of the difference
+    between the two clocks after the barrier. The error of the clock offset is the time of a barrier, some tens of
+    microseconds on one host.
     """
     differences = []
     for _ in range(_CLOCK_ROUNDS):

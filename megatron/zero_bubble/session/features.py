@@ -151,7 +151,7 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
     """The reason why the first stage's optimizer step waits for the end of the last stage; None without such a wait.
 
-    Iterations cannot overlap while the first stage waits.
+    Iterations cannot overlap if the first stage waits for the last stage.
     """
     if placement.kind == "v":
         return None  # The first and the last stage are on one rank.
@@ -166,7 +166,7 @@ def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
     """Check `--zero-bubble-vocabulary-parallel` before the size of the vocabulary is known.
 
     Raises:
-        ValueError: the flag does not work with another flag.
+        ValueError: `--zero-bubble-vocabulary-parallel` does not work with another flag.
     """
     value = flags.zero_bubble_vocabulary_parallel
     given = f"{flag_name('zero_bubble_vocabulary_parallel')} {value}"

@@ -31,7 +31,7 @@ def flag(
         const: the value of the field if the flag is given without a value, which `nargs="?"` allows.
         names: further spellings of the flag.
         parse: converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by default the type of
-            the field sets the conversion. A default that is a string is converted, too.
+            the field sets the conversion. argparse also converts a default value that is a string.
         metavar: placeholder of the value in `--help`.
         repeat: allow the flag several times, and collect its values in a list.
     """
@@ -52,7 +52,7 @@ def flag(
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `ValueError` instead of exiting, so that the caller prints once for all ranks."""
+    """An argument parser that raises `ValueError` instead of exiting: a caller prints the error once for all ranks."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)

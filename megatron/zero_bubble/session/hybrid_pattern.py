@@ -15,7 +15,7 @@ class HybridPattern:
 
     Attributes:
         stages: the symbols of every stage's layers, in model order; one entry if the pattern has no `|`.
-        further: the part for multi-token prediction, with its `/`; empty without multi-token prediction.
+        further: the pattern's part for multi-token prediction, with its `/`; empty without multi-token prediction.
     """
 
     stages: tuple[str, ...]
@@ -50,11 +50,11 @@ class HybridPattern:
         return tuple(map(len, self.stages))
 
     def divided(self, partition: Sequence[int]) -> HybridPattern:
-        """The same layers, divided into stages with the numbers of layers in `partition`."""
+        """The pattern's layers, divided into stages with the numbers of layers in `partition`."""
         assert sum(partition) == len(self.symbols), "a partition of another number of layers"
         ends = accumulate(partition, initial=0)
         return HybridPattern(tuple(self.symbols[start:end] for start, end in pairwise(ends)), self.further)
 
     def whole(self) -> HybridPattern:
-        """The same layers in one stage."""
+        """The pattern with all of its layers in one stage."""
         return self.divided([len(self.symbols)])

@@ -46,7 +46,7 @@ _FURTHER = {
         r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
     ),
 }
-"""Flag of a model -> names of further flags that describe such a model; a program may lack some of these flags."""
+"""Flag of a model -> names of further flags of a model with that flag; a program may lack some of these flags."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Names that megatron-core's `TransformerConfig` gives to flags."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
@@ -140,7 +140,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         """The memory limit that the flags set; None for the schedule's own limit.
 
         Raises:
-            ValueError: the flag's value cannot be parsed.
+            ValueError: the value of the flag for the memory limit cannot be parsed.
         """
         text = self.zero_bubble_memory_limit
         if text is None:
@@ -169,7 +169,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def model(self) -> Mapping[str, Setting]:
-        """The flags that describe the model in a profile; a profile fits only jobs with the same values."""
+        """The flags that describe a profile's model; a profile fits only jobs with the same values of these flags."""
         layout = ("pipeline_model_parallel_layout", "hybrid_layer_pattern")
         return {**self.given_model, **{name: getattr(self, name) for name in layout}}
 

@@ -54,7 +54,7 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags that set the number of layers of stages. Flags that belong together make one entry."""
+    """The flags that set the number of layers of stages. Flags that belong together make one entry of the list."""
     layout = flags.pipeline_model_parallel_layout
     sources = list(_layers_of_ends(flags))[:1]
     if layout is not None:
@@ -67,7 +67,7 @@ def partition_sources(flags: JobFlags) -> list[str]:
 
 
 def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: str) -> Partition:
-    """The layers that a flag gives to each stage; raise `ValueError` unless they are all layers on all stages."""
+    """The layers that a flag gives to each stage; raise `ValueError` if the number of stages or of layers is wrong."""
     if len(layers) != placement.num_stages:
         raise ValueError(
             f"{given} {len(layers)} stages, but {placement.num_ranks} pipeline ranks with {placement.num_chunks} model "
@@ -177,7 +177,7 @@ def chunks_of_flags(flags: JobFlags) -> int | None:
     """The number of model chunks on a rank; None unless Megatron's flags ask for several chunks.
 
     Raises:
-        ValueError: the flags contradict each other or do not divide the layers.
+        ValueError: the flags contradict each other, or ask for stages that do not divide the layers.
     """
     per_rank, per_chunk = flags.num_virtual_stages_per_pipeline_rank, flags.num_layers_per_virtual_pipeline_stage
     if per_rank is not None and per_chunk is not None:

@@ -41,7 +41,7 @@ SAVED_NAMES = (
 )
 """Names of arguments in a checkpoint that record the chosen layout."""
 _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
-"""Names of flags that must have the values of the checkpoint, so that its layout can be kept."""
+"""Names of flags that must have the checkpoint's values, so that a job can keep the checkpoint's layout."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class ChosenLayout:
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The plan of the chosen layout, with the plans of other layouts and of Megatron's split for comparison."""
+    """The plan of the chosen layout, with the plans of other layouts and of Megatron's layout for comparison."""
 
     plan: Plan
     megatrons: tuple[Plan, ...]
-    """Plans of Megatron's split under the job's schedule and under megatron-core's own schedule, without plans that do
+    """Plans of Megatron's layout under the job's schedule and under megatron-core's own schedule, without plans that do
     not fit in memory."""
     model: ModelCosts
 
@@ -81,7 +81,7 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """The time of megatron-core's own schedule on Megatron's split; None if the split does not fit or is chosen."""
+        """The time of megatron-core's own schedule on Megatron's layout; None if it does not fit or is chosen."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -98,7 +98,7 @@ def is_layout_open(flags: JobFlags) -> bool:
 def megatrons_layout_flags(flags: JobFlags) -> list[str]:
     """Megatron's flags that fix the partition or the chunks; without such flags `--zero-bubble` chooses both.
 
-    The list is empty if a flag of zero bubble fixes the layout.
+    The list of Megatron's flags is empty if a flag of zero bubble fixes the layout.
     """
     if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
         return []
@@ -112,7 +112,7 @@ def megatrons_layout_flags(flags: JobFlags) -> list[str]:
 
 
 def check_unit_costs_output(flags: JobFlags) -> None:
-    """Raise `ValueError` if a flag asks for a file of unit costs in a job that chooses no layout, so measures none."""
+    """Raise `ValueError` if a flag asks for a file of unit costs in a job that does not choose its layout."""
     if flags.zero_bubble_unit_costs_output is not None and not is_layout_open(flags):
         given = f"--zero-bubble-unit-costs-output {flags.zero_bubble_unit_costs_output}"
         raise ValueError(
@@ -142,7 +142,7 @@ def choose_layout(
         report: called often with the progress of the search in words.
 
     Raises:
-        ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
+        ValueError: no layout fits in the memory, or (as `ScheduleError`) there are fewer layers than ranks.
     """
     model = replace(model, ties_output=not flags.untie_embeddings_and_output_weights)
     layers = (replace(layer, num_blocks=layer.num_blocks / flags.layers_of_block) for layer in model.layers)
@@ -167,9 +167,9 @@ def choose_layout(
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """The layout that was chosen for the job which saved its arguments in a checkpoint.
 
-    The result is None if the saved job chose no layout or had another number of pipeline ranks or other layers than
-    `flags`. The result is also None if `flags` ask for another layout, or for FSDP2, which excludes recomputation and
-    vocabulary shards of the saved layout.
+    The function returns None if the saved job chose no layout or had another number of pipeline ranks or other layers
+    than `flags`. The function also returns None if `flags` ask for another layout, or for FSDP2 while the saved layout
+    has recomputation or vocabulary shards.
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
@@ -231,7 +231,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool) -> tuple[Placement, ...]:
-    """The placements that the flags allow; with `frees_layout` all placements, and the placement of the flags."""
+    """The placements that the flags allow; with `frees_layout` all placements, also the placement that flags fix."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -260,7 +260,7 @@ def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
 
 
 def new_choice(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> ChosenLayout:
-    """Search for the best layout on rank 0, print the result, and send it to all ranks; a collective call.
+    """Search for the best layout on rank 0, print the layout, and send it to all ranks; a collective call.
 
     Raises:
         ValueError: no layout fits in the memory; raised on all ranks.

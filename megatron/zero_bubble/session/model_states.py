@@ -28,9 +28,10 @@ class States:
     ZeRO (Rajbhandari et al. 2020) divides the optimizer's state among the data-parallel ranks from stage 1 on, the
     gradients from stage 2 on, and the parameters in stage 3. Context-parallel ranks count as data-parallel ranks. In
     mixed precision a parameter takes 2 bytes, and its gradient 2, or 4 if gradients accumulate in fp32. Adam's state
-    takes 12 bytes, an fp32 copy and two moments, or less with `--use-precision-aware-optimizer`. SGD has one moment, or
-    none without momentum; other optimizers count as Adam. If a sharded optimizer has several instances, the ranks of
-    each instance divide its state. Post-validation with a snapshot on the device keeps the optimizer's state twice.
+    of a parameter takes 12 bytes (an fp32 copy and two moments), or less with `--use-precision-aware-optimizer`. SGD
+    has one moment, or none without momentum; other optimizers count as Adam. If a sharded optimizer has several
+    instances, each instance divides the whole state among its own ranks. Post-validation with a snapshot on the device
+    keeps the optimizer's state twice.
     """
 
     parameter: int
@@ -43,14 +44,14 @@ class States:
     sums_whole_gradients: bool = False
     """Whether gradients are divided among replicas only after they are summed over the microbatches of a step."""
     keeps_shards: bool = False
-    """Whether a rank keeps its shard of the parameters beside the gathered parameters, as torch's FSDP2 does in stage
-    2."""
+    """Whether a rank keeps its shard of the parameters beside the gathered parameters, as torch's FSDP2 does in ZeRO
+    stage 2."""
 
     @classmethod
     def of(cls, args: Any, zero_stage: int | None = None) -> States:
-        """Read Megatron's and our flags from the attributes of `args`; `zero_stage` replaces the flags' stage.
+        """Read Megatron's and our flags from the attributes of `args`; `zero_stage` replaces the flags' ZeRO stage.
 
-        Flags that are newer than Megatron-LM 0.9, or that only the trainer has, may be missing.
+        Flags that are newer than Megatron-LM 0.9, or that only the trainer has, may be missing in `args`.
         """
         size = element_bytes(args)
         reduces_in_bf16 = getattr(args, "grad_reduce_in_bf16", False)
@@ -93,7 +94,7 @@ class States:
         """Return how often a step exchanges all gradients, and all parameters, among the replicas.
 
         An all-reduce counts as two exchanges, a reduce-scatter or an all-gather as one. ZeRO stage 3 gathers parameters
-        for the F and for the B of every microbatch. From stage 2 on, gradients are reduced after every microbatch
+        for the F and for the B of every microbatch. From ZeRO stage 2 on, gradients are reduced after every microbatch
         unless `sums_whole_gradients` is set.
         """
         reductions = num_microbatches if self.zero_stage >= 2 and not self.sums_whole_gradients else 1

@@ -30,7 +30,7 @@ _SECONDS_PER_OPERATION = 4e-5
 
 
 def choose_plan(flags: JobFlags) -> RunSchedules | None:
-    """The plan that the flags ask for, without its schedules yet; None for megatron-core's own schedule.
+    """The plan that the flags ask for, whose schedules are not made yet; None for megatron-core's own schedule.
 
     Raises:
         ValueError: the named schedule does not exist, or the number of ranks or chunks does not fit the schedule.
@@ -78,7 +78,7 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
     """Number of microbatches that a chunk runs before the next chunk's turn; None if the planner may choose.
 
     With dropout and without a seed for each layer, the order of the forwards of several chunks decides which random
-    numbers they draw. In this case megatron-core's order stays, with groups of as many microbatches as there are ranks.
+    numbers they draw; such a job keeps megatron-core's order, with groups of as many microbatches as there are ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     draws = (flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
@@ -125,7 +125,7 @@ def _all_microbatches(flags: JobFlags) -> int:
 
 
 def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
-    """Make every schedule that the run needs, for the plan to keep; print a line first if this takes seconds.
+    """Make every schedule that the run needs, for the plan to keep; print a line first if planning takes seconds.
 
     Raises:
         ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
@@ -174,8 +174,8 @@ _ASSUMED_EXCHANGE = 0.3
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
     """Default costs with the number of blocks that a stage can recompute, or with exchanges between experts.
 
-    The result is None without recomputation and without pairs of F and B. With exchanges in the costs, the profiled
-    iterations run some pairs.
+    The function returns None without recomputation and without pairs of F and B. If the costs contain exchanges
+    between experts, the profiled iterations run some pairs of F and B.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)
@@ -219,7 +219,7 @@ def _multiple(flags: JobFlags, smallest: float) -> str:
 
 
 def choose_placement(flags: JobFlags, plan: RunSchedules | None) -> Placement:
-    """The placement of stages of the plan; without a plan, of megatron-core's own schedule."""
+    """The plan's placement of stages; without a plan, the placement of megatron-core's own schedule."""
     if plan is not None:
         return plan.placement
     num_chunks = flags.model_chunks or 1

@@ -41,7 +41,7 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     layer takes the time of F, and restores everything that F keeps except the layer's input.
 
     Args:
-        kinds: the kind of each layer, as numbers from 0; by default all are alike.
+        kinds: the kind of each layer, as numbers from 0; by default all layers are of one kind.
 
     Raises:
         ScheduleError: the profile has one stage, or names no layers that fit its placement.

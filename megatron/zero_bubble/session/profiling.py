@@ -39,7 +39,7 @@ def planning_options(
 
     Args:
         knows_costs: whether the layout is chosen from costs of layers, with which the first plan is also made.
-        profile: the given profile; None if it was measured with another layout than the chosen one.
+        profile: the given profile; None if there is none, or if it was measured with another layout than the job's.
 
     Raises:
         ValueError: a flag needs measured costs and there are none, or the given profile does not fit the job.

@@ -1,4 +1,4 @@
-"""Formats and prints the output of a run: parameters, layout, plan, idle time and waits. No other module prints it."""
+"""The only module that formats and prints the output of a run: parameters, layout, plan, idle time and waits."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _times(unit: UnitCosts) -> str:
 
 
 def _cells(plan: Plan, pattern: HybridPattern | None) -> tuple[str, ...]:
-    """The cells of a layout's row in the table, except the first cell."""
+    """The cells of a layout's row in the table of layouts, except the first cell."""
     timeline = plan.timeline
     return (
         layers_words(plan.layout, pattern),
@@ -217,7 +217,7 @@ def describe_hierarchy(hierarchy: Hierarchy) -> str:
 
 
 def wait_fields(waits: Waits | None) -> str:
-    """Return the waits of the replicas as text for the end of a log line; empty for None."""
+    """Return the waits of the replicas as text for the end of a log line; empty if `waits` is None."""
     if waits is None:
         return ""
     each = [1000.0 * seconds for seconds in waits.seconds]
@@ -231,7 +231,7 @@ def wait_fields(waits: Waits | None) -> str:
 def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
     """Return the idle share of a pipeline as text for the end of a log line, without values that are None.
 
-    The text contains only the bubble rate of the prediction.
+    The text contains the measured idle share, imbalance and bubble rate, but only the predicted bubble rate.
     """
     line = ""
     if measured is not None:
@@ -243,8 +243,8 @@ def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
 def order_fields(times: OrderTimes | None) -> str:
     """Return the gain of planned orders of microbatches as text for the end of a log line; empty without such orders.
 
-    The gain is the simulated time in the order of the data, divided by the simulated time in the planned order.
-    Planning counts as hidden if it ends before the step begins.
+    The gain of planned orders is the simulated time in the order of the data, divided by the simulated time in the
+    planned order. Planning an order counts as hidden if it ends before the step begins.
     """
     if times is None or times.num_steps == 0:
         return ""
@@ -259,7 +259,7 @@ def order_fields(times: OrderTimes | None) -> str:
 
 
 def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:
-    """Return the idle share of a pipeline under the tags of TensorBoard and Weights & Biases, without None."""
+    """Return the idle share of a pipeline under the tags of TensorBoard and Weights & Biases, without None values."""
     scalars: dict[str, float] = {}
     if measured is not None:
         scalars |= {"idle": measured.total, "imbalance": measured.imbalance, "bubble-rate": measured.bubble}

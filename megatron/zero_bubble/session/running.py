@@ -107,7 +107,7 @@ def units_of(
     Args:
         settings: Megatron's and our flags, as attributes.
         config: the configuration of the model.
-        build: see `UnitModels`.
+        build: builds a unit, see `UnitModels`.
         forward_step: the forward step of the training.
         microbatch: the microbatch that `forward_step` reads from its data in every call.
     """
@@ -150,7 +150,7 @@ def costs_of_units(
         seconds: time for the measurement of all units, see `measure_model`.
 
     Returns:
-        The same costs on every rank.
+        The unit costs, which are the same on every rank.
 
     Raises:
         ScheduleError: the profile does not determine the costs.
@@ -214,7 +214,7 @@ class RollbackWatch:
         """Record one step, and return a warning if at least a third of the last 100 steps were amended, else None.
 
         Amending a step runs forwards again, which takes about the time that post-validation gains, and takes the
-        optimizer's step twice. If one step in three is amended, the gain is doubtful.
+        optimizer's step twice. If one step in three is amended, the gain of post-validation is doubtful.
         """
         self._amended.append(was_amended)
         rate = sum(self._amended) / _WINDOW
@@ -230,8 +230,8 @@ class RollbackWatch:
 class Replicas:
     """Averages the replicas of this rank's part of the model if the flags say so, and measures the replicas' waits.
 
-    The object is created before the first step, in a collective call of all ranks. With a single replica the object
-    does nothing.
+    A `Replicas` object is created before the first step, in a collective call of all ranks. With a single replica, a
+    `Replicas` object does nothing.
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP.
@@ -281,8 +281,8 @@ class Replicas:
     def changes_after(self, iteration: int) -> bool:
         """Whether `after_step(iteration)` averages parameters, or ends the synchronous steps.
 
-        If the result is True, the step must be validated, and the next iteration must not begin, before `after_step` is
-        called.
+        If `changes_after` returns True, the step must be validated, and the next iteration must not begin, before
+        `after_step` is called.
         """
         if self._averaging is None:
             return False
@@ -290,7 +290,7 @@ class Replicas:
         return hierarchy.group_size_after(iteration) is not None or iteration == hierarchy.warmup
 
     def after_step(self, iteration: int) -> None:
-        """Average the parameters if the hierarchy averages after `iteration`; a collective call of the group."""
+        """Average replicas' parameters if the hierarchy averages after `iteration`; a collective call of replicas."""
         size = self._num_replicas
         if self._averaging is not None and self._averaging.hierarchy.is_local(iteration):
             size = self._averaging.hierarchy.group_size_after(iteration) or 1
@@ -306,8 +306,8 @@ class Replicas:
             self._averaging.average_all(iteration, with_states=with_states)
 
     def take_waits(self) -> Waits | None:
-        """The replicas' waits since the last call; None if no iteration has ended since, or with a single replica.
+        """The replicas' waits since the last call of `take_waits`; a collective call of the replicas.
 
-        A collective call of the replicas.
+        `take_waits` returns None if no iteration has ended since its last call, or with a single replica.
         """
         return self._waits.take() if self._num_replicas > 1 else None

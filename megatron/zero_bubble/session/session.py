@@ -105,7 +105,7 @@ class Session:
     def make_schedules(self) -> None:
         """Make the schedules of a fixed layout, so that a run without a fitting schedule ends before anything is built.
 
-        While the layout is open, this method does nothing: the schedules of a chosen layout are made at the first step.
+        While the layout is open, `make_schedules` does nothing: a chosen layout's schedules are made at the first step.
 
         Raises:
             ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
@@ -114,10 +114,10 @@ class Session:
             make_schedules(self.job.flags, self.job.plan)
 
     def complete(self, flags: JobFlags) -> None:
-        """Replace the flags by complete flags of the same layout, which were not known before the model was built.
+        """Replace the job's flags by complete flags of the same layout, known only after the model is built.
 
         Raises:
-            ValueError: a flag does not work, or no schedule fits.
+            ValueError: a flag does not work, or no schedule fits the memory limit.
         """
         self.job = job_settings(flags, os.environ, torch.cuda.is_available())
         self.make_schedules()
@@ -129,7 +129,7 @@ class Session:
             kinds: the kind of every layer, by number.
 
         Raises:
-            ValueError: the profile cannot be read, or does not tell the costs.
+            ValueError: the given profile cannot be read, or does not determine the costs of the units.
         """
         return costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
 
@@ -213,10 +213,10 @@ class Session:
             shard_vocabulary(chunks, self.job.placement)
 
     def split(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Split the linear layers of chunks, before they are wrapped for data parallelism.
+        """Split the backward of the chunks' linear layers into B and W, before chunks are wrapped for data parallelism.
 
-        DDP's configuration then needs `delay_wgrad_compute`: DDP gives each layer the hook that accumulates and reduces
-        its gradient, and W calls the hook.
+        With split layers, DDP's configuration needs `delay_wgrad_compute`: DDP gives each layer the hook that
+        accumulates and reduces its gradient, and W calls the hook.
 
         Raises:
             ValueError: a layer has a setting with which its backward cannot be split.
@@ -299,12 +299,12 @@ class Session:
             self.post_validation.validate()
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Give all replicas the same valid parameters, and `with_states` the same optimizer states; collective."""
+        """Give all replicas the same valid parameters, and `with_states` equal optimizer states; a collective call."""
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 
     def close(self) -> None:
-        """Close watchdog and channels, which use the process groups, and undo changes. A second call does nothing."""
+        """Close watchdog and channels, which use the process groups, and undo changes; a second call has no effect."""
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None

@@ -34,7 +34,7 @@ class JobSettings:
         plan: makes the schedules; None for megatron-core's own schedule.
         placement: which rank holds which stages.
         partition: the layers of every stage, in model order.
-        planning: how costs are measured and used for planning; None if neither is done.
+        planning: how costs are measured and used for planning; None if costs are neither measured nor used.
         is_layout_open: whether partition, placement or chunks are still to be chosen.
         hierarchy: how replicas average their parameters; None if they reduce gradients.
     """
@@ -72,7 +72,7 @@ def job_settings(
 ) -> JobSettings:
     """Choose the plan and the placement of stages, and check the flags. The session makes the schedules later.
 
-    Every rank gets the same result without communication.
+    Every rank gets the same settings without communication.
 
     Args:
         chooses_layout: whether the caller chooses the open parts of the layout before a model is built.

@@ -107,9 +107,9 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
-    Rank 0 prints a mistake at once. The other ranks print only if they still run some seconds later: a mistake that all
-    ranks find ends the job with rank 0, and a mistake that only another rank finds is still printed. A rank that has
-    lost the connection to another rank also waits: torchrun ends it when the lost rank has ended.
+    Rank 0 prints a mistake at once. Ranks other than 0 print a mistake only if they still run some seconds later: a
+    mistake that all ranks find ends the job with rank 0, and a mistake that only another rank finds is still printed. A
+    rank that has lost the connection to another rank also waits: torchrun ends it when the lost rank has ended.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -141,8 +141,8 @@ def _lost_process(error: Exception) -> SessionError | None:
 def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
-    torchrun takes the earliest failure for the cause, in whole seconds, also among ranks that torchrun ends itself.
-    Hence the time of this error is set back by one second.
+    torchrun takes the failure with the earliest time, in whole seconds, for the cause, and also counts ranks that
+    torchrun ends itself. Hence the time of the error in torchrun's error file is set back by one second.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

@@ -212,7 +212,7 @@ class Arguments(
     world_size: int = 1
     local_rank: int = 0
     padded_vocab_size: int = 0
-    """Rows of the embedding; 0 until the tokenizer is known."""
+    """Number of rows of the embedding; 0 until the tokenizer is known."""
 
     def changed(self, values: Mapping[str, Any]) -> Arguments:
         """Return a copy of the flags with the new values in `values`, which maps names of flags to values."""
@@ -281,7 +281,7 @@ def parse_arguments(
 
 @dataclass(frozen=True)
 class _PatternFlags:
-    """Patterns."""
+    """The layer pattern of a hybrid model, under the new and the old name of the flag."""
 
     hybrid_layer_pattern: str | None = flag("the layers", None)
     hybrid_override_pattern: str | None = flag("the layers", None)

@@ -39,7 +39,7 @@ from megatron.zero_bubble.trainer.checkpoint_files import (
 from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
 
 _OF_ONE_RANK = ("rank", "local_rank")
-"""Flags that differ between ranks, and are not saved."""
+"""Flags that differ between ranks, and are not saved in checkpoints."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Names and checks the files of a checkpoint, and keeps the tracker file that names the latest checkpoint.
 
-A checkpoint is written to `iter_0000100.incomplete/`. When every file is on the disk, the folder gets its final name,
-and then `latest_checkpointed_iteration.txt` gets the new number, each in one step. A checkpoint that was cut short by a
-kill, a crash or a full disk is therefore never loaded.
+A checkpoint is written to `iter_0000100.incomplete/`. When every file is on the disk, the folder is renamed atomically
+to its final name, and then `latest_checkpointed_iteration.txt` is replaced atomically. A checkpoint that was cut short
+by a kill, a crash or a full disk is therefore never loaded.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def read_checked(folder: Path, needed: Iterable[str]) -> tuple[Metadata, dict[st
     """Check a checkpoint's files, and read its metadata and the state common to all ranks.
 
     Args:
-        needed: names that the common state must contain.
+        needed: names that the state common to all ranks must contain.
 
     Raises:
         CheckpointError: a file is missing, truncated or of another format, or the common state lacks a needed name.

@@ -29,11 +29,11 @@ _SCHEDULE_FLAGS = {
     "end_wd": "--weight-decay",
     "wd_incr_steps": "--train-iters",
 }
-"""The flag behind each value of a scheduler's state; the scheduler counts steps in samples."""
+"""The flag that sets each value of the learning-rate scheduler's state; the scheduler counts steps in samples."""
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
-    """Raise `ValueError` if a checkpoint of this trainer or of Megatron-LM, with flags `saved`, is of another model."""
+    """Raise `ValueError` if `saved`, the flags in the checkpoint, describe another model than the flags `args`."""
     pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
     pairs["hybrid_layer_pattern"] = (_layers(args), _layers(saved))
     # Without --group-query-attention a group is a head, though Megatron-LM then saves a 1.
@@ -83,7 +83,7 @@ def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
 
 
 def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the learning rate's schedule differs from the saved schedule, unless a flag chooses one."""
+    """Raise `ValueError` if flags and checkpoint give different learning-rate schedules, unless a flag chooses one."""
     if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
         return
     for name, flag in _SCHEDULE_FLAGS.items():

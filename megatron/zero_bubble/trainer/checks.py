@@ -1,7 +1,7 @@
 """Completes the flags with defaults and refuses flags that cannot work, before any process group exists.
 
-Every rank gets the same result from the same command line. Each error message is one line that names the flag, its
-value and a remedy.
+From the same command line, every rank gets the same complete flags or the same error. Each error message is one line
+that names the flag, its value and a remedy.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("must be 0, 1 or 2", lambda value: value in (0, 1, 2), "timing_log_level empty_unused_memory_level"),
     ("must be at most 1000000", lambda value: value <= 10**6, "distributed_timeout_minutes"),
 )
-"""Conditions on flag values, in words and as functions, each with the names of the flags that must meet it."""
+"""Conditions on flag values, in words and as functions, each with the names of the flags that it restricts."""
 
 
 def _check_ranges(args: Arguments) -> None:

@@ -62,7 +62,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Defaults that differ from the field's default: Megatron-LM's, and local layers, which need no further package."""
+"""Flag defaults that differ from the field's: Megatron-LM's defaults, and local layers, which need no other package."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "normalization": ("LayerNorm", "RMSNorm"),
@@ -95,11 +95,11 @@ _WITHOUT_FLAG = re.compile(
         )
     )
 )
-"""Names of fields that have no flag."""
+"""Names of configuration fields that have no flag."""
 
 
 _FORMS: Mapping[str, tuple[Any, dict[str, Any]]] = MappingProxyType({"rotary_base": (int, {})})
-"""Flag types that differ from the field's type, with options of `flag`: `GPTModel` takes an integer rotary base."""
+"""Field of a configuration -> type of its flag, if another than the type of the field, and options of `flag`."""
 
 
 class CoreFlag(NamedTuple):

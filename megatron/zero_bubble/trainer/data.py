@@ -35,8 +35,8 @@ from megatron.zero_bubble.trainer.data_files import fingerprint
 class ContentKeyedGPTDataset(GPTDataset):
     """A GPTDataset whose cached sample index is named after the lengths of its documents, not after the path alone.
 
-    megatron-core names a cache after the path. Data that is tokenised again under the same prefix would then use the
-    index of the old data, and samples would be out of range or silently wrong.
+    megatron-core names the cache of a sample index after the path of the data. Data that is tokenised again under the
+    same prefix would then use the index of the old data, and samples would be out of range or silently wrong.
     """
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
@@ -71,10 +71,10 @@ def build_datasets(
     Args:
         needs_data: whether `reads_data` holds for a chunk of this rank. Only rank 0 of a tensor-parallel group
             reads data. Global rank 0 must read, because it writes the index cache that the other ranks load.
-        log: prints lines about the progress; it must print on rank 0 only.
+        log: a function that prints a line about the progress, on rank 0 only.
 
     Raises:
-        ValueError: on one rank, the cache cannot be written or read; on every rank, a split is too short for the run.
+        ValueError: on one rank, if the index cache cannot be written or read; on every rank, if a split is too short.
     """
     is_built = needs_data and parallel_state.get_tensor_model_parallel_rank() == 0
     assert is_built or torch.distributed.get_rank() != 0, "rank 0 builds the index cache, so it must hold stage 0"
@@ -159,7 +159,7 @@ def get_batch(
 ) -> Batch:
     """Return the tensors of the next microbatch that a chunk needs; a middle stage needs at most a mask.
 
-    Tensor-parallel rank 0 reads and broadcasts the tensors; this is a collective call of the tensor-parallel group.
+    Tensor-parallel rank 0 reads and broadcasts the tensors; all ranks of the tensor-parallel group call `get_batch`.
     Shapes that do not vary are known in advance, so no rank waits for a size from the device; megatron-core's
     `tensor_parallel.broadcast_data` waits twice in each call.
 

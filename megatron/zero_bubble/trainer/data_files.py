@@ -40,7 +40,7 @@ class TokenFile:
     """Tokens of each sequence, int32 [num_sequences], mapped from the .idx file."""
 
     def has_tokens(self, begin: int, end: int, minimum: int) -> bool:
-        """Whether the sequences begin..end-1 hold at least `minimum` tokens; reading stops at that number."""
+        """Whether the sequences begin..end-1 hold at least `minimum` tokens; reading stops at `minimum` tokens."""
         tokens = 0
         for start in range(begin, end, _CHUNK):
             tokens += int(self.lengths[start : min(start + _CHUNK, end)].sum(dtype=np.int64))

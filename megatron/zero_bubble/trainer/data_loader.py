@@ -69,7 +69,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
             self.close()
 
     def _raise_if_worker_ended(self, error: BaseException, seconds: float) -> None:
-        """Raise `SessionError` if a worker has ended with an error, or does so within `seconds`."""
+        """Raise `SessionError` if a worker has ended, or ends within `seconds`, with an error."""
         end = time.monotonic() + seconds
         while not (lost := self._lost_workers()):
             if time.monotonic() >= end:
@@ -133,7 +133,7 @@ def build_data_iterator(
     """An iterator over the microbatches after `consumed_samples` samples; None if there is no dataset.
 
     Each model chunk that reads data needs an iterator of its own. The iterator yields CPU tensors [micro_batch_size,
-    seq_length], or shorter ones with `variable_seq_lengths`.
+    seq_length], or shorter tensors with `variable_seq_lengths`.
     """
     if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
         return None
@@ -164,13 +164,13 @@ def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dic
     """Join samples to a microbatch of arrays, which a worker sends through its pipe.
 
     Tensors would be passed in shared memory, whose handles the training process fetches over a socket, one by one, in
-    the middle of a forward. With pinned memory, torch fetches these handles in a thread.
+    the middle of a forward. With pinned memory, torch fetches the handles of tensors in a thread.
     """
     return {name: tensor.numpy() for name, tensor in collate(samples).items()}
 
 
 def _length_multiple(args: Arguments) -> int:
-    """Return a number that must divide a microbatch's length, which tensor- and context-parallel ranks share."""
+    """Return a number that must divide microbatch lengths: tensor- and context-parallel ranks get equal parts."""
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return multiple * 2 * args.context_parallel_size if args.context_parallel_size > 1 else multiple
 

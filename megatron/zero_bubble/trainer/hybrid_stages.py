@@ -92,7 +92,7 @@ def build_hybrid_stage(
     Args:
         symbols: the symbols of the stage's layers.
         first_layer: number of layers in earlier stages.
-        described: constructor arguments that all models take.
+        described: constructor arguments that GPT models and hybrid models both take.
     """
     config: TransformerConfig = described["config"]
     if config.transformer_impl == "local":
@@ -146,7 +146,7 @@ def _chunk_class(vp_stage: int | None) -> Any:
 def _stage_stack() -> Any:
     """Return a class of layer stacks that builds a stage as in a pipeline of one rank, for megatron-core before 0.17.
 
-    megatron-core's own class can only build stages with equal numbers of layers, and one chunk per rank.
+    megatron-core's own stack class can only build stages with equal numbers of layers, and one chunk per rank.
     """
     base: Any = importlib.import_module(STACK_MODULE).MambaStack
 

@@ -29,8 +29,8 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_i
 def unit_models(args: Arguments) -> UnitModels:
     """The functions that build the units of a model and feed them with data, in order to measure the units.
 
-    Call this function inside of `initialized`, which may have any placement on the job's pipeline ranks, after the size
-    of the vocabulary is known.
+    Call `unit_models` inside of `initialized`, with any placement on the job's pipeline ranks, after the size of the
+    vocabulary is known.
     """
     microbatch = random_microbatch(
         args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=args.reset_attention_mask
@@ -56,9 +56,9 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 def settle_layout(args: Arguments, session: Session) -> Arguments:
     """Choose the parts of the layout that the flags leave open, and adopt the layout's placement; a collective call.
 
-    Call this function inside of `initialized`, before the model is built. Afterwards the random states are the same as
-    in a run that started with the chosen layout. A job that continues from a checkpoint keeps the layout of the
-    checkpoint, so that its numbers stay the same.
+    Call `settle_layout` inside of `initialized`, before the model is built. `settle_layout` leaves the random states
+    equal to those of a run that started with the chosen layout. A job that continues from a checkpoint keeps
+    the layout of the checkpoint, so that the job's losses stay the same.
 
     Returns:
         The flags with the chosen layout.

@@ -23,7 +23,7 @@ from megatron.zero_bubble.trainer.records import RunSummary
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of one iteration. Only the rank that holds the loss knows `lm_loss`; every rank knows the others.
+    """The results of one iteration. Only ranks with the last stage know the losses; every rank knows all other results.
 
     The losses, the size of the batch and the prediction are known before the step is settled.
     """
@@ -53,7 +53,7 @@ class StepResult:
     waits: Waits | None = None
     """Waits of replicas since the last log line; None without a log line or with a single replica."""
     orders: OrderTimes | None = None
-    """Sums over the steps since the last log line whose microbatches ran in a planned order."""
+    """Total times and counts of the steps since the last log line that ran microbatches in a planned order."""
     finished_at: float | None = None
     """Time when the step was settled, in seconds of `time.perf_counter`; None stands for the time of recording."""
 
@@ -74,7 +74,7 @@ class TrainingLog:
 
     def _reset(self, start: float) -> None:
         self._all_losses: list[tuple[float, ...]] = []
-        """For each iteration since the previous log line: its loss, then its losses of multi-token prediction."""
+        """Losses of each iteration since the last log line, except skipped iterations and non-finite losses."""
         self._iterations = 0
         self._skipped = 0
         self._nans = 0
@@ -145,7 +145,7 @@ class TrainingLog:
     def _mean_losses(self, result: StepResult) -> list[float]:
         """The mean loss of the iterations since the previous log line, then the mean losses of multi-token prediction.
 
-        If replicas took the steps on their own, this is a collective call of the replicas' ranks that hold the loss.
+        If replicas took steps on their own, `_mean_losses` is a collective call of all replicas' ranks with the loss.
         """
         sums = [sum(losses) for losses in zip(*self._all_losses, strict=True)]
         if not result.is_local or result.lm_loss is None:
@@ -162,7 +162,7 @@ class TrainingLog:
             self._say(self._summary.line)
 
     def record_validation(self, lm_loss: float | None) -> None:
-        """Print the loss of an evaluation in Megatron-LM's words, for which users grep; None prints nothing."""
+        """Print the loss of an evaluation, unless it is None, in Megatron-LM's words, for which users grep."""
         if lm_loss is None:
             return
         perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss

@@ -104,7 +104,7 @@ class Trainer:
         self._exit_reasons = ExitReasons(args, waits=session.post_validation is None)
 
     def train(self) -> None:
-        """Train until an exit, and save at the end if `--save` was given."""
+        """Train until the last iteration or an earlier exit, and save at the end if `--save` was given."""
         with self._exit_reasons.signals_handled():
             self._train()
         self._log.print_summary()
@@ -198,7 +198,7 @@ class Trainer:
     def _complete(
         self, result: StepResult, outcome: StepOutcome, finished_at: float | None = None
     ) -> UnloggedIteration:
-        """Step the scheduler after an iteration's step, and collect this rank's values for the log line."""
+        """Step the learning-rate scheduler after an iteration, and collect this rank's values for the log line."""
         if outcome.was_updated:
             self._scheduler.step(increment=result.batch_size)
         self._session.replicas.after_step(self._progress.iteration)

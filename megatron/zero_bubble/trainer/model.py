@@ -183,7 +183,7 @@ def _finished(model: Any) -> Any:
     """The built model on its device, with the attributes of parameters that megatron-core's optimizer reads.
 
     With multi-token prediction and tied embeddings, the output layer of the last stage uses the stage's copy of the
-    embedding. This function drops the output layer's own weight, which megatron-core then neither uses nor saves.
+    embedding, and loses its own weight, which megatron-core neither uses nor saves.
     """
     if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
         model.output_layer.weight = None
@@ -197,7 +197,7 @@ _PATTERNS = {
     "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
     "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
 }
-"""Flags by which layers differ, with functions that return the value of one layer if the flag is a single number."""
+"""Flags with a value for each layer, and functions that return a layer's value if the flag is a single number."""
 
 
 def layer_kinds(args: Arguments) -> list[int]:

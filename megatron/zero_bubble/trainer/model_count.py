@@ -71,10 +71,10 @@ class Flops(NamedTuple):
 
     f: float
     b: float
-    """Operations of B, including selective recomputation."""
+    """Floating-point operations of B, including selective recomputation."""
     w: float
     r: float = 0.0
-    """Operations of full recomputation."""
+    """Floating-point operations of full recomputation."""
 
     @property
     def total(self) -> float:
@@ -85,9 +85,9 @@ class Activations(NamedTuple):
     """Bytes of the activations of one microbatch."""
 
     after_f: float
-    """Bytes held from F to B without full recomputation."""
+    """Bytes of activations held from F to B without full recomputation."""
     after_b: float
-    """Bytes held from B to W: the inputs of the linear layers and the gradients of their outputs."""
+    """Bytes of activations held from B to W: inputs of the linear layers and gradients of their outputs."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ class UnitCount:
     flops: Flops
     activations: Activations
     whole: int
-    """Number of distinct parameters on all tensor- and expert-parallel ranks, without multi-token prediction."""
+    """Number of a unit's distinct parameters on tensor- and expert-parallel ranks, without multi-token prediction."""
     further: int
     """Number of distinct parameters of multi-token prediction on all tensor- and expert-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class ModelCount:
-    """The counts of every unit of a model, each on one rank that holds the unit."""
+    """Parameters, operations and activations of every unit of a model, each on one rank that holds the unit."""
 
     embedding: UnitCount
     layers: tuple[UnitCount, ...]
@@ -120,9 +120,9 @@ class ModelCount:
 
 
 def count_model(args: Arguments) -> ModelCount:
-    """Count the units of the model; `args` must be complete and include the size of the vocabulary.
+    """Count parameters, operations and activations of all units; `args` must be complete, with the vocabulary's size.
 
-    Counting needs no device and no other process. A default process group must not exist during the call.
+    `count_model` needs no device and no other process. No default process group may exist while `count_model` runs.
 
     Raises:
         ValueError: megatron-core refuses the model.
@@ -140,8 +140,8 @@ def count_model(args: Arguments) -> ModelCount:
 def flops_of_sequence(args: Arguments) -> float:
     """Count the floating-point operations of training on one sequence, as Megatron-LM counts them.
 
-    Each matrix product counts three times: for F, B and W. Attention counts half of its products, because its mask is
-    causal. Recomputation is not counted.
+    Each matrix product adds its operations three times: for F, B and W. Attention adds half of its operations, because
+    its mask is causal. Recomputation adds no operations to the count.
     """
     fused = args.changed(
         {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True, **_ALONE}
@@ -251,7 +251,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Numbers of distinct parameters of a unit on all ranks: without multi-token prediction, and of that alone."""
+    """Numbers of a unit's distinct parameters on all ranks, first without and then only of multi-token prediction."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

@@ -37,7 +37,7 @@ def pretrain(args: Arguments, session: Session) -> None:
     """Train a GPT or a hybrid model with flags that `complete_and_check` has completed and checked.
 
     Args:
-        session: the session made from the same flags' job settings; it is closed at the end.
+        session: the session made from the job settings of these flags; `pretrain` closes the session at the end.
 
     Raises:
         ValueError: the data, tokenizer or checkpoint does not fit the flags, or a checkpoint cannot be written.

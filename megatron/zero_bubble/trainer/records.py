@@ -22,7 +22,7 @@ from megatron.zero_bubble.session.start_up import SessionError
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
     """First 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of `Module.parameters()`.
 
-    A collective call of the replicas if each replica holds a shard of the parameters.
+    `parameter_digest` is a collective call of the replicas if each replica holds a shard of the parameters.
     """
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -35,7 +35,7 @@ class NumericsLog:
     """Writes the file of `--log-numerics` on the rank that holds the loss, with parameter digests from all ranks.
 
     Args:
-        path: the file. Lines of iterations after `iteration`, and an incomplete line left by a killed run, are removed,
+        path: path of the file. Lines of iterations after `iteration`, and a killed run's incomplete line, are removed,
             so that a resumed run ends with the same file as an uninterrupted run.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.

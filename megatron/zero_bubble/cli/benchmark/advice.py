@@ -8,15 +8,15 @@ from statistics import median
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
 FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
-"""A benchmark of fewer rounds, or of fewer iterations a turn, is a trial, after which nothing is recommended."""
+"""Smallest numbers of rounds, and of iterations a turn, after which the benchmark recommends a schedule."""
 _MIB = 2**20
 
 
 def advice(results: Sequence[TrainResult], iterations: int) -> str:
     """Return the name of the schedule to use, its speedup over every other schedule, and its memory, in words.
 
-    The figures compare turns of the same round. A schedule other than megatron-core's 1F1B is recommended only if the
-    95% interval of its speedup over 1F1B is above 1. Schedules that are not clearly slower are named, too.
+    The speedups compare turns of the same round. A schedule other than megatron-core's 1F1B is recommended only if the
+    95% interval of its speedup over 1F1B is above 1. Schedules that are not clearly slower than the fastest are named.
 
     Args:
         results: one result for each schedule, megatron-core's 1F1B first.
@@ -70,6 +70,6 @@ def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
 
 
 def _is_faster(best: TrainResult, other: TrainResult) -> bool:
-    """Whether the whole interval of the speedup of `best` over `other` is above 1."""
+    """Whether the whole 95% interval of the speedup of `best` over `other` is above 1."""
     interval = bootstrap_interval(best.ratios_to(other))
     return interval is not None and interval[0] > 1

@@ -106,6 +106,6 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def launcher(self) -> list[str]:
-        """The first words of the command, which start the program on every rank."""
+        """The first words of a training's command, which start the program on every rank."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return self.launch or [*torchrun, "--nproc-per-node", str(self.num_ranks)]

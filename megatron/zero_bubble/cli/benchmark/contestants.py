@@ -1,4 +1,4 @@
-"""Chooses the schedules that `zero-bubble benchmark` compares, and builds the command that runs each."""
+"""Chooses the schedules that `zero-bubble benchmark` compares, and builds the command of each schedule."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 @dataclass(frozen=True)
 class Contestant:
-    """One schedule of the comparison, with the program and the flags that run it."""
+    """One schedule that the benchmark compares, with the program and the flags of its training."""
 
     name: str
     program: tuple[str, ...]
-    """Words with which the launcher starts the program."""
+    """Words with which the launcher starts the program that trains."""
     words: tuple[str, ...]
     """Flags of this schedule, which come before the flags that all schedules share."""
     placement: Placement | None
     """Placement of the stages; None if the training chooses the placement."""
     schedule: str | None
-    """Name of this project's schedule with the same order; None if the training chooses its schedule."""
+    """Name under which this project simulates the schedule; None if the training chooses its schedule."""
     measures_costs: bool = False
     """Whether a profile of the training has costs that hold for every schedule in the same placement."""
     is_required: bool = True
@@ -44,7 +44,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Competition:
-    """All contestants, and the flags that they share."""
+    """All schedules that the benchmark compares, and the flags that these schedules share."""
 
     contestants: tuple[Contestant, ...]
     flags: tuple[str, ...]
@@ -53,7 +53,7 @@ class Competition:
 
 
 def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = ()) -> Competition:
-    """Return the competition of the baseline, the schedules that --schedule names, and the further schedules `peers`.
+    """Return the schedules to compare: the baseline, the schedules that --schedule names, and the schedules `peers`.
 
     Raises:
         ValueError: a training would refuse its flags, or a schedule is unknown.

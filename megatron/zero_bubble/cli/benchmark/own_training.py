@@ -1,4 +1,4 @@
-"""Prepares the benchmark of a training that the user runs already: its flags, or its script and flags, follow `--`."""
+"""Prepares the benchmark of a user's own training, whose flags, or whose script and flags, follow `--`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
-"""Model chunks a rank of the interleaved schedules of megatron-core; the number in the training's flags is added."""
+"""Numbers of chunks a rank of megatron-core's interleaved schedules; the number in the training's flags is added."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
     *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),
@@ -32,16 +32,16 @@ _CPU = "--zero-bubble-cpu"
 
 
 def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkFlags, tuple[Contestant, ...]]:
-    """Return the benchmark's flags for the user's own training, and the schedules beside megatron-core's 1F1B.
+    """Return the benchmark's flags for the user's own training, and the schedules to compare with megatron-core's 1F1B.
 
-    The training keeps its model, its data, its learning rates and its parallel sizes, but loads, writes and evaluates
-    nothing and stops after the last measured iteration. Zero-bubble flags of the training apply only to the planned
+    The training keeps its model, its data, its learning rates and its parallel sizes, but loads no checkpoint, writes
+    and evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the planned
     training, which runs `--zero-bubble` if the flags name no schedule. A script of Megatron-LM runs under the launcher,
     which changes nothing in trainings under megatron-core's own schedules.
 
     Args:
-        num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit, at least
-            one.
+        num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit on the
+            GPUs, at least one.
 
     Raises:
         ValueError: the training would refuse its flags, has one pipeline rank, or its script is not a file.
@@ -102,14 +102,14 @@ def _contestants(flags: BenchmarkFlags, args: Arguments | ScriptArguments, ours:
 
 
 def _num_microbatches(args: Arguments | ScriptArguments, num_ranks: int) -> int:
-    """Microbatches of an iteration, rounded down; the training itself refuses ranks that its parallel sizes do not
-    divide."""
+    """Number of microbatches of an iteration, rounded down; a training refuses a number of ranks that its parallel
+    sizes do not divide."""
     replicas = max(1, num_ranks // args.ranks_of_replica)
     return max(1, (args.global_batch_size or 0) // (args.micro_batch_size * replicas))
 
 
 def _apart(words: Sequence[str]) -> Iterator[str]:
-    """Yield `--name value` as two words, however it was written."""
+    """Yield the words, with each `--name=value` split into two words."""
     for word in words:
         if word.startswith("--") and "=" in word:
             yield from word.split("=", 1)

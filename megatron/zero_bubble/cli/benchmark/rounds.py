@@ -1,4 +1,4 @@
-"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other load on the machine slows them all alike."""
+"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other load slows all trainings alike."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
 def _run_turn(
     contestant: Contestant, competition: Competition, flags: BenchmarkFlags, profile: Path | None, number: int
 ) -> Turn | None:
-    """Run one turn of a contestant; return None if an optional contestant failed, which then has no further turn."""
+    """Run one training under a schedule; return None if the training failed and the schedule is optional."""
     begin = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
     print(f"round {number + 1} of {flags.rounds}, {contestant.name}: trains ...", file=sys.stderr, flush=True)
@@ -109,7 +109,7 @@ def _result(
 
 
 def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
-    """Return the costs of a contestant's stages; costs of a whole vocabulary may be derived from costs of shards."""
+    """Return measured costs of a schedule's stages, converted if only costs with vocabulary shards were measured."""
     if (
         own := measured.get((contestant.placement, contestant.spreads_vocabulary))
     ) is not None or contestant.spreads_vocabulary:

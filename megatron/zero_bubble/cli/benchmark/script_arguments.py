@@ -63,7 +63,7 @@ def read_script_arguments(words: Sequence[str]) -> ScriptArguments:
     """Return the arguments of a script from its flags; flags that only Megatron-LM knows are skipped.
 
     Raises:
-        ValueError: a flag does not allow a comparison, or the value of a flag has the wrong type.
+        ValueError: a flag does not allow a comparison of schedules, or the value of a flag has the wrong type.
     """
     for name, reason in _REFUSED.items():
         if name in words:

@@ -45,7 +45,7 @@ class TrainResult:
 
     @property
     def spread(self) -> float:
-        """Difference between the slowest and the fastest round."""
+        """Difference between the iteration times of the slowest and the fastest round."""
         return max(self.rounds) - min(self.rounds)
 
     @property
@@ -106,7 +106,7 @@ class TrainResult:
         return [theirs / mine for theirs, mine in zip(rounds, self.rounds, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return figures under the keys of `benchmarks.emulate` and further keys; figures not measured are null."""
+        """Return the figures under the keys of `benchmarks.emulate` and further keys; unmeasured figures are null."""
         placement = self.contestant.placement
         interval = bootstrap_interval(self.ratios)
         return {
@@ -161,7 +161,7 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
 def loss_agreement(results: Sequence[TrainResult]) -> str:
     """Return a line for each schedule with the largest relative difference between its losses and the baseline's.
 
-    Losses of the last turns are compared. Each loss is the mean over the iterations of a log line, in seven digits.
+    The losses of each schedule's last turn are compared, as means over the iterations of a log line, in seven digits.
 
     Args:
         results: one result for each schedule, the baseline first.
@@ -183,7 +183,7 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95% interval of the median of one value for each round, by the percentile bootstrap (Efron 1979).
+    """Return the 95% interval of the median of `values`, one for each round, by the percentile bootstrap (Efron 1979).
 
     The interval comes from resampling the rounds with replacement. The interval is None for fewer than three rounds.
     """

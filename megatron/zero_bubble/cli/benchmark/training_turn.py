@@ -25,7 +25,7 @@ _THROUGHPUT = re.compile(r"\| throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \|")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
-"""Seconds that a launcher has to end its ranks, more than the 30 that torchrun gives them."""
+"""Seconds that a launcher has to end its ranks, more than the 30 seconds that torchrun gives its ranks."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,21 @@ class Turn:
     """The measurements of one training after its warmup."""
 
     iteration_ms: tuple[float, ...]
-    """For every interval, the mean time of an iteration."""
+    """For every logging interval, the mean time of an iteration."""
     idle: tuple[Idle, ...]
-    """The measured idle share of every interval; empty if the training does not measure it."""
+    """The idle share of every logging interval; empty if the training measures no idle time."""
     predicted_bubble_rate: float | None
     predicted_ms: float | None
     peak_bytes: float
     """Peak of the allocator on the fullest rank; without CUDA, the resident memory of the largest process."""
     losses: tuple[tuple[int, float], ...] = ()
-    """The last iteration and the mean loss of every interval, warmup included."""
+    """The last iteration and the mean loss of every logging interval, warmup included."""
     layout: str | None = None
     """Placement and layers of the stages that the training chose; None if the training chose no layout."""
     is_device_memory: bool = False
     """Whether the allocator measured `peak_bytes`."""
     tflops: tuple[float, ...] = ()
-    """TFLOP/s/GPU that the training printed for every interval; empty if the training printed none, or a 0."""
+    """TFLOP/s/GPU that the training printed in every logging interval; empty if it printed no TFLOP/s/GPU, or a 0."""
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:

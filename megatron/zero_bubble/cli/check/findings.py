@@ -83,7 +83,7 @@ class StageCheck:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that the check found on one device."""
+    """All findings of `zero-bubble check` on one device."""
 
     machine: Mapping[str, Any]
     """The device, versions and settings; see `describe_machine`."""

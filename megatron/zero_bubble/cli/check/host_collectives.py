@@ -49,7 +49,7 @@ class StagedWork:
 
 
 def stage_collectives(device_type: str) -> Callable[[], None]:
-    """Make every collective copy tensors of this device type to host memory, and return a function that undoes this.
+    """Make every collective copy tensors of `device_type` to host memory, and return a function that undoes the change.
 
     With the device type `cpu`, tensors in host memory are copied, which tests the copies without a GPU.
     """

@@ -1,4 +1,4 @@
-"""The trainings that four ranks run: for each layout, megatron-core's own schedule, and our schedules to compare."""
+"""The trainings of `zero-bubble check` on four ranks: each layout under megatron-core's own and other schedules."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _TRAINING = (
 _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
-"""Flags that turn off clipping and dropout, because a V sums the gradient norm in another order, and draws random
-numbers on other ranks."""
+"""Flags that turn off clipping and dropout, because a training with the V placement sums the gradient norm in another
+order, and draws random numbers on other ranks."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ def _schedule_flags(schedule: str, *more: str) -> tuple[str, ...]:
 
 
 def cells(size: str, folder: Path) -> list[Cell]:
-    """Return all trainings of the matrix, each after the trainings that it needs.
+    """Return all trainings of `zero-bubble check`, each after the trainings that it needs.
 
     Args:
         size: `paper` or `tiny`.
-        folder: the folder of the corpus and of the checkpoint from which the training with a V starts.
+        folder: the folder of the corpus, and of the checkpoint from which some trainings start.
     """
     checkpoint = str(folder / "checkpoint")
     load = (*_PP4, *_WITHOUT_ORDER, "--load", checkpoint, "--override-opt_param-scheduler")
@@ -112,7 +112,7 @@ NAMES = tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path()) if cell.
 
 
 def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
-    """Return the cells with these names, or all cells if there are no names, and the references of their layouts."""
+    """Return the trainings with these `names` and the references of their layouts; without `names`, all trainings."""
     layouts = {cell.layout for cell in everything if cell.name in names}
     return [
         cell for cell in everything if not names or cell.name in names or (cell.layout in layouts and not cell.is_ours)

@@ -2,7 +2,7 @@
 
     python -m megatron.zero_bubble.cli.check.rank PLAN.json
 
-The program needs RANK, WORLD_SIZE and LOCAL_RANK in the environment. Rank 0 writes the times at which each training
+Each rank needs RANK, WORLD_SIZE and LOCAL_RANK in its environment. Rank 0 writes the times at which each training
 begins and ends to a file.
 """
 

@@ -23,7 +23,7 @@ class CellResult:
     cell: str
     backend: str
     verdict: str
-    """`reference`, `made`, `equal`, `differs`, `failed`, or `no reference`."""
+    """Outcome of the training: `reference`, `made`, `equal`, `differs`, `failed`, or `no reference`."""
     detail: str
     seconds: float
     log: str = ""
@@ -35,7 +35,7 @@ class CellResult:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The results of the matrix of trainings over every backend of this machine."""
+    """The results of the trainings of `zero-bubble check` over every communication backend of this machine."""
 
     results: Sequence[CellResult]
     refused: Mapping[str, Ended]

@@ -19,7 +19,7 @@ from megatron.zero_bubble.cli.trainings import failure_reason
 _SECONDS_FOR_THE_OTHERS = 5.0
 """Seconds that the other ranks have to end after a rank has failed, because their logs may contain the reason."""
 _LOG_SIZE = 4000
-"""Characters of each rank's log that a failure keeps."""
+"""Number of last characters of each rank's log that are kept after a failure."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Backend:
     """A way for ranks to communicate, with the environment and flags that it needs."""
 
     name: str
-    """`nccl`, `gloo`, or `host`, which sends everything through host memory and gloo."""
+    """Name of the backend: `nccl`, `gloo`, or `host`, which sends everything through host memory and gloo."""
     has_cuda: bool
     one_queue: bool = False
     """Whether the device has one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
@@ -67,7 +67,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits in seconds."""
+    """Time limits of trainings on ranks, in seconds."""
 
     training: float
     start_up: float = 300.0
@@ -89,7 +89,7 @@ class RankStart:
     """Module that every rank runs."""
 
     def run(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
-        """Run all trainings, even if some fail, and return how each ended, by title.
+        """Run all trainings, even if some fail, and return the outcome of each training by its title.
 
         Args:
             trainings: the flags of each training by its title; None runs a single all-reduce instead.
@@ -121,7 +121,7 @@ class _Attempt:
         }
 
     def run(self) -> dict[str, Ended]:
-        """Run the trainings and return how each ended, up to and including the first that failed."""
+        """Run trainings until one fails, and return their outcomes; if the ranks cannot start, every training fails."""
         ranks = [self._start_rank(rank) for rank in range(self._start.num_ranks)]
         try:
             error, status = self._wait(ranks)

@@ -46,7 +46,7 @@ class StageProfile:
         return (self.time(OpKind.B) + self.time(OpKind.W)) / self.time(OpKind.BW)
 
     def costs(self, num_stages: int, message_ms: float) -> StageCosts:
-        """Return the costs of a pipeline of `num_stages` such stages."""
+        """Return the costs of a pipeline of `num_stages` stages that all have the measured times and memory."""
         f, b, w = OpKind.F, OpKind.B, OpKind.W
         return StageCosts.uniform(
             num_stages,

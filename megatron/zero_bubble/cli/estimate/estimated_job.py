@@ -157,7 +157,7 @@ class EstimatedJob:
     def costs(self) -> ModelCosts:
         """The costs of the units in milliseconds and bytes, from the profile if there is one.
 
-        The costs of F and B are those without full recomputation; R recomputes one layer at a time.
+        The costs of F and B are their costs without full recomputation; R recomputes one layer at a time.
         """
         input_bytes = self.count.input_bytes
         embedding, *layers, output = map(self._unit_costs, self.count.units)
@@ -245,7 +245,7 @@ def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
 
 
 def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
-    """Add the flags that a training requires, and --transformer-impl of Megatron-LM or of the profile.
+    """Add the flags that a training requires, and --transformer-impl with the value of Megatron-LM or of the profile.
 
     --transformer-impl is not added to flags for attention masks, FSDP2 or local attention, which need local layers.
     """

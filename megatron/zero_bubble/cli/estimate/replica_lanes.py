@@ -26,7 +26,7 @@ class ReplicaStep(NamedTuple):
 
 
 def to_replica_lanes(panels: Mapping[str, Sequence[Sequence[ReplicaStep]]], *, title: str) -> str:
-    """Return the drawing as the text of an SVG file.
+    """Return the drawing of the replicas' steps as the text of an SVG file.
 
     Args:
         panels: name of a panel -> steps, each with the `ReplicaStep` of every replica.

@@ -25,9 +25,9 @@ from megatron.zero_bubble.session.job_flags import RECOMPUTATION
 from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons_layout_flags
 
 SMALL_JOB = 1000
-"""Jobs with a smaller product of pipeline ranks and microbatches are planned before another process could start."""
+"""Smallest product of pipeline ranks and microbatches for which schedules are estimated in several processes."""
 LARGE_JOB = 2000
-"""Jobs with at least this product of pipeline ranks and microbatches are planned quickly without --schedule."""
+"""Smallest product of pipeline ranks and microbatches for which, without --schedule, planning takes little effort."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
 """Names of the two searches for a layout, used as keys beside the names of schedules."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
@@ -38,7 +38,7 @@ _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
         "zero_bubble_recompute": Recompute.PLANNED.value,
     },
 }
-"""The kinds of recomputation that may make a job fit, and their flags."""
+"""The kinds of recomputation that may make a job fit in memory, and their flags."""
 _NO_RECOMPUTATION: dict[str, Any] = dict.fromkeys((*RECOMPUTATION, "zero_bubble_recompute"))
 
 
@@ -93,7 +93,7 @@ class Results:
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
-    """Estimate the schedules `chosen`, or all that are planned quickly, and the layout if the flags leave it open.
+    """Estimate the schedules `chosen`, or all schedules but the slow ones, and the layout if the flags leave it open.
 
     Raises:
         ValueError: the name of a schedule is unknown, or neither a schedule nor a layout is possible.
@@ -126,7 +126,7 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
 
 
 def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
-    """Estimate the schedules, the layout if it is open and, if asked, the layout without Megatron's layout flags."""
+    """Estimate the schedules, the layout if the flags leave it open and, if asked, the layout without layout flags."""
     for name in names:
         entry_of(name)
     tasks: dict[str, Callable[[], Estimate]] = {}
@@ -161,7 +161,7 @@ def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
 
 
 def _remedies(results: Results) -> Iterator[Remedy]:
-    """If no schedule fits, yield the outcome of the layout that the training would choose, else of recomputation."""
+    """If no schedule fits, yield the outcome of the chosen layout or, without such a layout, of recomputation."""
     if not results.nothing_fits:
         return
     job, estimates, layout = results.job, results.estimates, results.layout

@@ -73,12 +73,12 @@ class Estimate:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether no plan is possible under the limit, so that the plan with the least memory is estimated."""
+        """Whether no plan is possible under the memory limit, so that the plan with the least memory is estimated."""
         return self.limit is not None and max(self.activation_bytes) > self.limit * (1 + 1e-9)
 
     @property
     def memory_text(self) -> str:
-        """Memory of the fullest rank and of the device, such as `355.27 of 80.00 GiB`."""
+        """Needed and available memory of the fullest rank, such as `355.27 of 80.00 GiB`."""
         needed, available = max(self.total_bytes), self.job.cluster.device_memory
         if needed <= available and self.limit is not None and self.is_over_limit:
             return f"{gib(max(self.activation_bytes))} of {gib(self.limit)} GiB of activations"
@@ -98,7 +98,7 @@ class Estimate:
     def reduction_ms(self) -> float:
         """Exposed time of the exchange of gradients and sharded parameters between replicas, on the slowest rank.
 
-        The time is 0 with --overlap-grad-reduce, and with --use-torch-fsdp2, which always overlaps the exchange.
+        The exposed time is 0 with --overlap-grad-reduce, and with --use-torch-fsdp2, which overlaps every exchange.
         """
         args = self.job.args
         if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
@@ -196,7 +196,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     states = tuple(map(job.bytes_of, job.parameters(placement)))
     limit = limits = None
     if not entry.has_own_limit:
-        # As in training, all ranks have the limit of the fullest. It is negative where its states alone do not fit.
+        # As in training, the fullest rank's limit holds for all; the limit is negative if the rank's states do not fit.
         free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - max(states))
         inside = (0.0,) * num_ranks if job.profile is None else job.profile.inside_ranks
         limit = _memory_limit(job, placement).in_bytes(

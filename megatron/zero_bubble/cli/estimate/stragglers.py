@@ -54,7 +54,7 @@ def simulate_replicas(times: Times, hierarchy: Hierarchy | None) -> list[list[Re
 
 
 def time_per_step(times: Times, hierarchy: Hierarchy | None) -> float:
-    """Return the mean time of a step. The time ends when the slowest replica has finished its last step."""
+    """Return the mean time of a step: the time until all replicas have ended all steps, over the number of steps."""
     return max(step.resumed for step in simulate_replicas(times, hierarchy)[-1]) / len(times)
 
 
@@ -100,7 +100,7 @@ class ReplicasFlags(CommandFlags):
 
     @property
     def methods(self) -> dict[str, Hierarchy | None]:
-        """Name of the SGD method -> groups that average; None for synchronous SGD, which reduces gradients instead."""
+        """Name of the SGD method -> groups that average parameters; None for synchronous SGD, which averages none."""
         local = Hierarchy((Level(self.hierarchical_sgd.levels[-1].period, self.num_replicas),))
         return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
 

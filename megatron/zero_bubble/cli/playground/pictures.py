@@ -35,7 +35,7 @@ _CAUSES = {
 
 
 def facts() -> dict[str, Any]:
-    """Return the constants of the page, such as all schedules, and the colours of the causes of idle time."""
+    """Return the playground page's constants, such as all schedules and the colours of the causes of idle time."""
     return {
         "schedules": [
             {
@@ -151,7 +151,8 @@ def is_trace(text: str) -> bool:
 def recorded_run(text: str) -> tuple[Timeline, dict[int, Steps]]:
     """Return the timeline of a recorded iteration, in milliseconds, and the memory that each rank held over time.
 
-    The costs of the timeline are the mean times of that iteration, and have no memory. Raises `ScheduleError`.
+    The costs of the timeline are the mean times of the recorded iteration, and have no memory. Raises
+    `ScheduleError` if the text is not the trace of a run.
     """
     try:
         events = json.loads(text)["traceEvents"]

@@ -26,7 +26,7 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 """The files of the npm package pyodide that a browser loads."""
 
 PYODIDE = _HERE / "npm" / "node_modules" / "pyodide"
-"""Folder in which `make playground` installs the npm package pyodide. A wheel that is built afterwards contains it."""
+"""Folder into which `make playground` installs the npm package pyodide, and which a wheel built afterwards contains."""
 
 START: dict[str, Any] = {
     "shared": {
@@ -39,11 +39,11 @@ START: dict[str, Any] = {
     },
     "panes": [{"schedule": "1f1b"}, {"schedule": "auto", "memory-limit": "6"}],
 }
-"""Flags at the start of the page: the flags that both schedules share, and the flags of each schedule."""
+"""Flags with which the page starts: the flags that both schedules share, and the flags of each schedule."""
 
 
 def write_site(folder: Path, pyodide: Path) -> None:
-    """Write the page, our package, Python for the browser, and the first pictures. Raises `ValueError`."""
+    """Write the page, this package, Pyodide and the first pictures; raise `ValueError` if Pyodide is not installed."""
     if not all((pyodide / name).is_file() for name in RUNTIME):
         raise ValueError(
             f"Python for the browser is not in {pyodide}: run `make playground` in a clone, or "
@@ -85,7 +85,7 @@ def _write_snapshot(folder: Path, pyodide: Path) -> None:
 
 
 def _digest() -> str:
-    """The digest of all files that a snapshot depends on, without Python for the browser."""
+    """The digest of all files that a memory snapshot depends on, without the files of Pyodide."""
     digest = hashlib.sha256()
     for path in (*_packed_files(), _HERE / "snapshot.mjs", _HERE / "page" / "python.mjs"):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")

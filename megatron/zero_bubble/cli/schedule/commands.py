@@ -68,7 +68,7 @@ def show_simulation(flags: SimulateFlags) -> None:
 
 
 def compare(flags: CompareFlags) -> None:
-    """Print the costs of several schedules as a table with a row for each."""
+    """Print the costs of several schedules as a table with a row for each schedule."""
     all_figures = figures_of_all(
         flags, flags.schedule, flags.memory_limit, post_validation=flags.post_validation, queues=flags.queues
     )
@@ -115,7 +115,7 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
 
 
 def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
-    """Return as text the recomputed and the lost fraction, the cost with R in B, and the gain of an R outside of B."""
+    """Return table cells: share of R, share of lost time, cost with R inside B, and gain of an R outside of B."""
     inside = figures.cost_in_backward
     apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / figures.timeline.cost - 1))
     return percent(figures.recomputed), percent(figures.lost), *apart

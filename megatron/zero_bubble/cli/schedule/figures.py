@@ -87,7 +87,7 @@ class ScheduleFigures:
 
     @property
     def above_bound(self) -> float:
-        """Fraction by which the cost exceeds the lower bound."""
+        """Fraction by which the cost of the schedule exceeds its lower bound."""
         return float(self.timeline.cost / self.lower_bound - 1) if self.lower_bound else 0.0
 
     @property
@@ -186,7 +186,7 @@ def simulated_figures(
 
 
 def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
-    """The cost of `schedule` if every backward recomputes, as in megatron-core; None if not all is recomputed."""
+    """The cost of `schedule` with R in every backward, as in megatron-core; None unless everything is recomputed."""
     if not schedule.recomputes or num_recomputed(schedule) < num_recomputed(with_recomputation(schedule)):
         return None
     plain = lower(without_recomputation(schedule)) if timeline.hardware_queues else without_recomputation(schedule)
@@ -225,11 +225,11 @@ _PARTS_OF_F = {
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
-    Flags, and files with one entry a rank, give the costs of whole ranks, which are split among their chunks. M_B is
-    the memory that F of one microbatch allocates on a whole rank, on the rank where F allocates the most.
+    Flags, and cost files with one entry a rank, give the costs of whole ranks, which are split among their chunks. M_B
+    is the memory that F of one microbatch allocates on a whole rank, on the rank where F allocates the most.
 
     Raises:
-        ScheduleError: the number of entries does not fit the placement, or M_B is not above zero.
+        ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.
     """
     costs = _costs_of_ranks(flags, placement.num_ranks).split_ranks(placement)
     if flags.vocabulary_parallel is not None:

@@ -35,12 +35,12 @@ _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
 """Longest relative time in the plot of --dial. On a longer axis, short times would look alike."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Fractions of the fastest plan's memory. For each one, a sentence gives the times at the nearest smaller limit."""
+"""Fractions of the fastest plan's memory; sentences give the times of plans at the nearest smaller memory limits."""
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """The figures of one schedule under every memory limit in which it fits; with --dial, in one of `WAYS`."""
+    """The figures of one schedule under every memory limit in which it fits; with --dial, for one of `WAYS`."""
 
     name: str
     schedule: str
@@ -49,7 +49,7 @@ class _Curve:
 
 
 def memory_curve(flags: CurveFlags) -> None:
-    """Print or write the curve of every schedule, and plot it if --output is an SVG."""
+    """Print or write the memory curve of every schedule, and plot the curves if --output is an SVG."""
     limits = curve_limits(flags)
     ways: dict[str | None, Mapping[str, Any]] = dict(WAYS.items()) if flags.dial else {None: {}}
     chosen = flags.schedule or ["auto"]
@@ -74,7 +74,7 @@ def memory_curve(flags: CurveFlags) -> None:
 
 
 def curve_limits(flags: CurveFlags) -> list[float]:
-    """Return the limits from --from to --to, in p M_B. Raises `ScheduleError`."""
+    """Return the memory limits from --from to --to, in p M_B. Raises `ScheduleError` if there are none or too many."""
     first, last, step = flags.first, flags.to, flags.step
     if last < first:
         raise ScheduleError(f"--to {last:g} is below --from {first:g}")
@@ -100,7 +100,7 @@ def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> 
 
 
 def _fastest(curves: Sequence[_Curve]) -> ScheduleFigures:
-    """Return the fastest plan that keeps all activations, or of all plans if no plan does. Raises `ScheduleError`."""
+    """Return the fastest plan that keeps all activations, else the fastest. Raises `ScheduleError` if nothing fits."""
     keeping = [point for curve in curves if curve.way == "keep" for point in curve.points.values()]
     points = keeping or [point for curve in curves for point in curve.points.values()]
     if not points:

@@ -118,7 +118,7 @@ def figures_of_all(
     """Return the figures of the schedules `chosen`, or of all schedules that are possible if none is chosen.
 
     Args:
-        limit: memory limit in M_B, one for all ranks or one for each.
+        limit: memory limit in M_B, one for all ranks or one for each rank.
         leaves_out_slow: whether to skip the slow schedules if none is chosen.
 
     Raises:

@@ -23,7 +23,7 @@ _STYLE = (
     )
     + "}"
 )
-"""CSS that replaces the colours of a light page with dark colours. Programs without CSS draw a light page."""
+"""CSS that replaces the colours of a light page with dark colours. Programs that ignore CSS draw a light page."""
 
 
 def number(value: float, digits: int = 2) -> str:

@@ -18,7 +18,7 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
     """Write a timeline as a Chrome trace.
 
     The trace has a thread and a memory counter for each rank, arrows for messages, and a counter of idle ranks. If
-    activations are copied to the host, the host link of each rank is another thread.
+    activations are copied to the host, the host link of each rank is another thread of the trace.
 
     Args:
         timeline: timeline to write.
@@ -66,7 +66,7 @@ def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, s
 def _flows(timeline: Timeline, microseconds: float) -> Iterator[dict[str, Any]]:
     """Yield the events of an arrow for every message, from the operation that makes the tensor to its consumer.
 
-    Both ends of an arrow are within the operations, so that viewers attach them to the operations.
+    Both ends of an arrow lie within the times of their operations, so that viewers attach the arrow to the operations.
     """
     schedule, placement = timeline.schedule, timeline.schedule.placement
     made: dict[Node, tuple[int, TimedOp]] = {}

@@ -25,7 +25,7 @@ _SMALLEST_TYPE, _LARGEST_TYPE = 6, 11
 _LABEL_MARGIN = 2
 """Width in pixels that a label leaves free on its operation."""
 _SHORTEST_WITH_LABEL = 0.1
-"""Shortest operation whose label counts for the width of a drawing, as a fraction of the longest operation."""
+"""Shortest operation whose label counts for the width of a drawing, as a fraction of the longest operation's time."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Drawing:
     steps: int
     """Number of iterations of the schedule (see `repeat`)."""
     width: float
-    """Width in pixels."""
+    """Width of the drawing in pixels."""
     duration: float
     """Time that the width of the lanes represents."""
 
@@ -64,7 +64,7 @@ class Drawing:
 
     @cached_property
     def start(self) -> float:
-        """Start of the first operation of all ranks."""
+        """Time at which the first operation of any rank starts."""
         return min((lane[0].start for lane in self.timeline.lanes if lane), default=0)
 
     def x(self, time: float) -> float:
@@ -72,7 +72,7 @@ class Drawing:
 
     @property
     def right(self) -> float:
-        """The right end of the lanes."""
+        """The x coordinate of the right end of the lanes, in pixels."""
         return self.width - RIGHT
 
     @cached_property
@@ -107,7 +107,7 @@ class Drawing:
 
     @cached_property
     def _label_sizes(self) -> dict[OpKind, float]:
-        """Kind -> font size in which nine of ten labels fit on their operations; only kinds with a readable size."""
+        """Kind -> font size in which nine of ten labels of the kind fit on their operations; only readable sizes."""
         scale = (self.width - LEFT - RIGHT) / self.duration
         sizes: dict[OpKind, list[float]] = defaultdict(list)
         for kind, time, width in self._labels():
@@ -118,7 +118,7 @@ class Drawing:
 
     @cached_property
     def legend(self) -> list[tuple[float, list[str], str]]:
-        """The entries of the legend: (x, colours of the chunks, text). The last entry is the critical path."""
+        """The entries of the legend: (x, colours of the chunks, text). The last legend entry is the critical path."""
         num_chunks = self.timeline.schedule.num_chunks
         used = {(timed.op.kind, timed.op.chunk) for lane in self.timeline.lanes for timed in lane}
         entries = [
@@ -142,7 +142,7 @@ class Drawing:
 
     @property
     def width_for_labels(self) -> float:
-        """The width at which nine of ten labels fit in the largest font size; short operations do not count."""
+        """Drawing width in which nine of ten labels fit in the largest font size, except labels of short operations."""
         labels = [(time, width) for _, time, width in self._labels()]
         shortest = _SHORTEST_WITH_LABEL * max((time for time, _ in labels), default=0)
         scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for time, width in labels if time > shortest)
@@ -181,10 +181,10 @@ class Options(TypedDict, total=False):
     steps: int
     """Number of iterations of the schedule (see `repeat`), by default 1."""
     width: int | None
-    """Width in pixels; by default wide enough for labels on operations, up to a maximum."""
+    """Width of the drawing in pixels; by default wide enough for labels on operations, up to a maximum."""
     duration: float | None
-    """Time that the width represents, at least the makespan; by default the makespan. Drawings with the same width and
-    duration can be compared."""
+    """Time that the width of the drawing represents, at least the makespan; by default the makespan. Drawings with the
+    same width and duration can be compared."""
 
 
 def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:
@@ -192,7 +192,7 @@ def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: U
 
     Args:
         timeline: timeline to draw.
-        widest: largest width in pixels if no width is given.
+        widest: largest width of the drawing in pixels if `options` has no width.
         options: see `Options`.
     """
     drawing = Drawing(

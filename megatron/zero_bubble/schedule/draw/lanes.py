@@ -78,7 +78,7 @@ def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
 
 
 def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
-    """Yield (microbatch, element) for every operation of a lane that takes time."""
+    """Yield (microbatch, SVG element) for every operation of a lane that takes time."""
     timeline, schedule = drawing.timeline, drawing.timeline.schedule
     unit, lane, in_pairs = drawing.time_unit, timeline.lanes[rank], forwards_in_pairs(schedule, rank)
     memory = timeline.memory_held(rank)
@@ -108,7 +108,7 @@ def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
 
 
 def _copies(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
-    """Yield (microbatch, element) for every copy on the host link of a rank, at the bottom of its lane."""
+    """Yield (microbatch, SVG element) for every copy on the host link of a rank, at the bottom of the rank's lane."""
     timeline = drawing.timeline
     height = max(2, drawing.lane_height / 6)
     top = drawing.lane_top(rank) + drawing.lane_height - height
@@ -128,7 +128,7 @@ def _is_mark(op: Op, start: float, stop: float) -> bool:
 
 
 def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
-    """Yield the marks of a lane, which are drawn over the operations."""
+    """Yield the marks of STEP, VALIDATE and operations without time, drawn over all other operations of a lane."""
     in_pairs = forwards_in_pairs(drawing.timeline.schedule, rank)
     for op, start, stop in drawing.timeline.lanes[rank]:
         if op not in in_pairs and op.kind not in COPIES and _is_mark(op, start, stop):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Colours of lines that belong to different schedules."""
+"""Colours of the lines of a plot, one colour for each schedule."""
 
 _RANKS = ("#9146a8", "#4570be", "#1f968b", "#55b34c")
 """Colours of ranks, from dark to light like viridis, readable on white and on black."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _SWATCHES = 8
-"""Largest number of ranks in the legend of the memory."""
+"""Largest number of ranks that the legend of the memory curves shows."""
 
 
 def to_svg(timeline: Timeline, **options: Unpack[Options]) -> str:

@@ -1,9 +1,9 @@
 """Schedules as a grid for readers and spreadsheets: a row for each rank, a column for each time slot.
 
-F, B, W and R take one slot each, BW takes two, and communication takes none. Cells of idle slots are empty. STEP,
-VALIDATE, D and H take no time and have columns of their own between two slots. If stages recompute activations in
-groups, the first two lines of the CSV have a further column with the number of groups of each stage. Sends, receives
-and collectives are left out; `lower` adds them again.
+F, B, W and R take one time slot each, BW takes two, and communication takes none. Cells of idle time slots are empty.
+STEP, VALIDATE, D and H take no time and have columns of their own between two time slots. If stages recompute
+activations in groups, the first two lines of the CSV have a further column with the number of groups of each stage. The
+grid contains no sends, receives and collectives; `lower` adds them again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _GROUPS = "groups"
 def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
     """Return the cells of every rank, and the columns of operations that take no time.
 
-    A cell is the operation that starts in the slot, `-` if an operation continues, and empty if the rank is idle.
+    A cell is the operation that starts in its time slot, `-` if an operation continues, and empty if the rank is idle.
     """
-    # With several groups, operations would take fractions of a slot.
+    # With several groups of blocks, operations would take fractions of a time slot.
     timeline = simulate(replace(schedule, groups=()), StageCosts.uniform(schedule.num_stages, time_r=1))
     timed_ops = [timed for lane in timeline.lanes for timed in lane]
     instants = sorted({int(timed.start) for timed in timed_ops if timed.start == timed.end})
@@ -84,7 +84,7 @@ def schedule_to_csv(schedule: Schedule) -> str:
 def schedule_from_csv(text: str) -> Schedule:
     """Read a schedule without communication from the CSV of `schedule_to_csv` without validating it.
 
-    Only the order of the cells of a row matters, not their columns.
+    The reader uses only the order of the cells in a row, not their columns.
 
     Raises:
         ScheduleError: the text is not in the expected format.

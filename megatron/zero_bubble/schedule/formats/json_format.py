@@ -9,8 +9,8 @@
 
 A schedule whose stages recompute activations in groups also has `groups`, one number for each stage. Costs may have the
 optional fields of `StageCosts`: for recomputation (`time_r`, `memory_r`, `num_blocks`, `memory_outside`), offload,
-experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`, `memory_s`, `memory_t`). Readers refuse other
-formats, later versions, unknown keys and missing keys.
+experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`, `memory_s`, `memory_t`). The readers refuse
+JSON of other formats or later versions, unknown keys and missing keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The CSV dialect that `_dump_csv` and `_load_csv` of torch.distributed.pipelining write and read.
 
-There is a row for each rank, and a cell for each action. A cell has stage, letters and microbatch, as in `3F0`. PyTorch
-writes I for the gradient of the input (our B), W for the gradient of the weights, and B for both (our BW). An empty
-cell is an idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair. Reading leaves out actions of FSDP, sends and receives.
+The CSV has a row for each rank, and a cell for each action: stage, letters and microbatch, as in `3F0`. PyTorch writes
+I for the gradient of the input (our B), W for the gradient of the weights, and B for both (our BW). An empty cell is an
+idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair. `schedule_from_pytorch_csv` leaves out actions of FSDP, sends and receives.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def interleaved_pairs(
         group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:
-        ScheduleError: the last group of microbatches is not whole, or a condition of `interleaved_1f1b` is broken.
+        ScheduleError: the last group of microbatches is too small, or a condition of `interleaved_1f1b` is broken.
     """
     size = group_size or num_ranks
     if num_microbatches % size:
