@@ -144,7 +144,7 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run deferred weight gradients in order. Each gathers its inputs while the previous weight gradient is computed."""
+    """Run deferred weight gradients in order; each gathers its inputs while the previous one is computed."""
     pending.reverse()
     if pending:
         pending[-1][1].start()

@@ -12,8 +12,8 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """The costs of a schedule whose stages recompute their activations in several groups of blocks.
 
     In a stage with several groups of blocks, F keeps the last group's activations, or R recomputes them. B recomputes
-    every earlier group right before the backward of the group. B also computes the weight gradients of all groups but the
-    first, so that at most one group is in memory at a time. D copies only activations that F keeps.
+    every earlier group right before the backward of the group. B also computes the weight gradients of all groups but
+    the first, so that at most one group is in memory at a time. D copies only activations that F keeps.
 
     Args:
         groups: stage -> number of groups of blocks; empty for one group on every stage.
