@@ -9,7 +9,7 @@ FAULTS = (
         name="state-made-by-undone-step-kept",
         file="runtime/rollback.py",
         old="""            for key in [key for key in optimizer.state if key not in states]:
-                del optimizer.state[key]  # the step created it
+                del optimizer.state[key]  # the step created this state
 """,
         new="",
         effect=(
