@@ -242,6 +242,18 @@ class WarmedUp(Change):
 
 
 @dataclass(frozen=True)
+class BothOrdersTried(Change):
+    """megatron-core's own order is tried whatever gain the plan is predicted to have."""
+
+    @contextlib.contextmanager
+    def applied(self, run: Run) -> Iterator[None]:
+        from megatron.zero_bubble.runtime import replanner
+
+        with mock.patch.object(replanner, "SMALL_GAIN", float("inf")):
+            yield
+
+
+@dataclass(frozen=True)
 class RecordedCollectives(Change):
     """Each rank writes the collectives that it starts to `NAME.RANK.calls`."""
 

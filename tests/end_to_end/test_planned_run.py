@@ -12,6 +12,7 @@ import pytest
 
 from megatron.zero_bubble.runtime.replanner import CHECK_AFTER
 from megatron.zero_bubble.schedule.formats import costs_from_text, profile_from_json
+from tests.changes import BothOrdersTried
 from tests.launch import TINY_GPT
 from tests.trainings import run_trainings
 
@@ -58,22 +59,33 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     trainings = {
         "base": long,
         "planned": [
-            *(*long, *PLANNED, "--zero-bubble-profile-iters", "2", str(WINDOW_END)),
+            *(*long, "--zero-bubble-schedule", "auto", "--zero-bubble-profile-iters", "2", str(WINDOW_END)),
             *("--zero-bubble-profile-output", profile, "--zero-bubble-replan-threshold", "1e-9"),
             *("--zero-bubble-timeline", str(folder / "timeline"), "--zero-bubble-timeline-iters", *map(str, DRAWN)),
         ],
         "from-profile": [
             *(*long, *PLANNED, "--zero-bubble-profile-input", profile, "--zero-bubble-memory-limit", "1.5"),
         ],
+        "tried": [*long, *PLANNED, "--zero-bubble-profile-iters", "2", str(WINDOW_END), BothOrdersTried()],
         "base-ramp": [*PIPELINE, *RAMP],
         "ramp": [*PIPELINE, *RAMP, *PLANNED, "--zero-bubble-profile-iters", "1", "2"],
     }
     return Runs(folder, run_trainings(2, trainings, folder))
 
 
-@pytest.mark.parametrize("name", ["planned", "from-profile"])
+@pytest.mark.parametrize("name", ["planned", "from-profile", "tried"])
 def test_profiling_planning_and_planning_again_change_no_number(runs: Runs, name: str) -> None:
     assert runs.numerics(name) == runs.numerics("base")
+
+
+def test_both_orders_are_measured(runs: Runs) -> None:
+    *_, block = runs.plans("tried")
+    assert block.startswith(f" > zero-bubble plan; times measured up to step {WINDOW_END + 2 * CHECK_AFTER}, ")
+    measured = r"1f1b [\d.]+ ms, the planned order [\d.]+ ms: it (goes on|gives way to 1f1b)"
+    outcome = re.search(rf"\n     measured in both orders: {measured}\n", block)
+    assert outcome is not None
+    kept = {"goes on": "auto (planned)", "gives way to 1f1b": "1f1b (kept)"}[outcome[1]]
+    assert f"\n     schedule {kept} for 4 microbatches" in block
 
 
 def test_a_batch_that_grows_changes_no_number(runs: Runs) -> None:
