@@ -87,3 +87,15 @@ def test_forwards_keep_the_order_of_given_groups_where_that_fits(group_size):
         generate("auto", 4, 12, memory_limit=2, **{**options, **other}) for other in ({}, {"group_size": None})
     )
     assert planned == free
+
+
+def test_in_two_thirds_of_the_memory_of_1f1b_later_ranks_keep_fewer_microbatches():
+    """The time was 24% above the bound while only memory limited the number of microbatches in flight."""
+    placement = Placement("linear", 16)
+    costs = StageCosts.uniform(16, 1, 1.09, 0.53, 0.05, 1, -0.31, -0.69)
+    problem = Problem(placement, 32, costs, (10.51,) * 16, budget=75_000)
+    plan = plan_chunks(problem).best
+    assert plan.cost <= 1.2 * problem.bound
+    timeline = simulate(schedule_of_orders(problem, plan.orders), costs)
+    assert max(timeline.peak_memory) <= 10.51
+    assert timeline.peak_memory[-1] < timeline.peak_memory[0] / 2

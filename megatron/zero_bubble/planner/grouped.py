@@ -74,6 +74,8 @@ class InGroups(EventLoop):
         groups: sizes of the groups in which microbatches pass through the chunks; every rank runs F in this order.
         weight_rule: whether W fills a gap that is shorter than W.
         forward_rule: whether F fills a gap that is shorter than F.
+        most_in_flight: rank -> most microbatches between the start of F and the end of B, for placements with one
+            chunk a rank; None for no limit besides memory.
     """
 
     weight = 3
@@ -84,9 +86,11 @@ class InGroups(EventLoop):
         groups: Sequence[int],
         weight_rule: GapRule = GapRule.BALANCED,
         forward_rule: GapRule = GapRule.ALWAYS,
+        most_in_flight: Sequence[int] | None = None,
     ) -> None:
         super().__init__(problem)
         assert not problem.recomputes, "R has no place among these rules"
+        self.most_in_flight = most_in_flight or (problem.num_microbatches,) * problem.num_ranks
         self.weight_rule, self.forward_rule = weight_rule, forward_rule
         self.forwards: list[deque[int]] = []
         self.backwards: list[deque[int]] = []
@@ -103,7 +107,7 @@ class InGroups(EventLoop):
             backwards.remove(b)
             return b, now
         f_ready = inf
-        if forwards:
+        if forwards and self.may_start(rank, forwards[0]):
             f_ready = self.next_arrival(forwards[0], now)
             if f_ready < inf and not self.has_room(rank, forwards[0]):
                 if weights:
@@ -130,6 +134,11 @@ class InGroups(EventLoop):
         if len(ready) > 1:
             return min(ready, key=backwards.index), soonest
         return (ready[0] if ready else -1), soonest
+
+    def may_start(self, rank: int, f: int) -> bool:
+        """Whether the number of microbatches in flight allows the F `f`."""
+        has_one_chunk = self.num_stages == self.problem.num_ranks
+        return not has_one_chunk or self.done[f] - self.done[self.num_stages + f] < self.most_in_flight[rank]
 
     def has_room(self, rank: int, f: int) -> bool:
         """Whether the F `f` fits in memory beside the remaining F of the oldest unfinished microbatch.

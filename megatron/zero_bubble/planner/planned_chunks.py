@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import product
-from math import inf
+from math import floor, inf
+from operator import add
 from statistics import median
 
 from megatron.zero_bubble.planner.fill import InOrder
@@ -34,6 +35,8 @@ RULES = (
 )
 """Pairs of rules: for gaps that are shorter than a W, and for gaps that are shorter than an F."""
 
+STEEPNESS = (0.75, 0.82, 0.88, 1)
+"""How steeply the number of microbatches in flight falls from rank to rank; with 1 the last rank has one."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
@@ -148,6 +151,10 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
     usual = even_groups(problem.num_microbatches, problem.num_ranks)
     if _filling_slope(problem) >= 1:  # with less memory F and B do not alternate strictly
         _try_alternating(portfolio, problem, usual if usual in choices else choices[0], ALL_RULES[:1])
+    elif problem.placement.num_chunks == 1:
+        for in_flight in _sloped(problem):
+            if not portfolio.finished:
+                portfolio.run(InGroups(problem, choices[0], most_in_flight=in_flight))
     enough = portfolio.budget // 2
     for groups in choices[1:]:
         # While no plan fits, a few more are tried: the order with one microbatch at a time is several times as slow.
@@ -183,6 +190,20 @@ def _filling_slope(problem: Problem) -> float:
     chunks = problem.placement.num_chunks
     each = sum(problem.footprints[stage].whole for stage in problem.stages_of[0]) / chunks
     return (problem.limits[0] / each - 1) / max(1, problem.num_ranks - 1) if each > 0 else inf
+
+
+def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yield, for one chunk a rank, numbers of microbatches in flight that fall from the first rank to the last rank.
+
+    Where memory is short, ranks near the last stage, which wait less for their B, gain nothing by more microbatches.
+    """
+    size = problem.num_stages
+    times = list(map(add, problem.latency[:size], problem.latency[size : 2 * size]))
+    shares = [sum(times[:stage]) / max(sum(times[:-1]), times[0]) for stage in range(size)]
+    whole = problem.footprints[0].whole
+    most = floor(problem.limits[0] / whole + 1e-9) if whole > 0 else problem.num_microbatches
+    for steepness in STEEPNESS:
+        yield tuple(max(1, floor(most - steepness * (most - 1) * share + 1e-9)) for share in shares)
 
 
 def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, rules: Sequence[GapRule]) -> None:
