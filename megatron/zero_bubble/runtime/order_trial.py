@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule import ScheduleError
 SMALL_GAIN = 1.05
 """Predicted gain of a planned order over megatron-core's own order below which a run measures both orders."""
 WORTHWHILE = 1.005
-"""Least measured gain for which the run continues with the planned order."""
+"""Least gain for which a plan replaces the running order: predicted for a corrected plan, measured in a trial."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction, w
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
-from megatron.zero_bubble.runtime.order_trial import SMALL_GAIN, OrderTrial, own_order
+from megatron.zero_bubble.runtime.order_trial import SMALL_GAIN, WORTHWHILE, OrderTrial, own_order
 from megatron.zero_bubble.runtime.plan_check import (
     SPAN_TOLERANCE,
     differences,
@@ -37,8 +37,6 @@ CHECK_AFTER = 8
 """Steps between a plan from measured costs and its check against the steps that ran it."""
 _UNSETTLED = 2
 """Number of first steps with a new plan that are not compared with the plan."""
-_WORTHWHILE = 0.005
-"""Minimum relative gain for which a corrected plan replaces the running plan."""
 
 
 class Replanner:
@@ -233,7 +231,7 @@ class Replanner:
             expected_time(plan.request, simulate(schedule, costs))
             for schedule in (running, plan.schedule(num_microbatches))
         )
-        is_new = self._plan.adapts and before > after * (1 + _WORTHWHILE)
+        is_new = self._plan.adapts and before > after * WORTHWHILE
         self._adopt(plan if is_new else self._current, num_microbatches)
         prediction = self.predict(self._current.schedule(num_microbatches))
         self._report(Report(prediction, is_new, limit, self._step, changes))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ModelRank = tuple[int, int]
 """(tensor, pipeline) model parallel rank."""
 LOUD = 0.01
-"""Share of a rank's parameters from which on the line about an unsplit module is a warning."""
+"""Smallest share of a rank's parameters for which the line about an unsplit module is a warning."""
 _MOST_NAMED = 16
 """Largest number of replicas for which a log line lists the wait of each replica."""
 
