@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser
 
+from megatron.zero_bubble.cli.playground.site_files import PYODIDE, write_site
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import simulate
@@ -38,6 +40,28 @@ def test_every_schedule_is_drawn_with_the_figures_of_the_command_line(playground
 def test_python_starts_from_a_snapshot_of_its_memory(playground: Playground):
     playground.set("time-f", "11")
     assert "restored" in playground.steps_of_worker()
+
+
+LARGE_SNAPSHOT = """
+import { readFile, writeFile } from 'node:fs/promises';
+import { gzipSync } from 'node:zlib';
+const { startPython } = await import(process.cwd() + '/python.mjs');
+const python = await startPython(new Uint8Array(await readFile('package.zip')), { _makeSnapshot: true });
+python.runPython('block = bytearray(10**8)');
+await writeFile('python.snapshot', gzipSync(python.makeMemorySnapshot()));
+"""
+
+
+def test_python_starts_from_a_snapshot_of_a_memory_that_grew(chromium: Browser, address: str, tmp_path: Path):
+    write_site(tmp_path, PYODIDE)
+    subprocess.run(["node", "--input-type=module", f"--eval={LARGE_SNAPSHOT}"], cwd=tmp_path, check=True)
+    page = chromium.new_page()
+    page.route("**/python.snapshot", lambda route: route.fulfill(path=tmp_path / "python.snapshot"))
+    other = Playground(page, address)
+    other.open("#pipeline-size=4&num-microbatches=8&a.schedule=zb-h1")
+    assert "restored" in other.steps_of_worker()
+    assert other.figures("a")["Bubble"] == percent(printed("simulate", "--schedule=zb-h1", *SIZE)["bubble_rate"])
+    page.close()
 
 
 def test_without_a_snapshot_python_starts_from_its_beginning(chromium: Browser, address: str):

@@ -17,7 +17,7 @@ async function restored(archive, snapshot) {
   const unpacked = new Blob([snapshot]).stream().pipeThrough(new DecompressionStream('gzip'));
   const memory = new Uint8Array(await new Response(unpacked).arrayBuffer());
   performance.mark('unpacked');
-  const python = await startPython(archive, { _loadSnapshot: memory });
+  const python = await startPython(archive, { snapshot: memory });
   performance.mark('restored');
   return python;
 }
