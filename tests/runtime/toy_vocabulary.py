@@ -105,6 +105,8 @@ class ShardStage(ToyStage):
         self.first, self.last = (schedule.placement.rank_of(stage) for stage in (0, schedule.num_stages - 1))
         self.trains = any(op.kind is OpKind.T for op in schedule.ops[rank])
         self.states: dict[int, ShardState] = {}
+        self.outgoing: dict[Op, tuple[torch.Tensor, ...]] = {}
+        """Broadcast -> the tensors of this rank, until the lane sends them."""
         self.verdicts: list[bool] = []
 
     def state(self, microbatch: int) -> ShardState:
@@ -120,6 +122,7 @@ class ShardStage(ToyStage):
         if stage == self.num_stages - 1:
             state.hidden.copy_(output.detach())
             state.labels.copy_(self.problem.labels[microbatch])
+            self.outgoing[Op(OpKind.HIDDEN, microbatch)] = state.hidden, state.labels
         return output
 
     def backward(self, microbatch, chunk, input_tensor, output_tensor, output_grad):
@@ -131,6 +134,7 @@ class ShardStage(ToyStage):
         )
         if self.stages[chunk] == 0:
             state.embedded_grad.copy_(state.embedded.grad)
+            self.outgoing[Op(OpKind.EMBEDDED_GRAD, microbatch)] = (state.embedded_grad,)
             return None
         return input_tensor.grad
 
@@ -173,6 +177,7 @@ class ShardStage(ToyStage):
     def embed(self, microbatch, state):
         if self.rank == self.first:
             state.tokens.copy_(self.problem.tokens[microbatch])
+            self.outgoing[Op(OpKind.TOKENS, microbatch)] = (state.tokens,)
         is_own, rows = self.own(state.tokens)
         state.embedded = self.problem.embedding[self.rank].detach()[rows] * is_own[:, None]
 
@@ -198,6 +203,7 @@ class ShardStage(ToyStage):
         if self.trains:
             (gradient,) = torch.autograd.grad(loss, each)
             state.loss_grad.copy_(gradient)
+            self.outgoing[Op(OpKind.LOSS_GRAD, microbatch)] = (state.loss_grad,)
 
     def output_grad(self, microbatch, state):
         is_own, rows = self.own(state.labels)
@@ -213,21 +219,27 @@ class ShardStage(ToyStage):
         add(self.problem.embedding[self.rank], gradient)
 
     def exchange(self, op):
+        if op in self.outgoing:
+            self.broadcast(self.outgoing.pop(op), self.rank)
+            return
         state = self.state(op.microbatch)
         match op.kind:
             case OpKind.TOKENS:
-                self.group.broadcast(state.tokens, self.first)
+                self.broadcast((state.tokens,), self.first)
             case OpKind.EMBEDDED:
                 self.group.sum_to(state.embedded, self.first)
             case OpKind.HIDDEN:
-                self.group.broadcast(state.hidden, self.last)
-                self.group.broadcast(state.labels, self.last)
+                self.broadcast((state.hidden, state.labels), self.last)
             case OpKind.SOFTMAX:
                 self.combine(state)
             case OpKind.LOSS_GRAD:
-                self.group.broadcast(state.loss_grad, self.last)
+                self.broadcast((state.loss_grad,), self.last)
             case OpKind.EMBEDDED_GRAD:
-                self.group.broadcast(state.embedded_grad, self.first)
+                self.broadcast((state.embedded_grad,), self.first)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        for tensor in tensors:
+            self.group.broadcast(tensor, root)
 
     def combine(self, state: ShardState) -> None:
         self.group.gather_all(state.statistics, state.everyones)

@@ -150,6 +150,8 @@ def starts_on_streams(schedule: Schedule, costs: StageCosts, *, one_queue: bool)
     found: dict[Launch, float] = {}
     ends = _ends_of_messages(schedule)
     channels = {launch: message for message, launches in ends.items() for launch in launches}
+    first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
+    sources = {(OpKind.E, first), (OpKind.EW, first), (OpKind.S, last), (OpKind.T, last)}
 
     def stage(rank: int, op: Op) -> int:
         return placement.stage_of(rank, op.chunk)
@@ -186,8 +188,8 @@ def starts_on_streams(schedule: Schedule, costs: StageCosts, *, one_queue: bool)
             message = op._replace(kind=kinds.get(op.kind, op.kind))
             if op.kind in COLLECTIVE_BEFORE and (stage(rank, op) == 0 or op.kind is not OpKind.F):
                 message = Op(COLLECTIVE_BEFORE[op.kind], op.microbatch)
-            if op.kind is OpKind.E and stage(rank, op) == 0:
-                message = op  # it reads the tokens itself
+            if (op.kind, rank) in sources:
+                message = op  # this rank broadcasts the result
             if message.kind in COMMUNICATION and message in schedule.ops[rank]:
                 yield complete(*channels[rank, schedule.ops[rank].index(message)])
 

@@ -65,6 +65,19 @@ def test_ranks_take_part_after_what_they_make_and_before_what_they_use():
     )
 
 
+@pytest.mark.parametrize(("name", "first", "last"), [("zb-h1", 0, 2), ("v-half", 0, 0)])
+def test_the_rank_that_broadcasts_a_result_does_not_wait_for_the_broadcast(name, first, last):
+    schedule = generate(name, 3, 6, vocabulary_parallel=True)
+    sources = {"E": first, "S": last, "T": last, "EW": first}
+    waiting = {
+        (op.kind, rank)
+        for rank, ops in enumerate(schedule.ops)
+        for op in ops
+        if op.kind in sources and exchange_before(schedule, rank, op) is not None
+    }
+    assert waiting == {(kind, rank) for kind, source in sources.items() for rank in range(3) if rank != source}
+
+
 def test_evaluation_exchanges_no_gradients():
     lowered = lower(generate("1f1b", 2, 2, vocabulary_parallel=True).forward_only())
     validate(lowered)

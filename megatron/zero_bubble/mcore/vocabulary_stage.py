@@ -6,13 +6,15 @@
 Tensors pass between the computation and the lane of collectives. On a GPU computation and collectives are two streams,
 and memory that one stream frees must not be reused while the other stream still reads it. Tensors made in the lane are
 not overwritten too early, because each collective waits for all computation before it. Tensors computed for the lane
-are kept until this rank has waited for a later collective, or are marked by `record_stream`.
+are kept until this rank has waited for a later collective, or are marked by `record_stream`. The rank that broadcasts a
+tensor does not wait for the broadcast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +31,9 @@ class _Microbatch:
     """Intermediate results of one microbatch that operations pass to each other. A size n is the number of tokens,
     batch times sequence, in the order [sequence, batch]."""
 
+    outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """Kind of collective -> tensors that this rank broadcasts, until the lane sends them. The operations of this rank
+    may have forgotten the tensors by then."""
     call: RecordedCall | None = None
     """The call of the model in the first stage, until the stage's forward runs."""
     loss_function: Callable[..., Any] | None = None
@@ -92,6 +97,7 @@ class VocabularyStep:
         for state in self._microbatches:
             parts = {**vars(state), **(vars(state.softmax) if state.softmax else {})}
             yield from (part for part in parts.values() if isinstance(part, torch.Tensor))
+            yield from chain.from_iterable(state.outgoing.values())
 
     @torch.no_grad()
     def exchange(self, op: Op) -> None:
@@ -114,6 +120,7 @@ class VocabularyStep:
                 f"--zero-bubble-vocabulary-parallel needs {self._token_shape}, [batch, sequence]"
             )
         state.tokens = tokens.long().contiguous()
+        state.outgoing[OpKind.TOKENS] = (state.tokens,)
 
     @torch.no_grad()
     def embed(self, microbatch: int) -> None:
@@ -123,9 +130,16 @@ class VocabularyStep:
         state.looked_up = look_up(weight, self._shard.embedding.rows, _there(state.tokens))
 
     def _exchange_tokens(self, state: _Microbatch) -> None:
-        if state.tokens is None:
+        if self._pipeline.rank != self._run.first_rank:
             state.tokens = torch.empty(self._token_shape, dtype=torch.int64, device=self._device)
-        self._pipeline.broadcast(state.tokens, self._run.first_rank)
+        self._broadcast(state, OpKind.TOKENS, self._run.first_rank, state.tokens)
+
+    def _broadcast(self, state: _Microbatch, kind: OpKind, root: int, *received: torch.Tensor | None) -> None:
+        """Send the tensors that rank `root` has for the collective `kind`; the other ranks fill `received`."""
+        tensors = state.outgoing.pop(kind) if self._pipeline.rank == root else received
+        for tensor in tensors:
+            self._pipeline.broadcast(_there(tensor), root)
+        _mark_as_read(*tensors)
 
     def _exchange_embedded(self, state: _Microbatch) -> None:
         self._pipeline.sum_to(_there(state.looked_up), self._run.first_rank)
@@ -142,11 +156,11 @@ class VocabularyStep:
         return call
 
     def _exchange_embedding_gradient(self, state: _Microbatch) -> None:
-        if state.embedding_gradient is None:
+        if self._pipeline.rank != self._run.first_rank:
             weight = self._shard.embedding.weight
             shape = (*self._token_shape, weight.shape[1])
             state.embedding_gradient = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        self._pipeline.broadcast(state.embedding_gradient, self._run.first_rank)
+        self._broadcast(state, OpKind.EMBEDDED_GRAD, self._run.first_rank, state.embedding_gradient)
 
     @torch.no_grad()
     def add_embedding_gradient(self, microbatch: int) -> None:
@@ -179,15 +193,15 @@ class VocabularyStep:
         # A last stage without layers returns its input, whose memory B needs.
         output = hidden.clone() if hidden.is_leaf and hidden.requires_grad else hidden
         state.hidden, state.labels = output.detach(), labels.long().contiguous()
+        state.outgoing[OpKind.HIDDEN] = state.hidden, state.labels
         return output
 
     def _exchange_hidden(self, state: _Microbatch) -> None:
-        if state.hidden is None:
+        if self._pipeline.rank != self._run.last_rank:
             weight = self._shard.output.weight
             state.hidden = torch.empty(self._hidden_shape, dtype=weight.dtype, device=weight.device)
             state.labels = torch.empty(self._token_shape, dtype=torch.int64, device=weight.device)
-        self._pipeline.broadcast(state.hidden, self._run.last_rank)
-        self._pipeline.broadcast(_there(state.labels), self._run.last_rank)
+        self._broadcast(state, OpKind.HIDDEN, self._run.last_rank, state.hidden, state.labels)
 
     @torch.no_grad()
     def compute_softmax(self, microbatch: int) -> None:
@@ -238,11 +252,12 @@ class VocabularyStep:
         state.loss_gradient = (
             torch.zeros_like(losses) if gradient is None else gradient.t().reshape(-1).to(losses.dtype)
         )
+        state.outgoing[OpKind.LOSS_GRAD] = (state.loss_gradient,)
 
     def _exchange_loss_gradient(self, state: _Microbatch) -> None:
-        if state.loss_gradient is None:
+        if self._pipeline.rank != self._run.last_rank:
             state.loss_gradient = torch.empty_like(_there(state.alpha))
-        self._pipeline.broadcast(state.loss_gradient, self._run.last_rank)
+        self._broadcast(state, OpKind.LOSS_GRAD, self._run.last_rank, state.loss_gradient)
 
     @torch.no_grad()
     def gradient_of_last_stage(self, microbatch: int) -> torch.Tensor:
@@ -295,7 +310,8 @@ class _KeptGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
-        ctx.state.embedding_gradient = gradient.contiguous()
+        ctx.state.embedding_gradient = gradient = gradient.contiguous()
+        ctx.state.outgoing[OpKind.EMBEDDED_GRAD] = (gradient,)
         return None, None, None
 
 

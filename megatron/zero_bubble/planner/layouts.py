@@ -41,6 +41,8 @@ WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if unlimited memory makes a plan faster by this factor, or if no plan fits."""
 EFFORT_FOR_LATENCY = 10_000
 """Effort of first plans in small problems with collectives slower than messages: less effort can cost 20% of time."""
+EFFORT_FOR_RECOMPUTING = 3_000
+"""Effort of first plans with planned recomputation in small problems: without effort a plan can take 20% longer."""
 PROMISING_PARTITION = 1.02
 """A partition with one layer moved is planned if the move has raised its estimated time by at most this factor."""
 
@@ -167,7 +169,9 @@ class _Search:
         """Plan the layout with little effort; return its best plan, None if the layout has no plan."""
         model = self.request.model
         has_latency = layout.vocabulary_parallel and model.latency_collective > model.time_comm
-        return self.try_plan(layout, EFFORT_FOR_LATENCY if has_latency and self._extent.is_small else 0)
+        least = EFFORT_FOR_RECOMPUTING if layout.recompute is Recompute.PLANNED else 0
+        effort = EFFORT_FOR_LATENCY if has_latency else least
+        return self.try_plan(layout, effort if self._extent.is_small else 0)
 
     def plan_combinations(self) -> None:
         """Plan layouts with little effort, in the order of their lower bounds, while a bound is below the best time."""

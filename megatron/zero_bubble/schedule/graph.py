@@ -144,12 +144,17 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
 
 
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
-    """The collective that brings the input of the compute operation `op` of `rank`; None if no collective does."""
+    """The collective that brings the input of the compute operation `op` of `rank`; None if no collective does.
+
+    The rank that broadcasts a result has the result already.
+    """
+    placement = schedule.placement
     for kind in collective_kinds(schedule):
         collective = COLLECTIVES[kind]
-        if collective.user is op.kind and _is_at(schedule.placement, rank, op, collective.users):
-            is_maker = collective.maker is op.kind and _is_at(schedule.placement, rank, op, collective.makers)
-            return None if is_maker else Op(kind, op.microbatch)
+        if collective.user is op.kind and _is_at(placement, rank, op, collective.users):
+            is_sum = collective.makers is Place.ALL_RANKS
+            makers = {placement.rank_of(stage) for stage in _stages_at(placement, 0, collective.makers)}
+            return Op(kind, op.microbatch) if is_sum or rank not in makers else None
     return None
 
 
