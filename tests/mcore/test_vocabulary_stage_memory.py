@@ -1,11 +1,14 @@
-"""What a step keeps of a microbatch whose operations on the vocabulary shard are done."""
+"""The tensors that a step keeps of a microbatch: for its operations on the vocabulary shard, and to send them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from split_layers import BATCH, HIDDEN, SEQUENCE, one_rank
 
@@ -14,19 +17,27 @@ from megatron.zero_bubble.mcore.vocabulary_model import VocabularyShard
 from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, open_collectives
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
+from megatron.zero_bubble.runtime.collectives import TorchCollectives
 from megatron.zero_bubble.schedule import Op, OpKind
 
 VOCABULARY = 8
 
 
-def test_nothing_as_large_as_the_hidden_states_is_kept_behind_t() -> None:
+@contextmanager
+def one_shard(*, forward_only: bool) -> Iterator[tuple[VocabularyStep, SimpleNamespace]]:
+    """A step of two microbatches on one rank with the whole vocabulary, and its output layer."""
     with one_rank():
         rows, groups, last_layer = Rows(0, VOCABULARY), default_groups(), SimpleNamespace()
         embedding, output = (ShardWeight(torch.randn(VOCABULARY, HIDDEN), rows, {}, num_uses=1) for _ in range(2))
         collectives = open_collectives(groups, torch.device("cpu"), timedelta(seconds=60))
         shard, lane, unused = VocabularyShard(embedding, output, 0, 1), None, None
         run: Any = VocabularyRun(shard, collectives, lane, 0, 0, groups.tp, False, False, unused, last_layer)  # type: ignore[arg-type]
-        step = VocabularyStep(run, 2, (SEQUENCE, BATCH, HIDDEN), forward_only=False)
+        yield VocabularyStep(run, 2, (SEQUENCE, BATCH, HIDDEN), forward_only=forward_only), last_layer
+        collectives.close()
+
+
+def test_nothing_as_large_as_the_hidden_states_is_kept_behind_t() -> None:
+    with one_shard(forward_only=False) as (step, last_layer):
         for microbatch in range(2):
             hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
             last_layer.loss_inputs = hidden, torch.randint(VOCABULARY, (BATCH, SEQUENCE))
@@ -41,4 +52,25 @@ def test_nothing_as_large_as_the_hidden_states_is_kept_behind_t() -> None:
             step.gradient_of_last_stage(microbatch)
             step.add_output_gradient(microbatch)
             assert all(tensor.numel() < hidden.numel() for tensor in step.held_tensors())
-        collectives.close()
+
+
+@pytest.mark.parametrize("forward_only", [True, False])
+def test_a_late_broadcast_sends_tensors_that_the_operations_have_forgotten(
+    forward_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[torch.Tensor] = []
+    with one_shard(forward_only=forward_only) as (step, last_layer):
+        hidden, labels = torch.randn(SEQUENCE, BATCH, HIDDEN), torch.randint(VOCABULARY, (BATCH, SEQUENCE))
+        last_layer.loss_inputs = hidden, labels
+        step.end_last_stage(0)
+        step.compute_softmax(0)
+        step.exchange(Op(OpKind.SOFTMAX, 0))
+        if not forward_only:
+            losses, _ = step.begin_loss(0)
+            step.end_loss(0, torch.ones_like(losses))
+            step.gradient_of_last_stage(0)
+            step.add_output_gradient(0)
+        monkeypatch.setattr(TorchCollectives, "broadcast", lambda self, tensor, root: sent.append(tensor))
+        step.exchange(Op(OpKind.HIDDEN, 0))
+    assert [tensor.data_ptr() for tensor in sent] == [hidden.data_ptr(), labels.data_ptr()]
+    assert all(tensor.numel() < hidden.numel() for tensor in step.held_tensors())
