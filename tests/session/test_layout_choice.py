@@ -85,7 +85,7 @@ def test_layouts_are_chosen_for_what_copies_to_the_host_allow() -> None:
     kept, slow, fast = (choose_layout(short, MODEL, None, 1024, is_quick=True, host_rate=rate).plan for rate in rates)
     assert slow.time <= kept.time
     assert not slow.timeline.schedule.offloads
-    assert fast.time < 0.97 * kept.time
+    assert fast.time < 0.99 * kept.time
     assert fast.timeline.schedule.offloads
     assert fast.layout.recompute is Recompute.NONE
 
