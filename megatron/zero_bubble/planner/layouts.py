@@ -17,7 +17,7 @@ from megatron.zero_bubble.planner.choice import (
     named_after_schedule,
 )
 from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, pairs_in, plan_layout, with_slowdown
-from megatron.zero_bubble.planner.megatrons_split import as_megatron_runs
+from megatron.zero_bubble.planner.megatrons_split import time_of_usual
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
 from megatron.zero_bubble.planner.search_extent import PROMISING, Extent, extent_of, most_moves
@@ -100,15 +100,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     plans = search.expected()
     if len(request.recomputes) > 1:
         plans = list(map(named_after_schedule, plans))
-    return choose(plans, request.usual, _megatrons_time(request))
-
-
-def _megatrons_time(request: PlanRequest) -> float:
-    """Time of megatron-core's own schedule for the usual layout; infinity if no such schedule exists and fits."""
-    try:
-        return inf if request.usual is None else as_megatron_runs(request, request.usual).time
-    except ScheduleError:
-        return inf
+    return choose(plans, request.usual, time_of_usual(request))
 
 
 class _Search:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 
 from megatron.zero_bubble.planner.layout_plan import Plan, plan_layout, with_slowdown
 from megatron.zero_bubble.planner.prediction import as_megatron_recomputes, memory_in_megatron
@@ -83,6 +84,14 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
     plan = _own(request, layout)
     own = as_megatron_recomputes(plan.timeline)
     return with_slowdown(replace(plan, timeline=own, activations=memory_in_megatron(plan.timeline)))
+
+
+def time_of_usual(request: PlanRequest) -> float:
+    """Time of megatron-core's own schedule for the usual layout; infinity if no such schedule exists and fits."""
+    try:
+        return inf if request.usual is None else as_megatron_runs(request, request.usual).time
+    except ScheduleError:
+        return inf
 
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:
