@@ -220,8 +220,8 @@ def test_named_schedules_run_on_one_queue_and_on_many(message):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("message", [0.05, 0.6])
 def test_all_named_schedules_run_on_one_queue_and_on_many(message):
-    """The same for 4 and 8 ranks: one queue takes 4% more time in the median, at worst 30%."""
-    check(problems((4, 8), message), usual=1.05)
+    """The same for 4 and 8 ranks: one queue takes 5% more time in the median, at worst 30%."""
+    check(problems((4, 8), message), usual=1.06)
 
 
 def test_iterations_interlock():
