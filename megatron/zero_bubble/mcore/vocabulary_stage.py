@@ -13,7 +13,7 @@ tensor does not wait for the broadcast.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -21,42 +21,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.mcore.recorded_call import ForwardStep, ForwardStepError, RecordedCall, record_call
+from megatron.zero_bubble.mcore.vocabulary_microbatch import KeptGradient, Microbatch
 from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, made_up_collectives
-from megatron.zero_bubble.mcore.vocabulary_shard import ShardSoftmax, ShardWeight, combine, look_up, softmax
+from megatron.zero_bubble.mcore.vocabulary_shard import ShardWeight, combine, look_up, softmax
 from megatron.zero_bubble.schedule import Op, OpKind
-
-
-@dataclass
-class _Microbatch:
-    """Intermediate results of one microbatch that operations pass to each other. A size n is the number of tokens,
-    batch times sequence, in the order [sequence, batch]."""
-
-    outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Kind of collective -> tensors that this rank broadcasts, until the lane sends them. The operations of this rank
-    may have forgotten the tensors by then."""
-    call: RecordedCall | None = None
-    """The call of the model in the first stage, until the stage's forward runs."""
-    loss_function: Callable[..., Any] | None = None
-    tokens: torch.Tensor | None = None
-    """Token numbers, [batch, sequence]."""
-    looked_up: torch.Tensor | None = None
-    """[batch, sequence, hidden]: this shard's embeddings; on the first rank, after EMBEDDED, their sum over the
-    pipeline."""
-    embedding_gradient: torch.Tensor | None = None
-    """Gradient of the first stage's embedding, [batch, sequence, hidden]."""
-    hidden: torch.Tensor | None = None
-    """[sequence, batch, hidden]: output of the last stage; with sequence parallelism a part of the sequence."""
-    labels: torch.Tensor | None = None
-    """Token numbers of the labels, [batch, sequence]."""
-    softmax: ShardSoftmax | None = None
-    losses: torch.Tensor | None = None
-    """Loss of every token, [n]."""
-    alpha: torch.Tensor | None = None
-    """Share of this shard in the softmax's sum of every token, [n]."""
-    input_gradient: torch.Tensor | None = None
-    """[n, hidden], on the last rank: gradient of the last stage's output for a loss gradient of 1."""
-    loss_gradient: torch.Tensor | None = None
-    """Gradient with respect to the loss of every token, [n]."""
 
 
 class VocabularyStep:
@@ -85,7 +53,7 @@ class VocabularyStep:
 
     def restart(self) -> None:
         """Forget all microbatches, because their forwards run again; no collective may be under way."""
-        self._microbatches = [_Microbatch() for _ in range(self._num_microbatches)]
+        self._microbatches = [Microbatch() for _ in range(self._num_microbatches)]
 
     def kept_bytes(self, microbatch: int) -> int:
         """Return the bytes of the tensors that S of a microbatch keeps for T."""
@@ -129,19 +97,20 @@ class VocabularyStep:
         weight = self._shard.embedding()
         state.looked_up = look_up(weight, self._shard.embedding.rows, _there(state.tokens))
 
-    def _exchange_tokens(self, state: _Microbatch) -> None:
-        if self._pipeline.rank != self._run.first_rank:
+    def _exchange_tokens(self, state: Microbatch) -> None:
+        tensors = state.outgoing.pop(OpKind.TOKENS, None)
+        if tensors is None:
             state.tokens = torch.empty(self._token_shape, dtype=torch.int64, device=self._device)
-        self._broadcast(state, OpKind.TOKENS, self._run.first_rank, state.tokens)
+            tensors = (state.tokens,)
+        self._broadcast(self._run.first_rank, *tensors)
 
-    def _broadcast(self, state: _Microbatch, kind: OpKind, root: int, *received: torch.Tensor | None) -> None:
-        """Send the tensors that rank `root` has for the collective `kind`; the other ranks fill `received`."""
-        tensors = state.outgoing.pop(kind) if self._pipeline.rank == root else received
+    def _broadcast(self, root: int, *tensors: torch.Tensor) -> None:
+        """Send the tensors of rank `root` to the other ranks, which receive them in `tensors`."""
         for tensor in tensors:
-            self._pipeline.broadcast(_there(tensor), root)
+            self._pipeline.broadcast(tensor, root)
         _mark_as_read(*tensors)
 
-    def _exchange_embedded(self, state: _Microbatch) -> None:
+    def _exchange_embedded(self, state: Microbatch) -> None:
         self._pipeline.sum_to(_there(state.looked_up), self._run.first_rank)
 
     def begin_first_stage(self, microbatch: int) -> RecordedCall:
@@ -151,16 +120,17 @@ class VocabularyStep:
         layer.looked_up = _there(state.looked_up)
         if not self._forward_only:
             trigger = torch.empty((), device=self._device, requires_grad=True)
-            layer.looked_up = _KeptGradient.apply(trigger, layer.looked_up, state)
+            layer.looked_up = KeptGradient.apply(trigger, layer.looked_up, state)
         call, state.call, state.looked_up = _there(state.call), None, None
         return call
 
-    def _exchange_embedding_gradient(self, state: _Microbatch) -> None:
-        if self._pipeline.rank != self._run.first_rank:
+    def _exchange_embedding_gradient(self, state: Microbatch) -> None:
+        tensors = state.outgoing.pop(OpKind.EMBEDDED_GRAD, None)
+        if tensors is None:
             weight = self._shard.embedding.weight
-            shape = (*self._token_shape, weight.shape[1])
-            state.embedding_gradient = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        self._broadcast(state, OpKind.EMBEDDED_GRAD, self._run.first_rank, state.embedding_gradient)
+            state.embedding_gradient = weight.new_empty(*self._token_shape, weight.shape[1])
+            tensors = (state.embedding_gradient,)
+        self._broadcast(self._run.first_rank, *tensors)
 
     @torch.no_grad()
     def add_embedding_gradient(self, microbatch: int) -> None:
@@ -196,12 +166,13 @@ class VocabularyStep:
         state.outgoing[OpKind.HIDDEN] = state.hidden, state.labels
         return output
 
-    def _exchange_hidden(self, state: _Microbatch) -> None:
-        if self._pipeline.rank != self._run.last_rank:
-            weight = self._shard.output.weight
-            state.hidden = torch.empty(self._hidden_shape, dtype=weight.dtype, device=weight.device)
-            state.labels = torch.empty(self._token_shape, dtype=torch.int64, device=weight.device)
-        self._broadcast(state, OpKind.HIDDEN, self._run.last_rank, state.hidden, state.labels)
+    def _exchange_hidden(self, state: Microbatch) -> None:
+        tensors = state.outgoing.pop(OpKind.HIDDEN, None)
+        if tensors is None:
+            state.hidden = self._shard.output.weight.new_empty(self._hidden_shape)
+            state.labels = torch.empty(self._token_shape, dtype=torch.int64, device=self._device)
+            tensors = state.hidden, state.labels
+        self._broadcast(self._run.last_rank, *tensors)
 
     @torch.no_grad()
     def compute_softmax(self, microbatch: int) -> None:
@@ -215,7 +186,7 @@ class VocabularyStep:
         if self._pipeline.rank != self._run.first_rank:
             state.looked_up = None
 
-    def _whole_hidden(self, state: _Microbatch) -> torch.Tensor:
+    def _whole_hidden(self, state: Microbatch) -> torch.Tensor:
         """Return the hidden states of all tokens, [n, hidden]; with sequence parallelism gathered anew."""
         hidden = _there(state.hidden)
         if self._run.is_sequence_parallel:
@@ -225,7 +196,7 @@ class VocabularyStep:
             hidden = whole
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def _exchange_softmax(self, state: _Microbatch) -> None:
+    def _exchange_softmax(self, state: Microbatch) -> None:
         result, run = _there(state.softmax), self._run
         statistics = run.collectives.gather_statistics(result.statistics)
         state.losses, state.alpha = combine(statistics, self._shard.index)
@@ -254,10 +225,12 @@ class VocabularyStep:
         )
         state.outgoing[OpKind.LOSS_GRAD] = (state.loss_gradient,)
 
-    def _exchange_loss_gradient(self, state: _Microbatch) -> None:
-        if self._pipeline.rank != self._run.last_rank:
+    def _exchange_loss_gradient(self, state: Microbatch) -> None:
+        tensors = state.outgoing.pop(OpKind.LOSS_GRAD, None)
+        if tensors is None:
             state.loss_gradient = torch.empty_like(_there(state.alpha))
-        self._broadcast(state, OpKind.LOSS_GRAD, self._run.last_rank, state.loss_gradient)
+            tensors = (state.loss_gradient,)
+        self._broadcast(self._run.last_rank, *tensors)
 
     @torch.no_grad()
     def gradient_of_last_stage(self, microbatch: int) -> torch.Tensor:
@@ -290,7 +263,7 @@ class VocabularyStep:
         return self._shard.embedding.weight.device
 
 
-_EXCHANGES: dict[OpKind, Callable[[VocabularyStep, _Microbatch], None]] = {
+_EXCHANGES: dict[OpKind, Callable[[VocabularyStep, Microbatch], None]] = {
     OpKind.TOKENS: VocabularyStep._exchange_tokens,
     OpKind.EMBEDDED: VocabularyStep._exchange_embedded,
     OpKind.HIDDEN: VocabularyStep._exchange_hidden,
@@ -298,21 +271,6 @@ _EXCHANGES: dict[OpKind, Callable[[VocabularyStep, _Microbatch], None]] = {
     OpKind.LOSS_GRAD: VocabularyStep._exchange_loss_gradient,
     OpKind.EMBEDDED_GRAD: VocabularyStep._exchange_embedding_gradient,
 }
-
-
-class _KeptGradient(torch.autograd.Function):
-    """Passes the embedding on, and keeps its gradient for EW. The embedding itself need not be kept until B."""
-
-    @staticmethod
-    def forward(ctx: Any, trigger: torch.Tensor, looked_up: torch.Tensor, state: _Microbatch) -> torch.Tensor:
-        ctx.state = state
-        return looked_up
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
-        ctx.state.embedding_gradient = gradient = gradient.contiguous()
-        ctx.state.outgoing[OpKind.EMBEDDED_GRAD] = (gradient,)
-        return None, None, None
 
 
 def _there(value: Any) -> Any:
