@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from megatron.zero_bubble.planner.planned_chunks import plan_chunks
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.schedule import Infeasible, OpKind, Placement, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.default_costs import default_costs
+from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from tests.planner.planning import checked, wild_costs
 
@@ -87,6 +90,18 @@ def test_forwards_keep_the_order_of_given_groups_where_that_fits(group_size):
         generate("auto", 4, 12, memory_limit=2, **{**options, **other}) for other in ({}, {"group_size": None})
     )
     assert planned == free
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_with_vocabulary_shards_other_groups_are_planned_where_the_given_groups_do_not_fit(group_size):
+    """Rank 0 has less memory than the five forwards of megatron-core's order keep."""
+    shards = {"time_s": (0.4, 0.4, 0, 0), "time_t": (0.2, 0.2, 0, 0), "time_e": (0.1, 0.1, 0, 0)}
+    memory = {"time_ew": (0.1, 0.1, 0, 0), "memory_s": (0.2, 0.2, 0, 0), "memory_t": (-0.2, -0.2, 0, 0)}
+    costs = replace(StageCosts.uniform(4, 1, 1, 0.4, 0.05, 1, -0.6, -0.4), **shards, **memory)
+    options = {"num_chunks": 2, "costs": costs, "vocabulary_parallel": True, "group_size": group_size}
+    planned = generate("auto", 2, 6, memory_limit=4.5, **options)
+    assert max(peak_memory(planned, costs)) <= 4.5
+    checked(planned, costs)
 
 
 def test_in_two_thirds_of_the_memory_of_1f1b_later_ranks_keep_fewer_microbatches():

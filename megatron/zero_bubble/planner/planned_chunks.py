@@ -109,7 +109,7 @@ def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
     if group_size is None:
         portfolio.ensure_plan(problem)
     if problem.has_shards and problem.budget > 0:
-        portfolio.insert_shards(problem, lambda without: plan_chunks(without, group_size).best)
+        portfolio.insert_shards(problem, lambda without: plan_chunks(without, group_size))
     portfolio.improve(problem, int(IMPROVING * problem.budget), keeps_forwards=group_size is not None)
     return portfolio
 

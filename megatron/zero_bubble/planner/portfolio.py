@@ -121,7 +121,7 @@ class Portfolio:
         if not self.plans:
             self.in_order(problem, one_by_one(problem))
 
-    def insert_shards(self, problem: Problem, search: Callable[[Problem], PlannedOrders]) -> None:
+    def insert_shards(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
         """Offer plans of `search` for a whole vocabulary, with operations on vocabulary shards inserted.
 
         Operations on shards delay the backwards, so that one more microbatch is in flight.
@@ -134,10 +134,11 @@ class Portfolio:
         for limits in (without_shards.limits, problem.limits):
             whole = replace(without_shards, limits=limits)
             if whole.is_feasible and not self.finished:
-                schedule = schedule_of_orders(whole, search(whole).orders)
-                for delay in delays(schedule, problem.costs):
-                    [inserted] = with_vocabulary(schedule, problem.costs, [delay])
-                    self.in_order(problem, orders_of_schedule(problem, inserted))
+                for plan in search(whole).plans[:1]:
+                    schedule = schedule_of_orders(whole, plan.orders)
+                    for delay in delays(schedule, problem.costs):
+                        [inserted] = with_vocabulary(schedule, problem.costs, [delay])
+                        self.in_order(problem, orders_of_schedule(problem, inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Sequence[PlannedOrders]]) -> None:
         """Offer plans that `search` makes without R for more memory, after dropping activations until the plans fit."""

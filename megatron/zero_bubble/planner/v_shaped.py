@@ -90,7 +90,7 @@ def _search(problem: Problem) -> Portfolio:
         portfolio.drop_into_idle_time(problem)
         portfolio.fit(problem, lambda larger: _search(larger).plans)
     if problem.has_shards and problem.budget > 0:
-        portfolio.insert_shards(problem, lambda without: _search(without).best)
+        portfolio.insert_shards(problem, _search)
     if problem.budget > 0:
         least = LEAST_IMPROVING * problem.num_ops * min(1, problem.budget / EFFORT)
         portfolio.improve(problem, int(max(IMPROVING * problem.budget, least)))
