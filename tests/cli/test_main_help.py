@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -26,6 +28,15 @@ def test_help_names_every_command_with_an_example(capsys):
     page = capsys.readouterr().out
     for name in ("schedule", "estimate", "benchmark", "check"):
         assert page.count(f"\n  zero-bubble {name}") == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate", "benchmark", "check", "playground", "schedule compare"])
+def test_help_shows_defaults_as_they_are_written_on_a_command_line(command, capsys):
+    with suppress(SystemExit):
+        main([*command.split(), "--help"])
+    page = " ".join(capsys.readouterr().out.split())
+    assert "(default: " in page
+    assert re.findall(r"\(default: \w+\(", page) == []
 
 
 @pytest.mark.parametrize(("words", "line"), [(["paint"], "'paint' is not one of schedule, "), (["--all"], "'--all'")])

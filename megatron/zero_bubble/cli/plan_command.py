@@ -67,8 +67,8 @@ class PlanFlags(TableFlags):
     memory_limit: MemoryLimit = flag(
         "memory of a rank: a multiple of the activations of 1F1B (or interleaved 1F1B) on Megatron's split or your own "
         "layout, beside the states of its fullest rank (1.5), or bytes for states and activations (40GiB), or auto for "
-        "no limit (default: 1)",
-        MemoryLimit(multiple=1.0),
+        "no limit",
+        "1",
         parse=_memory_limit,
         metavar="L",
     )
