@@ -5,8 +5,8 @@
     forward_backward = get_forward_backward_func("zb-h1", store)
     losses = forward_backward(forward_step_func=..., data_iterator=..., model=..., ...)
 
-`forward_backward` takes the keyword arguments of megatron-core's forward-backward function, and ends a step in the
-same state: all gradients are in `main_grad`, and `config.finalize_model_grads_func` has run.
+`forward_backward` takes the keyword arguments of megatron-core's forward-backward function. After a step, as with
+megatron-core's function, all gradients are in `main_grad`, and `config.finalize_model_grads_func` has run.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def get_forward_backward_func(
         schedule: name of a schedule (see `planner.names()`), or the schedules of a run.
         store: the store that was given to `split_weight_gradients` together with the model.
         timeout: longest wait for one message between two stages.
-        recompute: "full" for a model with `recompute_granularity="full"`, whose forward then runs again before B as an
-            R, an operation of the schedule, and not within B; None for the recomputation that `schedule` requests.
+        recompute: "full" for a model with `recompute_granularity="full"`: the schedule then repeats a forward in an
+            operation R before B, and not within B. None stands for the recomputation that `schedule` requests.
         vocabulary_parallel: whether `shard_vocabulary` has spread the model's vocabulary over the ranks.
         orders_microbatches: whether microbatches of different lengths run in an order that is planned for each step; by
-            default they do if `config.variable_seq_lengths` is on. Results of microbatches are returned in data order.
+            default only if `config.variable_seq_lengths` is on. Results of microbatches are returned in data order.
 
     Raises:
-        ScheduleError: no schedule has this name, or the schedule has another number of chunks than `store`.
+        ScheduleError: no schedule has the given name, or the schedule has another number of chunks than `store`.
     """
     if isinstance(schedule, str):
         num_ranks = parallel_state.get_pipeline_model_parallel_world_size()

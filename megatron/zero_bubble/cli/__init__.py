@@ -1,1 +1,1 @@
-"""The installed command `zero-bubble` and its subcommands. No other part of the package imports this subpackage."""
+"""The installed command `zero-bubble` and its subcommands. No other part of the package imports `cli`."""

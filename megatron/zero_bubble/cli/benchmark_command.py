@@ -1,32 +1,35 @@
-"""Train under several schedules in turn and compare their throughput with that of megatron-core's own 1F1B.
+"""Train under several schedules in turn and compare their throughput with megatron-core's own 1F1B.
 
     zero-bubble benchmark -- /path/to/Megatron-LM/pretrain_gpt.py <its flags>
     zero-bubble benchmark -- <flags of pretrain_gpt.py of this project>
 
-Without --pipeline-size, the benchmark runs a training that you have, on this machine, under megatron-core's 1F1B,
-megatron-core's interleaved schedule with 2 and with 4 chunks a rank, and --zero-bubble. The benchmark then recommends a
-schedule and shows its speedup. The trainings load no checkpoint, and write and evaluate nothing; an interleaved
-schedule that the training refuses is left out, and one line prints the reason. Zero-bubble flags after `--` apply only
-to the training under --zero-bubble. A script after `--` must train with Megatron-LM's loop, and runs under the launcher
-(`python -m megatron.zero_bubble`); its times are read from Megatron-LM's log. Values that Megatron-LM does not print
-are shown as `-`, and as null in JSON. The output of `--json` contains the advice beside the results.
+Without --pipeline-size, the benchmark runs your own training on this machine under megatron-core's 1F1B, under
+megatron-core's interleaved schedule with 2 and with 4 chunks a rank, and under --zero-bubble. The benchmark then
+recommends a schedule and shows its speedup. The trainings of the benchmark load no checkpoint, save nothing and
+evaluate nothing. If the training refuses an interleaved schedule, the benchmark leaves the schedule out and prints the
+reason. Zero-bubble flags after `--` apply only to the training under --zero-bubble. A script after `--` must train with
+Megatron-LM's loop, and runs under the launcher (`python -m megatron.zero_bubble`); its times are read from
+Megatron-LM's log. Values that Megatron-LM does not print are shown as `-`, and as null in JSON. With `--json`, the
+benchmark prints the recommendation in addition to the results.
 
     zero-bubble benchmark --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p -- \\
         --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 2 --mock-data --vocab-size 4095
 
-With --pipeline-size, --schedule names the schedules that the benchmark compares. Every schedule runs pretrain_gpt.py as
-a job of its own, with the flags that follow `--`. megatron-core's own 1F1B always runs, as the baseline. The schedules
-take turns in rounds. The column `to 1F1B` is the median over rounds of a schedule's speed divided by 1F1B's speed in
-the same round, with a bootstrap interval. `--schedule chosen` trains with --zero-bubble alone, which chooses the
-layout; the progress line of the turn names this layout. The benchmark measures bubble rates only under this project's
-schedules. For megatron-core's schedules, the column `predicted` is simulated with the costs that one of this project's
-schedules measured in the same placement. In the simulation of a megatron-core schedule, the costs of vocabulary shards
-count on the first and the last stage. The column of memory has the allocator's peak on the fullest GPU or, without
-CUDA, the resident memory of the largest process, its libraries included. `--losses` also prints how far the losses of
-every schedule are from the losses of 1F1B.
+With --pipeline-size, --schedule names the schedules that the benchmark compares. For every schedule, the benchmark runs
+pretrain_gpt.py as a job of its own, with the flags that follow `--`. megatron-core's own 1F1B always runs, as the
+baseline. Every schedule runs once in each round. The column `to 1F1B` is the median over rounds of a schedule's speed
+divided by 1F1B's speed in the same round, with a bootstrap interval. `--schedule chosen` trains with --zero-bubble
+alone, which chooses the layout; the progress line of the training names this layout. The benchmark measures bubble
+rates only under this project's schedules. For megatron-core's schedules, the column `predicted` is simulated with the
+costs that one of this project's schedules measured in the same placement. In the simulation of a megatron-core
+schedule, the costs of vocabulary shards count on the first and the last stage. The column `memory (MiB)` shows the
+allocator's peak on the fullest GPU or, without CUDA, the resident memory of the largest process, its libraries
+included. With `--losses`, the benchmark also prints the largest relative difference between the losses of every
+schedule and the losses of 1F1B.
 
-A mistake in the flags ends the command with one line and exit status 2, and a failed training ends it with status 1.
+A mistake in the flags ends the command with a one-line message and exit status 2. A failed training ends the command
+with status 1.
 """
 
 from __future__ import annotations

@@ -6,18 +6,19 @@
 
 `zero-bubble check` needs no network, and has two parts:
 
-stages    One stage from the middle of each model of the zero-bubble paper runs as in training, with random messages,
-          in turn with B and W split and with megatron-core's fused backward. The bubble rates of the paper's pipelines
-          are simulated with the measured times, and with messages at --interconnect-bandwidth. The allocator's peak
-          over a step is compared with the simulated peak.
+stages    One stage from the middle of each model of the zero-bubble paper runs as in training, with random messages.
+          Steps with B and W split alternate with steps of megatron-core's fused backward. The bubble rates of the
+          paper's pipelines are simulated with the measured times, and with messages at --interconnect-bandwidth. The
+          allocator's peak over a step is compared with the simulated peak.
 ranks     Four processes share the device and train, over NCCL where NCCL allows shared devices and over gloo through
-          host memory, with many hardware queues and with one. The --log-numerics files of our schedules must equal the
-          files of megatron-core's own schedule byte for byte; with the V placement, only the losses must be equal.
+          host memory. The trainings run with many hardware queues and with one hardware queue. The --log-numerics files
+          of our schedules must equal the files of megatron-core's own schedule byte for byte; with the V placement,
+          only the losses must be equal.
 
 At the end the command prints tables and writes all findings to a JSON file. The command ends with status 1 if numerics
 differ, a training fails or takes too long, B + W takes more than 1.03 times the fused backward, memory differs from the
 simulation by more than 5%, or a stage does not fit on the device. After a mistake in the flags, or without a CUDA
-device, the command ends with one line and status 2.
+device, the command ends with a one-line message and status 2.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.cli.check.findings import Findings, StageCheck
 
 ROOT = Path(__file__).resolve().parents[3]
-"""The folder that holds `megatron/zero_bubble`: a clone, or site-packages."""
+"""The folder that contains `megatron/zero_bubble`: a clone of the repository, or site-packages."""
 MEMORY_SCHEDULES = ("1f1b", "zb-h1", "zb-2p")
 
 
@@ -56,7 +57,7 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
     Args:
         scratch: a folder for temporary files.
     """
-    # Imported after `substitute_cuda`, because megatron-core looks for a device as it is imported.
+    # Imported after `substitute_cuda`, because the import of megatron-core looks for a device.
     from megatron.zero_bubble.cli.check.findings import Findings, describe_machine
     from megatron.zero_bubble.cli.check.rank_check import RankCheck
     from megatron.zero_bubble.cli.check.rank_jobs import Limits
@@ -92,7 +93,7 @@ def _check_stage(model: Model, flags: CheckFlags, device: torch.device, results:
         results["stages"].append(_measure_stage(model, flags, device))
     except torch.OutOfMemoryError as error:
         results["without_room"][model.name] = one_line(error)
-    # The next stage needs the memory of this one, which reference cycles keep alive.
+    # Reference cycles keep the memory of this stage alive, and the next stage needs the memory.
     gc.collect()
     torch.cuda.empty_cache()
 

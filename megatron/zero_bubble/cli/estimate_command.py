@@ -5,19 +5,20 @@
         --vocab-size 50257 --bf16 --pipeline-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 32
     zero-bubble estimate --world-size 8 --profile profile.json -- <the flags of the run that was profiled>
 
-After `--` come pretrain_gpt.py's flags, as the job will have them; flags that change neither memory nor time may be
-left out. Flags have Megatron-LM's defaults: layers are Transformer Engine's without --transformer-impl local.
+After `--` come the job's flags of pretrain_gpt.py; flags that change neither memory nor time may be left out. Flags
+have Megatron-LM's defaults: without --transformer-impl local, layers are Transformer Engine's.
 
-The table shows memory and speed of each schedule. A time is measured (--profile), or a number of operations divided by
---device-tflops times --mfu, the speed that layers reach. Memory is shown for the rank that needs the most memory. The
-memory of a rank is the sum of parameters, gradients and the optimizer's states, sharded as --zero-stage says, the
-activations at the peak of the simulated schedule, and --reserved-memory. If no schedule fits, lines below the table
-show whether a schedule fits with recomputation. If the training's flags leave the layout of the layers to
---zero-bubble, a second table shows the layout that the training would choose, and the flags that fix this layout.
+The table shows memory and speed of each schedule. Times are measured (--profile), or computed as the number of
+operations divided by the speed that layers reach, --device-tflops times --mfu. Memory is shown for the rank that needs
+the most memory. The memory of a rank is the sum of its model states (parameters, gradients and the optimizer's states,
+sharded as --zero-stage says), its activations at the peak of the simulated schedule, and --reserved-memory. If no
+schedule fits, lines below the table show whether a schedule fits with recomputation. If the training's flags leave the
+layout of the layers to --zero-bubble, a second table shows the layout that the training would choose, and the flags
+that fix this layout.
 
 docs/estimate.md says what the estimate counts. `zero-bubble estimate stragglers --help` is about slow replicas.
 
-A mistake in the flags ends the command with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
-    """Return the flags of `arguments` by the title of the class that adds them, the command's own flags first."""
+    """Return the flags of `arguments`, grouped by title of the class that adds them, with the command's flags first."""
     groups: dict[str, list[Field[Any]]] = {}
     bases = arguments.__mro__
     for base in bases:
@@ -97,7 +97,7 @@ def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
 
 
 def _join_negative(words: Sequence[str]) -> list[str]:
-    """Join `--memory-b -0.5,-1` to `--memory-b=-0.5,-1`: argparse takes a list that begins with a minus for a flag."""
+    """Join `--memory-b -0.5,-1` to `--memory-b=-0.5,-1`: argparse would read a list with a leading minus as a flag."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-1].startswith("--") and re.match(r"-[\d.]", word):

@@ -15,7 +15,7 @@ from megatron.zero_bubble.session.files import write_file
 def deliver(text: str, output: Path | None) -> None:
     """Print `text`, or write it to the file `output`. A regular file is written completely or not at all.
 
-    A reader that closes the standard output early, such as `head`, is no error.
+    If a reader such as `head` closes the standard output early, the function raises no error.
 
     Raises:
         OSError: the text cannot be written; the message is one line.

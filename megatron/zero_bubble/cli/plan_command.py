@@ -12,7 +12,7 @@ layers, with a schedule of this planner and with megatron-core's own schedule. W
 the place of Megatron's split: your layout is chosen unless another layout is 2% faster. Times and memory have the units
 of the file of costs. `zero-bubble plan` trains nothing and does not need torch.
 
-A mistake in the flags ends the command with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """The placements that --placement and --num-chunks allow; without these flags, `usual` is among them."""
+        """The placements that --placement and --num-chunks allow; without these flags, also the placement `usual`."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:
@@ -179,7 +179,7 @@ def _run(argv: list[str]) -> None:
 
 
 def request_of(flags: PlanFlags) -> PlanRequest:
-    """Return the plan request of the flags, with the layout of --own-layers or Megatron's split as its usual layout.
+    """Return the plan request that the flags describe, with --own-layers or Megatron's split as the usual layout.
 
     Raises:
         ValueError: the file of costs cannot be read, or the layers cannot be divided among ranks as the flags ask.
@@ -216,7 +216,7 @@ def request_of(flags: PlanFlags) -> PlanRequest:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return the layout, time and memory of a plan as JSON; memory is given for each rank and includes the states."""
+    """Return the layout, time and memory of a plan as JSON; memory is given for each rank, with model states."""
     layout, timeline = plan.layout, plan.timeline
     return {
         "placement": layout.placement.kind,

@@ -73,6 +73,6 @@ class _Handler(SimpleHTTPRequestHandler):
         """Print no line for an HTTP request."""
 
     def copyfile(self, source: Any, outputfile: Any) -> None:
-        """Send a file to the browser; a page that is closed during the transfer is no error."""
+        """Send a file to the browser; closing the page during the transfer raises no error."""
         with suppress(ConnectionError):
             super().copyfile(source, outputfile)

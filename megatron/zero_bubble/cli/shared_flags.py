@@ -224,7 +224,7 @@ class PlacementFlags(SizeFlags):
 
 @dataclass(frozen=True)
 class ScheduleFlags(PlacementFlags, RecomputeFlags, OffloadFlags, CostFlags):
-    """The flags from which every schedule is made; a memory limit is not among them."""
+    """The flags from which a schedule is made, except the memory limit."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def complete_training(
 
     Args:
         has_cuda: whether the ranks will have CUDA devices.
-        for_this_machine: whether the training is to run on this machine, whose packages, devices and permissions are
-            then checked.
+        for_this_machine: whether the training is to run on this machine, in which case the machine's packages, devices
+            and permissions are checked.
 
     Raises:
         ValueError: the training would refuse the flags; the message is the training's own error message.
@@ -55,7 +55,7 @@ def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_
 
 
 def failure_reason(log: str) -> str | None:
-    """Return the error message in a training's log, else the line of the first exception in the log, else None."""
+    """Return the first error message in a training's log or, without one, the line of the first exception, if any."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for line in lines:
         if ": error: " in line:
@@ -72,7 +72,7 @@ def one_process(args: Arguments) -> Iterator[None]:
         args: the complete arguments of a job with any pipeline size.
     """
     substitution = substitute_cuda()
-    # Imported after `substitute_cuda`, because megatron-core looks for a device as it is imported.
+    # Imported after `substitute_cuda`, because the import of megatron-core looks for a device.
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 

@@ -31,7 +31,7 @@ _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of z
 _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _LAYOUT = "--pipeline-model-parallel-layout"
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-"""Flags of a hybrid model's pattern of layers. `divide_pattern` adds the `|`s, which divide the layers into stages."""
+"""Flags with a hybrid model's layer pattern. `divide_pattern` inserts `|` to divide the pattern into stages."""
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class ScriptHooks:
         )
 
     def needed(self) -> Iterator[Needed]:
-        """Functions that the launcher calls without hooks, and that differ between Megatron versions or may change."""
+        """Functions that the launcher needs but does not hook; they differ between Megatron versions, or may change."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
@@ -197,7 +197,7 @@ class ScriptHooks:
 
     @property
     def run(self) -> Run | LoopRun:
-        """The run of the script if it has Megatron-LM's loop, otherwise the run of the script's own loop.
+        """The `Run` of a script with Megatron-LM's loop, or the `LoopRun` of a script with its own loop.
 
         Raises:
             SessionError: Megatron-LM's trainer made its process groups before zero bubble was enabled.
@@ -222,7 +222,7 @@ class ScriptHooks:
         return run.begin(call)
 
     def _in_script(self, handle: Callable[[Run, Call], Any], call: Call) -> Any:
-        """Handle a call in a run of Megatron-LM's trainer; in another loop, call the original function."""
+        """Pass a call to `handle` in a run of Megatron-LM's trainer; in another loop, call the original function."""
         return handle(self._run, call) if isinstance(self._run, Run) else call.proceed()
 
     def check_trained(self) -> None:

@@ -16,7 +16,7 @@ Function = Callable[..., Any]
 
 
 class Call:
-    """One call of a hooked function: a hook reads and changes its arguments by name, then lets the call proceed."""
+    """One call of a hooked function. A hook reads and changes the call's arguments by name, then calls `proceed`."""
 
     def __init__(self, original: Function, bound: inspect.BoundArguments) -> None:
         self._original = original
@@ -44,8 +44,8 @@ class Needed:
     Attributes:
         path: `module:function` or `module:Class.method`.
         parameters: names of parameters that the function must have.
-        reason: why the launcher needs the function; the documentation shows it.
-        versions: versions of megatron-core, as `0.16`, that have the function; empty for all supported versions.
+        reason: why the launcher needs the function; the documentation shows this reason.
+        versions: versions of megatron-core, such as `0.16`, that have the function; empty for all supported versions.
     """
 
     path: str
@@ -58,7 +58,7 @@ class Needed:
         return self.path.replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Whether megatron-core `version` (as `0.16.1`), with Megatron-LM's trainer or without, has the function."""
+        """Whether megatron-core `version` (like `0.16.1`) has the function, with or without Megatron-LM's trainer."""
         if self.path.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions
@@ -101,7 +101,7 @@ class InstalledHooks:
         _replace_everywhere((target, target.function, replacement) for target, replacement in self._replaced)
 
     def restore(self) -> None:
-        """Restore the original functions, also in modules that imported a replacement. A second call does nothing."""
+        """Restore the original functions, also where a module imported a replacement. A second restore does nothing."""
         _replace_everywhere((target, replacement, target.function) for target, replacement in self._replaced)
         self._replaced = []
 

@@ -21,7 +21,7 @@ SUPPORTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
 
 
 class Launch:
-    """Substitutions and hooks that are in place until `close()`.
+    """The launcher's substitutions and hooks, which are in place until `close()`.
 
     Args:
         flags: the launcher's flags; without a schedule only the substitutions for a CPU are applied.
@@ -75,7 +75,7 @@ class Launch:
             Launch.enabled = self
 
     def close(self) -> None:
-        """Remove the hooks and substitutions. A second call does nothing."""
+        """Remove the hooks and substitutions. A second call of `close` does nothing."""
         if Launch.enabled is self:
             Launch.enabled = None
         if self.script_hooks is not None:
@@ -87,7 +87,7 @@ class Launch:
 
 
 def supported_version() -> str:
-    """The version of the megatron-core that is imported.
+    """The version of the imported megatron-core.
 
     Raises:
         SessionError: the version is not one of `SUPPORTED`.

@@ -1,4 +1,4 @@
-"""Training runs of a loop over megatron-core other than Megatron-LM's; the loop's models give the job's settings."""
+"""Runs of training loops other than Megatron-LM's, on megatron-core; the loop's models give the job's settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Model:
 
 
 class LoopRun:
-    """Runs the steps of all models of one process. The class has the same hooks as `Run`.
+    """Runs the steps of all models of one process. `LoopRun` has the hooks of `Run` that work for any training loop.
 
     A loop may build several models, such as an actor and a critic. A model in megatron-core's DDP runs under a
     zero-bubble schedule; a model without DDP can only be evaluated, and runs under megatron-core's own schedule.

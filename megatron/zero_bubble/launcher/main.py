@@ -24,11 +24,11 @@ from megatron.zero_bubble.session.start_up import SessionError, quiet_start_up, 
 
 _NAMESPACE = "megatron"
 _HOME = Path(__file__).resolve().parents[3]
-"""The folder that holds this package's part of `megatron`."""
+"""The folder that contains this package's part of the namespace package `megatron`."""
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Run the script as `__main__`. Call `prepare_path` before."""
+    """Run the script as `__main__`. `prepare_path` must be called first."""
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 
@@ -36,9 +36,10 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
 def prepare_path(script: Path) -> None:
     """Set `sys.path` as if Python had started the script itself, and keep this package importable.
 
-    Python puts a script's folder first on `sys.path`, but `-m` puts the working directory first. A namespace package
-    `megatron` in the script's folder is merged with this project's by Python. If a `megatron` in the script's folder
-    has an `__init__.py`, that package becomes `sys.modules["megatron"]`, and this project's folder joins its path.
+    Python puts a script's folder first on `sys.path`, but `-m` puts the working directory first. Python merges a
+    namespace package `megatron` in the script's folder with this project's `megatron`. If a `megatron` in the script's
+    folder has an `__init__.py`, that package becomes `sys.modules["megatron"]`, and this project's folder is added to
+    the package's `__path__`.
     """
     sys.path[0] = str(script.resolve().parent)
     spec = PathFinder.find_spec(_NAMESPACE, sys.path)

@@ -62,7 +62,7 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """The hooks for the stages of the layout, made before the model is built; without effect for an open layout.
+        """The hooks for the stages of the layout, made before the model is built; they do nothing for an open layout.
 
         Args:
             is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.
@@ -81,7 +81,7 @@ class Run:
         """Hook around `initialize_model_parallel`: make the schedules, and the process groups for their placement.
 
         Raises:
-            SessionError: for some number of microbatches no schedule exists, or none fits the memory limit.
+            SessionError: no schedule exists for some number of microbatches, or no schedule fits the memory limit.
         """
         with users_mistakes():
             self.session.make_schedules()
@@ -89,7 +89,7 @@ class Run:
         return call.proceed()
 
     def set_up_model(self, call: Call) -> Any:
-        """Hook around `setup_model_and_optimizer`: choose an open layout, and let the script build its model."""
+        """Hook around `setup_model_and_optimizer`: choose the layout if it is open; let the script build a model."""
         if self.session.job.is_layout_open and not self.units.is_building:
             is_chosen = settle_layout(self._script, self.session, self.units, call)
             self.stages = self._placed(is_chosen=is_chosen)
@@ -131,8 +131,8 @@ class Run:
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk.
 
-        Scripts wrap chunks after building all of them. Before the first chunk is wrapped, the vocabulary is spread over
-        the ranks.
+        Scripts wrap model chunks in DDP after building all chunks. Before the first chunk is wrapped, the vocabulary is
+        spread over the ranks.
         """
         if self.units.is_building:
             self.units.wrap_in_ddp(call)
@@ -180,7 +180,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`: take a step that the schedule has not taken, then average replicas if due."""
+        """Hook around `optimizer.step()`: take the step or report the schedule's step, then average replicas if due."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)

@@ -49,8 +49,9 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
     Stages may be uneven while the layout is open, and with `--allow-padding-num-layers`.
 
-    Megatron-LM refuses a number of layers that the stages do not divide, unless a layout spreads the layers. Hence the
-    hook replaces the number of chunks by an even layout, which the hook later removes if the job's layout is open.
+    Megatron-LM refuses a number of layers that the stages do not divide, unless a layout spreads the layers. The hook
+    therefore replaces the number of chunks by an even layout. If the job's layout is open, the hook later removes the
+    even layout.
     """
     script = call["args"]
     with users_mistakes():
@@ -92,7 +93,7 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
     model needs that layout, or if the model's costs cannot be measured.
 
     Returns:
-        Whether a layout was chosen.
+        Whether a layout was chosen or restored; False if Megatron's layout is kept.
 
     Raises:
         SessionError: no layout fits in the memory, or a flag does not work with the chosen layout.
@@ -135,7 +136,7 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: Scrip
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     script.num_layers_per_virtual_pipeline_stage = script.num_virtual_stages_per_pipeline_rank = None
     script.virtual_pipeline_model_parallel_size = num_chunks
-    # From Megatron-LM 0.19 on, scripts make the model's configuration and collect the groups before.
+    # From Megatron-LM 0.19 on, scripts make the model's configuration and collect the groups before `setup`.
     groups = setup.get("pg_collection")
     if groups is not None:
         groups.embd = parallel_state.get_embedding_group(check_initialized=False)
@@ -181,7 +182,7 @@ def _other_source(script: Namespace) -> str | None:
 
 
 def _builds_chunks(setup: Call) -> bool:
-    """Whether the script can build several model chunks a rank: if its model provider has a parameter `vp_stage`."""
+    """Whether the script can build several model chunks a rank; its model provider needs a parameter `vp_stage`."""
     provider = setup["model_provider_func"]
     if provider is None or getattr(setup.get("cfg_container"), "model", None) is not None:
         return True

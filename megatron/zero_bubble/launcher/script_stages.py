@@ -59,7 +59,7 @@ class ScriptStages:
         return call.proceed()
 
     def configure(self, config: Any) -> None:
-        """Give `config` the layout, unless it has the layout already or its model is not for this pipeline."""
+        """Give `config` the layout, unless `config` has the layout already or belongs to another pipeline size."""
         if self._layout is not None and self._is_to_place(config):
             rank = parallel_state.get_pipeline_model_parallel_rank()
             config.pipeline_model_parallel_layout = PlacedLayout(self._layout, self._placement, rank)

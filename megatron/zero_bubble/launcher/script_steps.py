@@ -154,7 +154,8 @@ class ScriptReplicas:
         """Return the mean of the losses of all microbatches, in a form that Megatron-LM does not reduce over replicas.
 
         Args:
-            losses: for each microbatch, the sum and number of tokens of each named loss; empty without the last stage.
+            losses: for each microbatch, the sum and number of tokens of each named loss; empty on a rank without
+                the last stage.
         """
         if not losses:
             return losses

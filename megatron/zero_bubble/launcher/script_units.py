@@ -69,7 +69,7 @@ class _HasBuilt(BaseException):
 
 
 class ScriptUnits:
-    """Builds the units of a script's model in calls of `setup_model_and_optimizer`, each of which an exception ends.
+    """Builds the units of a script's model in calls of `setup_model_and_optimizer`; an exception ends each call.
 
     Args:
         script: the script's arguments.
@@ -116,7 +116,7 @@ class ScriptUnits:
                 vars(owner).update(before)
 
     def _models(self, setup: Call) -> tuple[UnitModels, list[int]]:
-        """Return the builder of the model's units, which also has data for them, and the kind of every layer."""
+        """Return the `UnitModels` of the script's model, and the kind of every layer as a number."""
         arguments = self._arguments(setup)
         config, script = arguments["config"], self._script
         self.shapes_vary = config.variable_seq_lengths
@@ -192,7 +192,7 @@ class ScriptUnits:
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of DDP: while a unit is built, split and wrap the unit, and leave the script."""
         split_weight_gradients([call["module"]], self._store)
-        # No communication but that of the forward and backward: replicas neither gather nor reduce.
+        # Only forward and backward communicate: replicas neither gather nor reduce.
         alone = {"overlap_grad_reduce": False, "overlap_param_gather": False}
         call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True, **alone)
         call.proceed()
@@ -200,7 +200,7 @@ class ScriptUnits:
 
 
 def change_settings(owner: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Change those attributes in `settings` that `owner` has, and return their previous values."""
+    """Set the attributes in `settings` that `owner` already has, and return the previous values."""
     before = {name: value for name, value in vars(owner).items() if name in settings}
     vars(owner).update({name: settings[name] for name in before})
     return before
@@ -213,7 +213,7 @@ def _pattern(call: Call) -> HybridPattern | None:
 
 
 def _layers(call: Call) -> list[Any]:
-    """Return the spec or the symbol of every layer of a model under construction; empty if all share one spec."""
+    """Return the spec or symbol of every layer of a model under construction; empty if all layers share one spec."""
     pattern = _pattern(call)
     return list(pattern.symbols if pattern else getattr(call.get("transformer_layer_spec"), "layer_specs", []))
 

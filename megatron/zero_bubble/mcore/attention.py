@@ -91,7 +91,7 @@ def positions(length: int, rank: int, size: int, device: torch.device) -> torch.
 
 
 class LocalAttention(DotProductAttention):
-    """megatron-core's local attention, with any number of channels of values, as latent attention needs.
+    """megatron-core's local attention with any number of value channels per head, which latent attention needs.
 
     Args:
         v_channels: number of channels of each head's values; None for the number in the configuration.

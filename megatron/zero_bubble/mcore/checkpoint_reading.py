@@ -170,7 +170,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Describe in one line why a file cannot be read; torch's own message advises to set `weights_only=False`."""
+    """Describe in one line why a file cannot be read, without torch's advice to set `weights_only=False`."""
     if isinstance(error, pickle.UnpicklingError):
         if name := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {name[1]}, which does not belong in a checkpoint and could run code"

@@ -85,7 +85,7 @@ def _noting(write: Callable[..., None], failures: list[str]) -> Callable[..., No
 
 
 _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""Names of the method with which megatron-core writes a rank's files, up to 0.16 and from 0.17 on."""
+"""Names of megatron-core's method that writes a rank's files: up to version 0.16, and from version 0.17 on."""
 
 
 def write_in_threads(*, keep_results: bool) -> None:

@@ -2,9 +2,9 @@
 
 megatron-core checkpoints blocks of whole layers: the forward of a block keeps only the block's input, and its backward
 first runs the forward again. megatron-core recomputes with `CheckpointFunction`, which `split_checkpoints` replaces
-while an F of the executor runs. With the replaced function, a block either keeps its activations, or drops them and
-hands its recomputation to the `RecomputationStore`. The backward of a dropped block uses the graph that R has made.
-Outputs, random states and gradients are bitwise equal to megatron-core's.
+while an F of the executor runs. With the replacement, a block either keeps its activations, or drops them and hands its
+recomputation to the `RecomputationStore`. The backward of a block that dropped its activations uses the graph that R
+has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
 
 Activation checkpoints inside of a block and Transformer Engine's checkpoints (fp8 and fp4) are not replaced.
 """
@@ -56,7 +56,7 @@ class _BlockRunner:
         self._checkpoint_function = checkpoint_function
 
     def apply(self, run_function: Callable[..., Any], distribute_saved_activations: bool, *inputs: Any) -> Any:
-        """Run a block that drops or keeps its activations; activation checkpoints in the block stay megatron-core's."""
+        """Run a block that drops or keeps its activations; megatron-core handles checkpoints inside the block."""
         with replaced(random, "CheckpointFunction", self._checkpoint_function):
             if self._store.mode is ForwardMode.DROP:
                 return _DroppedBlock.apply(self._store, run_function, distribute_saved_activations, *inputs)

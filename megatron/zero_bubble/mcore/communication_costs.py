@@ -25,8 +25,8 @@ _ROUNDS, _CALLS, _PRODUCTS = 7, 4, 2
 def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
 
-    The returned time belongs to the slowest pair of neighbouring ranks. A schedule that is planned with a shorter time
-    would make these two ranks wait at every message.
+    The returned time belongs to the slowest pair of neighbouring ranks. In a schedule that is planned with a shorter
+    time, the slowest pair would wait at every message.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     slowest = torch.zeros(1, device=torch.cuda.current_device())
@@ -76,7 +76,7 @@ def measure_beside_compute(
     """Measure how much longer a computation takes beside communication; a collective call of the whole job.
 
     Messages and collectives run beside the computation, but take processor time, or cores of the device, from the
-    computation. All ranks compute and communicate at the same time, as in a training.
+    computation. All ranks compute and communicate at the same time, as in training.
 
     Returns:
         Additional milliseconds for one call of `communicate`, as the median over rounds and ranks.

@@ -109,7 +109,7 @@ class Connections:
         return measure_edges(self._channels, placement, rank, message)
 
     def measure_collective(self, message: TensorSpec) -> float:
-        """Measure the milliseconds of a collective of vocabulary shards; 0 without shards. All ranks call it."""
+        """Measure the milliseconds of a collective of vocabulary shards (0 without shards); a collective call."""
         if self._vocabulary is None:
             return 0.0
         return measure_collective(self._vocabulary.collectives.pipeline, self._vocabulary.lane, message)

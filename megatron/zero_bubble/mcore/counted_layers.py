@@ -1,11 +1,12 @@
 """Gives layers on the meta device the memory and operations of GPU kernels, where megatron-core's own layers differ.
 
-All layers that this module does not replace are counted as megatron-core's own. The counted layers are megatron-core's
-local layers, also for a job with Transformer Engine: the layers of Transformer Engine 2.x keep the same tensors
-(`pytorch/module/`). Transformer Engine's norm with a linear layer saves the norm's input and output and a statistic for
-each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its input (`linear.py`). Attention saves
-queries, keys, values, its output and the logarithm of the softmax's sums (`attention/dot_product_attention/`). Unfused
-attention saves the scores, before and after dropout, and dropout's mask. The counted memory leaves out norm statistics.
+Layers that this module does not replace are counted as megatron-core implements them. The counted layers are
+megatron-core's local layers, also for a job with Transformer Engine: the layers of Transformer Engine 2.x keep the same
+tensors (`pytorch/module/`). Transformer Engine's fused norm and linear layer saves the norm's input and output and a
+statistic for each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its input (`linear.py`).
+Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
+(`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's mask.
+The counted memory leaves out norm statistics.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
 
 
 def expert_parameters(model: torch.nn.Module) -> dict[int, int]:
-    """Return id of each parameter of a routed expert -> number of the rank's experts that the parameter represents."""
+    """Map the id of each routed expert's parameter to the number of the rank's experts that it represents."""
     experts = [module for module in model.modules() if isinstance(module, MergedExperts)]
     return {id(parameter): expert.num_merged for expert in experts for parameter in expert.parameters()}
 
@@ -137,7 +138,7 @@ class CountedAttention(torch.nn.Module):
     tensor. The backward of a fused kernel computes one of the two matrix products of the forward again.
 
     Args:
-        own: the layer's local attention, which the new module replaces.
+        own: the layer's local attention, which the `CountedAttention` replaces.
     """
 
     def __init__(self, own: Any, kernel: AttentionKernel) -> None:
@@ -230,14 +231,14 @@ def _kernel(
 
 
 def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """A norm in one kernel, which keeps the norm's input."""
+    """Stand in for a norm: one kernel, which keeps the norm's input."""
     return _kernel(hidden.shape, hidden, *norm.parameters(), kept=(hidden,))
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """The convolution, the scan and the gate of Mamba in one kernel of `mamba_ssm`, and the norm after that kernel.
+    """Stand in for Mamba's convolution, scan and gate, one kernel of `mamba_ssm`, and for the norm after that kernel.
 
-    Mamba's kernel keeps its input and its output before the gate, and has as many operations as Megatron-LM estimates.
+    Mamba's kernel keeps its input and its output before the gate. Its number of operations is Megatron-LM's estimate.
     """
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
@@ -251,9 +252,9 @@ def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) ->
 def _delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """The gated delta rule in one kernel of `fla`, which keeps its inputs and a matrix of each chunk of 64 tokens.
+    """Stand in for the gated delta rule of `fla`: a kernel that keeps its inputs and a matrix per chunk of 64 tokens.
 
-    Megatron-LM counts the same operations for a gated delta net: four products of a token's vectors with the state.
+    The number of operations is Megatron-LM's estimate: four products of each token's vectors with the state.
     """
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2

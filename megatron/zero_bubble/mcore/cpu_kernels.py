@@ -69,7 +69,7 @@ def scan(
     dt_softplus: bool = False,
     **unused: Any,
 ) -> torch.Tensor:
-    """Compute `mamba_chunk_scan_combined`: the outputs of a selective state space model that starts from zeros.
+    """Compute `mamba_chunk_scan_combined`: the outputs of a selective state space model with an initial state of zeros.
 
     The state of a head is `h_i = exp(dt_i a) h_(i-1) + dt_i b_i x_i`, and the output of a head is `c_i h_i + D x_i`.
 

@@ -134,7 +134,7 @@ class FiniteCheck:
         )
 
     def _find_weight(self) -> _Finding | None:
-        """Find the first weight that is not finite; it makes all values wrong that are computed after it."""
+        """Find the first weight that is not finite; all values that are computed from this weight are wrong."""
         for position, name, parameter in self._parameters():
             if _is_wrong(parameter):
                 return _Finding(0, position, dist.get_rank(), f"the weight {name} ({_value(parameter)})")

@@ -270,7 +270,7 @@ class MegatronStage:
 
     @property
     def usual_message(self) -> TensorSpec:
-        """The message of a microbatch with the sequence length and the microbatch size in the arguments of the step."""
+        """Shape, type and device of a message, for the sequence length and microbatch size in the step's arguments."""
         return TensorSpec(self.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:

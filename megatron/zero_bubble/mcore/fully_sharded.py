@@ -34,7 +34,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         module: the chunk, on its device, with all its parameters.
         keeps_parameters: whether a layer's parameters, once gathered, stay until the end of the step (ZeRO-2).
         reduces_every_microbatch: whether the gradients of a layer are reduced after every W of the layer, so that no
-            replica holds unsharded gradients; otherwise only after the layer's last W of a step.
+            replica holds unsharded gradients. If false, gradients are reduced only after the layer's last W of a step.
         gradient_dtype: type in which gradients are summed over microbatches and replicas. The optimizer gets the sum in
             the type of the parameters, as in FSDP2.
 
@@ -98,9 +98,9 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._root._get_fsdp_state()._lazy_init()
 
     def _set_up_gathering(self) -> None:
-        """Let each layer gather the parameters of the layer that runs next, before its own computation.
+        """Let each layer start to gather the parameters of the next layer before the layer itself computes.
 
-        By default FSDP gathers in the order of the last forwards, which in a pipeline belong to other microbatches.
+        By default, FSDP gathers in the order of the last forwards, which in a pipeline belong to other microbatches.
         """
         order = [self._root, *self._layers]
         for before, after in pairwise(order):

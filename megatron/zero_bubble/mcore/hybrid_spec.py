@@ -46,7 +46,7 @@ LOCAL_LAYERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "+": ("mla_layer", "latent attention"),
     }
 )
-"""Symbol of a kind of layer in a pattern -> name of the layer in megatron-core's specs, and its name in words."""
+"""Symbol of a layer kind in a pattern -> the kind's name in megatron-core's specs, and the kind's name in words."""
 _SPARSE = "dsa_layer"
 """megatron-core's name of the layer of sparse attention, whose symbol in a pattern is `D`."""
 

@@ -126,7 +126,7 @@ def block_spec(
     """Return the spec of one model chunk's decoder, with the chunk's part of the layers of the model."""
     layout: Any = config.pipeline_model_parallel_layout
     if layout is not None:
-        # The layout knows its rank; in a V `pp_rank` is the place that megatron-core has for the stage.
+        # The layout knows its rank; in a V, `pp_rank` is the rank on which megatron-core would have the stage.
         chosen = layout.get_layer_id_list(vp_stage=vp_stage)
     else:
         start = get_transformer_layer_offset(config, vp_stage, pp_rank)

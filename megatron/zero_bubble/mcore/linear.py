@@ -37,8 +37,8 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
 _NUM_ARGUMENTS = 10
-"""Number of arguments of the autograd function's forward up to megatron-core 0.18. Later versions of
-megatron-core append `gtp_remat_size` and `output_dtype`."""
+"""Number of arguments of the forward of megatron-core's linear autograd function up to 0.18. Later versions append
+`gtp_remat_size` and `output_dtype`."""
 _LATER_ARGUMENTS = (1, None)[
     : len(inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward).parameters) - _NUM_ARGUMENTS
 ]
@@ -221,7 +221,7 @@ class Gradients:
         embeddings: embedding tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
         vectors: parameters of norms and biases, whose gradient is a sum and not a matrix product.
         unsplit: weights in neither `in_w` nor `embeddings`, by `name (Class)` of their module, with `*` for the numbers
-            of layers and experts. B computes their gradient, which is a matrix product or of an unknown kind.
+            of layers and experts. B computes the gradients of these weights, by matrix products or in unknown ways.
         missed: entries of `unsplit` that could defer W but do not: linear layers and modules with `backward_dw()`.
     """
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class StepData:
-    """The microbatches of a step, read from one iterator for each chunk of this rank; None for a chunk without data."""
+    """The microbatches of a step, read from one iterator for each chunk (None if the chunk needs no data)."""
 
     def __init__(self, iterators: Iterators, count: int) -> None:
         self._sources, self._count = iterators, count
@@ -68,7 +68,7 @@ def _items(source: Iterator[Any]) -> Iterator[Any]:
 
 
 class JobPeers:
-    """All ranks of a megatron-core job, as the `Peers` of a `StepPlanner`; creation is a collective call of the job.
+    """All ranks of a megatron-core job, as the `Peers` of a `StepPlanner`; all ranks create it in a collective call.
 
     Args:
         timeout: time limit for one message.
@@ -89,7 +89,7 @@ class JobPeers:
         return connect(Membership(name, members, members.index(dist.get_rank()), torch.device("cpu"), self._timeout))
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on a replica's first rank; return its result, or raise its `Infeasible`, on all the ranks."""
+        """Run `action` on a replica's first rank; every rank of the replica gets the result or raises `Infeasible`."""
         answer: T | Infeasible | None = None
         if self._is_first:
             try:
@@ -108,7 +108,7 @@ class JobPeers:
         return shared
 
     def gather(self, value: T) -> list[T]:
-        """Return the list of all ranks' `value`; a collective call of the job."""
+        """Return the values of all ranks, in the order of ranks; a collective call of the job."""
         values = [value] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
@@ -132,7 +132,8 @@ class StepPlans:
         timeout: time limit for a message about a plan.
         reorders: whether microbatches may run in another order than the data's; None to allow another order if the
             model's configuration sets `variable_seq_lengths`.
-        interlocks: whether ranks begin an iteration while others run the last one, as with post-validation.
+        interlocks: whether ranks begin an iteration while other ranks run the previous iteration, as with
+            post-validation.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class StepPlans:
         return self._planner
 
     def after_step(self, step: int) -> None:
-        """Fit costs to sizes of microbatches after the steps that measure costs; a collective call of the job."""
+        """After the measured steps, fit costs as functions of the microbatch size; a collective call of the job."""
         if self._planner is not None:
             self._planner.after_step(step, self._usual_costs)
 
@@ -191,7 +192,7 @@ class StepPlans:
         return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
 
     def take_times(self) -> OrderTimes | None:
-        """Return predicted times of steps planned since the last `take_times`; None if `decide` was never called."""
+        """Return predicted times of steps planned since the last call; None if no step was planned by `decide`."""
         return None if self._planner is None else self._planner.take_times()
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class UnitModels:
             megatron-core's DDP.
         forward_step: the forward step of the training, as megatron-core takes it.
         data: an endless iterator over microbatches for `forward_step`.
-        message: the tensor that passes between stages.
+        message: shape, type and device of the tensor that passes between stages.
         context_parallel_size: number of context-parallel ranks, by which megatron-core scales the loss.
         state_bytes: (number of dense parameters, number of expert parameters) -> bytes of their model states.
     """
@@ -77,9 +77,9 @@ def random_microbatch(
 def release(chunks: Sequence[torch.nn.Module]) -> None:
     """Let the garbage collector free models that are no longer used, and the process groups that the models hold.
 
-    The hooks of megatron-core's DDP hold the model and its configuration, and graphs of autograd hold the hooks, where
-    Python's collector does not see the hooks. The configuration holds the optimizer, whose shards are views of
-    parameters. Some modules, such as the dispatcher of experts, hold a tensor of the last forward, and with it a graph.
+    The hooks of megatron-core's DDP refer to the model and its configuration. Autograd graphs refer to the hooks, by
+    references that Python's collector does not see. The configuration refers to the optimizer, whose shards are views
+    of parameters. Some modules, such as the dispatcher of experts, keep a tensor and the graph of the last forward.
 
     Args:
         chunks: this rank's chunks of the model, with their wrappers.

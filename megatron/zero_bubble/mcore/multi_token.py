@@ -30,9 +30,9 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 
 
 def tracked_sums() -> dict[str, torch.Tensor]:
-    """Return megatron-core's multi-token sums over an iteration's microbatches, by name; {} before the last stage.
+    """Return megatron-core's multi-token sums over an iteration's microbatches, by name; {} except on the last stage.
 
-    The returned sums are sums of losses and, from megatron-core 0.19 on, numbers of correct and of all predictions.
+    The returned sums are sums of losses and, from megatron-core 0.19 on, counts of correct and of all predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}

@@ -1,9 +1,9 @@
 """Gives access to the parts of megatron-core's optimizers, and lets checkpoints of torch's Adam and SGD be loaded.
 
 Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot load the
-state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have yet, and
-then looks for the number of steps among the tensors of every shard, where this number was not saved. megatron-core
-cannot load the state of SGD, because megatron-core has no function that allocates this state.
+state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have yet. Then
+megatron-core looks for the number of steps among the tensors of every shard, where this number was not saved.
+megatron-core cannot load the state of SGD, because megatron-core has no function that allocates this state.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     allocate_states(optimizer)
     for part in parts(optimizer):
         if part.init_state_fn is None:
-            part.init_state_fn = lambda *_: None  # megatron-core calls SGD's, but does not define it
+            part.init_state_fn = lambda *_: None  # megatron-core calls the function of SGD without defining it
     shards = [part for part in parts(optimizer) if _is_distributed(part) and _is_torch_adam(part.optimizer)]
     for shard in shards:
         shard._set_main_param_and_optimizer_states = _setter_that_keeps_steps(shard)
@@ -152,7 +152,7 @@ Norm = float | torch.Tensor
 
 
 def norm_groups(optimizer: MegatronOptimizer) -> list[tuple[list[MegatronOptimizer], dist.ProcessGroup]]:
-    """Return the optimizers and the reducing process group of each gradient norm that megatron-core computes."""
+    """Return, for each gradient norm that megatron-core computes, the norm's optimizers and reducing process group."""
     if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
         return [(parts(optimizer), optimizer.get_grad_stats_parallel_group())]
     return [([part], part.get_grad_stats_parallel_group()) for part in parts(optimizer)]

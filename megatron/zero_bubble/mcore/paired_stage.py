@@ -80,7 +80,7 @@ class PairedStage(MegatronStage):
     recorder: OpRecorder | None = None
     """Times the exchanges of tokens between experts; None if operations are not recorded."""
     _kept: dict[tuple[int, int], _KeptPlan] = field(default_factory=dict)
-    """(chunk, microbatch) -> the schedule plan that the microbatch's backward continues."""
+    """(chunk, microbatch) -> the schedule plan of the microbatch's forward, which the backward continues."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,7 +138,7 @@ class PairedStage(MegatronStage):
         return (output if forward is not None else None), (None if input_tensor is None else input_tensor.grad)
 
     def _new_plan(self, forward: _Forward) -> tuple[Any, Any]:
-        """The schedule plan of a forward, and the loss function of the user's forward step."""
+        """Return the schedule plan of a forward, and the loss function of the user's forward step."""
         microbatch, chunk, input_tensor = forward
         model = self.model_chunks[chunk]
         if mcore.check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0) and hasattr(

@@ -1,11 +1,11 @@
 """Builds models and reduces gradients for placements that megatron-core does not have, such as a V.
 
 megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the odd chunks run
-from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. The chunk gets a
+from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. Chunk 1 gets a
 substitute for the pipeline group with only a rank and a size: megatron-core reads nothing else of the group. In a V the
-first and the last stage share rank 0. An embedding that the last stage uses, too (tied to the output layer, or for
-multi-token prediction), then has two copies on rank 0, whose gradients are added locally. megatron-core itself would
-all-reduce the gradients of the two copies between the first and the last rank.
+first and the last stage share rank 0. If the last stage of a V uses the embedding, too (tied to the output layer, or
+for multi-token prediction), rank 0 has two copies of the embedding, whose gradients are added locally. megatron-core
+itself would all-reduce the gradients of the two copies between the first and the last rank.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def finalize_gradients(
     """Run `config.finalize_model_grads_func` at the end of a step, for any placement; a collective call.
 
     Args:
-        num_tokens: number of tokens, a scalar that the rank of the last stage knows; None unless the loss is per token.
+        num_tokens: number of tokens, a scalar that the last stage's rank knows; None if the loss is not per token.
     """
     if placement.rank_of(placement.num_stages - 1) == placement.num_ranks - 1:
         config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
@@ -188,7 +188,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     Args:
         stages: the layers of each stage, in model order, in one of megatron-core's notations.
-        rank: the pipeline rank whose layers are asked for; it need not be this process's rank.
+        rank: the pipeline rank whose layers are requested; another rank than this process's is allowed.
     """
 
     layout: list[list[list[LayerType]]]

@@ -1,7 +1,7 @@
 """Completes megatron-core's schedule plans, so that they compute the same as the forwards of the model and its layers.
 
-A schedule plan calls the parts of a layer in place of the layer. A schedule plan therefore omits the hooks of layers,
-the random state in which layers draw under sequence parallelism, and the final norm after a dense layer.
+A schedule plan calls the parts of a layer and not the layer itself. A schedule plan therefore omits the hooks of
+layers, the random state in which layers draw under sequence parallelism, and the final norm after a dense layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import make_viewless_tensor
 
 
 def complete_plan(model: Any, plan: Any) -> None:
-    """Make the schedule plan of a forward compute the same as the model's forward, and run the model's own hooks.
+    """Make a forward's schedule plan compute the same as the model's forward, and run the model's forward pre-hooks.
 
     Args:
         model: the model whose `build_schedule_plan` made the plan.
@@ -44,7 +44,7 @@ def complete_plan(model: Any, plan: Any) -> None:
 
 
 def _first_node(planned: Any) -> Any:
-    """The first node of a layer, which megatron-core calls `attn` before 0.19."""
+    """Return the first node of a layer's plan; the node's name is `attn` before megatron-core 0.19."""
     for name in ("attn", "pre_dispatch_computation"):
         if hasattr(planned, name):
             return getattr(planned, name)

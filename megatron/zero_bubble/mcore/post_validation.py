@@ -107,7 +107,7 @@ class PostValidation:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the optimizer's step, unless this stage's own gradients show that it would be wrong."""
+        """Take the optimizer's step, unless this stage's own gradients show that the step would be wrong."""
         assert self._pending is None, "the last step has to be validated first"
         flags = self._prepare_gradients()
         norms = [(squared_norm(optimizers), group) for optimizers, group in norm_groups(self._optimizer)]
@@ -175,7 +175,7 @@ class PostValidation:
         return norm is not None and math.isnan(norm)
 
     def _scales_forwards(self, pending: _Pending) -> bool:
-        """Tell whether forwards have used a loss scale that has changed: only auxiliary losses use one in a forward."""
+        """Tell whether forwards have used an outdated loss scale: only auxiliary losses use the scale in a forward."""
         config = get_model_config(self._chunks[0])
         if config.num_moe_experts is None and not getattr(config, "mtp_num_layers", None):
             return False

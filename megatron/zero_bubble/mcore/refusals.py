@@ -12,7 +12,7 @@ _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "logit_dtype": "--output
 
 
 def flag_of_setting(name: str) -> str:
-    """The flag of Megatron-LM that sets a refused setting, if there is one."""
+    """Return the name of Megatron-LM's flag for a refused setting, derived from the setting unless `_FLAGS` has it."""
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 

@@ -1,4 +1,4 @@
-"""The settings of Megatron that are refused: with every zero-bubble schedule, with a feature, or for some values."""
+"""The refused settings of Megatron: with every zero-bubble schedule, with a project feature, or for some values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Feature(Enum):
-    """A feature of this project, named by its flag. A feature refuses some settings that work without it."""
+    """A feature of this project, named by its flag. A feature refuses settings that work without the feature."""
 
     POST_VALIDATION = "--zero-bubble-post-validation"
     SCRIPT_POST_VALIDATION = "--zero-bubble-post-validation under the launcher"
@@ -72,7 +72,7 @@ class Refusal:
         names: the names of configuration fields and of Megatron-LM's arguments, separated by white space.
         reason: why the settings are refused; the words after the colon of an error message.
         instead: the remedy, after the semicolon of an error message; empty if the setting can only be left out.
-        when: values, or other settings, with which the settings are refused.
+        when: condition, on the value or on other settings, under which the settings are refused.
         features: features with which the settings are refused; empty if every zero-bubble schedule refuses them.
     """
 

@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 
 class ReplicaAveraging:
-    """Averages the parameters of the replicas of this rank in place of their gradients; created before the first step.
+    """Averages parameters, in place of gradients, over the replicas of this rank; created before the first step.
 
     Args:
         optimizer: the optimizer that `get_megatron_optimizer` has made.
@@ -60,7 +60,7 @@ class ReplicaAveraging:
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """Average parameters over the group of replicas due after `iteration`, if any; a collective call of the group.
+        """Average parameters over the replica group due after `iteration`, if any; a collective call of the group.
 
         The step of `iteration` must have been validated.
         """
@@ -148,6 +148,6 @@ def _unify_tied_embeddings(chunks: Sequence[Any]) -> None:
 
 
 def _stepped(weight: torch.nn.Parameter) -> torch.Tensor:
-    """Return the parameter that the optimizer steps for a weight of the model."""
+    """Return the tensor that the optimizer updates for a weight of the model: the fp32 copy if there is one."""
     main = getattr(weight, "main_param", None)
     return (weight if main is None else main).data

@@ -52,7 +52,7 @@ class ForwardBackward:
     Args:
         connections: the channels between ranks; by default over torch.distributed, with megatron-core's timeout.
         planning: options for profiling the run and planning again from measured costs; None keeps the plan.
-        report: called on every rank with each decision of the planning during the run.
+        report: called on every rank with each decision of the planner during the run.
         post_validation: takes the optimizer's steps within the schedule; None if optimizer steps follow the schedule.
         pairs: whether a forward and a backward may run as one operation (see `PairedStage`).
         orders_microbatches: whether microbatches of different sizes run in an order that is planned for their sizes

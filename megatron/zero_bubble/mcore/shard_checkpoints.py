@@ -79,8 +79,8 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
     """Return the places of a replica's equal pieces in a gated layer's unsharded weight, and the number of places.
 
     The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
-    tensor-parallel rank has its part of the gate's rows, followed by its part of the input's rows; its replicas divide
-    these rows.
+    tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. The
+    replicas of a tensor-parallel rank divide the rows of the rank.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2
@@ -90,13 +90,13 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
 
 
 def shards_of(chunk: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loaded `tensors` of the chunk; tensors of sharded parameters become shards."""
+    """Return the loaded `tensors` of the chunk, with the tensors of sharded parameters as shards."""
     parameters = dict(chunk.named_parameters())
     return {name: shard_like(parameters.get(name), tensor) for name, tensor in tensors.items()}
 
 
 def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the loaded `state` of a part of the optimizer; the state of sharded parameters becomes shards.
+    """Return the loaded `state` of a part of the optimizer, with the states of sharded parameters as shards.
 
     Args:
         part: a megatron-core optimizer in fp32, or with fp32 copies of the parameters, but no distributed optimizer.

@@ -43,12 +43,12 @@ class StepCall:
 
     @cached_property
     def chunks(self) -> list[torch.nn.Module]:
-        """This rank's modules, by chunk."""
+        """This rank's model chunks, in the order of chunk numbers."""
         return list(self.model) if isinstance(self.model, Sequence) else [self.model]
 
     @property
     def data_iterators(self) -> list[Iterator[Any] | None]:
-        """This rank's data iterators, by chunk."""
+        """This rank's data iterators, one for each model chunk."""
         data = self.data_iterator
         return list(data) if isinstance(data, Sequence) else [data]
 

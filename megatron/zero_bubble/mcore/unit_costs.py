@@ -1,8 +1,8 @@
 """Measures the costs of each unit of a model on this process's device, before the model is built.
 
-A unit is the embedding, one layer, or all that follows the layers. Each unit is built as a pipeline stage of its own,
-which the executor runs between made-up neighbours. F, B and W of a unit are therefore the same as in a training, and
-are measured in the same way.
+A unit is the embedding, one layer, or all modules after the layers. Each unit is built as a pipeline stage of its own,
+which the executor runs between made-up neighbours. F, B and W of a unit are therefore the same as in training, and are
+measured in the same way.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def measure_model(
 
     `measure_model` is a collective call of the whole job and returns the same costs on every rank.
 
-    All ranks measure every unit at the same time, and the median over ranks counts: ranks differ only by noise, and the
-    slowest rank would have the most noise. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of a
+    All ranks measure every unit at the same time. The result is the median over ranks: ranks differ only by noise, and
+    the slowest rank would have the most noise. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of a
     layer are the time and the restored memory of its full recomputation. Random states are restored at the end.
 
     Args:
@@ -65,9 +65,9 @@ def measure_model(
         communicator: the class of the channels over which a message is measured.
         timeout: time limit for one message.
         seconds: time for measuring all units; each unit is timed at least once, even if that takes longer.
-        pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`); each unit then
-            runs one such pair, too. The exchange times of a unit are the times of exchanges between experts that a pair
-            of a forward and a backward hides.
+        pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`); if so, each unit
+            also runs one pair of a forward and a backward. The exchange times of a unit are the times of exchanges
+            between experts that a pair of a forward and a backward hides.
 
     Returns:
         The model's costs, and the ratio of a pair's time to the time of its F and B in succession (None without pairs).
@@ -105,7 +105,7 @@ def measure_model(
 
 
 def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
-    """Build all units, and return the bytes of states of the embedding, of every layer and of the output, in order."""
+    """Build all units; return the bytes of model states of the embedding, every layer and the output, in this order."""
     units = _units(kinds)
     states = []
     with _undisturbed():
@@ -118,7 +118,7 @@ def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
 
 
 def _units(kinds: Sequence[int]) -> list[Unit]:
-    """One unit of each kind, in model order: the embedding, every kind of layer, and the output."""
+    """Return one unit of each kind, in model order: the embedding, every kind of layer, and the output."""
     layers = [Unit(layer=kind) for kind in range(max(kinds) + 1)]
     return [Unit(embeds=True), *layers, Unit(is_last=True)]
 
@@ -131,7 +131,7 @@ def _median(measured: Sequence[UnitCosts]) -> UnitCosts:
 
 
 def _fused_backward(everyone: Sequence[Sequence[MeasuredUnit]], kinds: Sequence[int]) -> float:
-    """The time of the model's backwards that compute both gradients at once, divided by the time of its B and W."""
+    """Return the time of the model's fused backward, which computes both gradients, divided by the time of B and W."""
     copies = [1, *(kinds.count(kind) for kind in range(max(kinds) + 1)), 1]
     fused = split = 0.0
     for number, replicas in zip(copies, zip(*everyone, strict=True), strict=True):
@@ -159,8 +159,8 @@ def _undisturbed() -> Iterator[None]:
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
     """Measure all units on this rank; a collective call, because ranks that share a unit must run it equally often.
 
-    Each round runs every unit once, so that a temporary slowdown of the device affects all units. Each operation starts
-    with cold caches, as in a training.
+    Each round runs every unit once, so that a temporary slowdown of the device affects all units. The operations of
+    `run_measured` start with cold caches, as in training.
     """
     end = time.perf_counter() + seconds
     unit_runs = [UnitRun(models, units, index, pairs=pairs) for index in range(len(units))]
@@ -184,7 +184,7 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
 
 
 def _agreed_passes(fitting: float) -> int:
-    """Return the number of further passes for which all ranks have time, this rank for `fitting`; a collective call."""
+    """Return the number of further passes, the minimum of `fitting` over ranks, within limits; a collective call."""
     passes = torch.tensor(max(0, min(_MOST_PASSES - 1, math.floor(fitting))), device=torch.cuda.current_device())
     dist.all_reduce(passes, op=dist.ReduceOp.MIN)
     return int(passes.item())

@@ -37,7 +37,7 @@ class MeasuredUnit(NamedTuple):
 
     costs: UnitCosts
     spread: float
-    """Largest relative spread of an operation's duration: half the interquartile range over the median."""
+    """Largest relative spread of an operation's duration: half the interquartile range divided by the median."""
     time_between: float
     """Median milliseconds from the end of an operation to the start of the next one."""
     fused_backward: float
@@ -48,7 +48,7 @@ class MeasuredUnit(NamedTuple):
 
 
 def clear_losses() -> None:
-    """Clear megatron-core's sums of losses; a model's first forward creates them again, in the size of this model."""
+    """Clear megatron-core's sums of losses; the next model's first forward creates them in that model's size."""
     MTPLossLoggingHelper.tracker.clear()
     _losses_of_experts().clear()
 
@@ -61,7 +61,7 @@ def _losses_of_experts() -> dict[str, Any]:
 
 
 def _with_a_pair(placement: Placement, own: int) -> Schedule:
-    """A schedule of two microbatches: rank `own` runs one F and one B alone, and the other F and B as a pair."""
+    """Return a schedule of two microbatches: rank `own` runs one F and one B singly, and one F and one B as a pair."""
     f, b = ((Op(kind, 0), Op(kind, 1)) for kind in (OpKind.F, OpKind.B))
     weights = (Op(OpKind.W, 0), Op(OpKind.W, 1))
     paired = (*f, Op(OpKind.PB, 0), b[1], *weights)
@@ -115,13 +115,13 @@ class UnitRun:
     def run_backwards(self, caches: ColdCaches) -> None:
         """Measure a backward that computes both gradients at once, and B and W right after each other.
 
-        The caches are evicted only before F and before the backward, because split and fused backward are compared.
+        The caches are evicted only before F and before the backward, so that split and fused backward are comparable.
         """
         self._split_backwards.append(self._time_of_backward(caches, self._split_executor))
         self._fused_backwards.append(self._time_of_backward(caches, self._fused_executor))
 
     def _time_of_backward(self, caches: ColdCaches, executor: Executor) -> float:
-        """Milliseconds of the operations after the forward, from the start of the first one to the end of the last."""
+        """Return the milliseconds from the start of the first operation after F to the end of the last operation."""
         evictions = [caches.evict]
 
         def evict_once() -> None:
@@ -137,7 +137,7 @@ class UnitRun:
     def _run(self, recorder: OpRecorder, executor: Executor) -> None:
         """Run F, B and W of one microbatch, or of two microbatches if pairs are measured.
 
-        The stage counts one more microbatch than it runs, because DDP reduces gradients with the last microbatch.
+        The stage counts one more microbatch than it runs, because DDP would reduce gradients with the last microbatch.
         """
         stage_class = partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
         stage = stage_class(
@@ -170,8 +170,8 @@ class UnitRun:
             time_w=times[OpKind.W],
             memory_f=kept,
             memory_b=waiting - kept,
-            # W releases all memory of a unit; memory left on a device is messages, of which a stage has one, not each
-            # unit.
+            # W releases all memory of a unit. The memory that is left on a device holds messages, and a stage has one
+            # message, however many units it has.
             memory_w=-waiting,
             time_r=times[OpKind.F] if is_layer else 0.0,
             memory_r=max(0.0, kept - input_bytes) if is_layer else 0.0,

@@ -53,7 +53,7 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
     """Let the units of the one model that is built inside the `with` block draw their weights from their own seeds.
 
     Args:
-        first_layer: number of layers before the model's first layer, if the model is one stage built as a whole model.
+        first_layer: number of layers on earlier stages, if the model is one stage that is built as a whole model.
     """
     before = random._get_all_rng_states()
     construction = _Construction(seed)
@@ -85,7 +85,7 @@ class _Construction:
     def around(
         self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]
     ) -> AbstractContextManager[None]:
-        """Make the constructor of the class `owner` begin a unit, unless it runs inside the construction of a unit."""
+        """Make each constructor call of the class `owner` begin a unit, unless another unit is under construction."""
         original = owner.__init__
         signature = inspect.signature(original)
 
@@ -108,7 +108,7 @@ class _Construction:
 
 
 def _layer_number(call: dict[str, Any]) -> int:
-    """The number of a layer in the whole model; the arguments of its constructor may have its number in the stage."""
+    """Return a layer's number in the whole model; the constructor's argument may be the layer's number in the stage."""
     if not call.get("add_layer_offset", True):
         return call["layer_number"]
     groups = call["pg_collection"]
@@ -186,7 +186,7 @@ def _begin(microbatch: int, unit: _UnitKind, number: int, current: str) -> None:
 
 
 def _generator_states(seed: int) -> dict[str, torch.Tensor]:
-    """The states, by name, that `model_parallel_cuda_manual_seed(seed)` gives this rank's generators."""
+    """Return, by name, the states that `model_parallel_cuda_manual_seed(seed)` gives this rank's generators."""
     seeds = {
         _DEFAULT: seed,
         random.get_data_parallel_rng_tracker_name(): seed,
@@ -212,6 +212,6 @@ def _microbatch_told() -> AbstractContextManager[None]:
 
 
 def _mixed(*numbers: int) -> int:
-    """A seed of 63 bits, a hash of the numbers; different numbers almost surely have different seeds."""
+    """Return a seed of 63 bits, a hash of the numbers; different numbers almost surely have different seeds."""
     digest = blake2b(repr([*map(int, numbers)]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -19,35 +19,35 @@ class Microbatch:
     batch times sequence, in the order [sequence, batch]."""
 
     outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Kind of collective -> tensors that this rank broadcasts, until the lane sends them. The operations of this rank
-    may have forgotten the tensors by then."""
+    """Kind of collective -> tensors for this rank to broadcast. Tensors are kept here until the lane sends them,
+    because the operations of this rank may drop the tensors earlier."""
     call: RecordedCall | None = None
-    """The call of the model in the first stage, until the stage's forward runs."""
+    """The recorded call of the model in the first stage; None once the forward of the stage runs."""
     loss_function: Callable[..., Any] | None = None
     tokens: torch.Tensor | None = None
     """Token numbers, [batch, sequence]."""
     looked_up: torch.Tensor | None = None
-    """[batch, sequence, hidden]: this shard's embeddings; on the first rank, after EMBEDDED, their sum over the
-    pipeline."""
+    """Embeddings that this shard looked up, [batch, sequence, hidden]; on the first rank, after the collective
+    EMBEDDED, the sum of all pipeline ranks' embeddings."""
     embedding_gradient: torch.Tensor | None = None
-    """Gradient of the first stage's embedding, [batch, sequence, hidden]."""
+    """Gradient with respect to the embedded tokens of the first stage, [batch, sequence, hidden]."""
     hidden: torch.Tensor | None = None
-    """[sequence, batch, hidden]: output of the last stage; with sequence parallelism a part of the sequence."""
+    """Output of the last stage, [sequence, batch, hidden]; with sequence parallelism, a part of the sequence."""
     labels: torch.Tensor | None = None
     """Token numbers of the labels, [batch, sequence]."""
     softmax: ShardSoftmax | None = None
     losses: torch.Tensor | None = None
     """Loss of every token, [n]."""
     alpha: torch.Tensor | None = None
-    """Share of this shard in the softmax's sum of every token, [n]."""
+    """This shard's share of the softmax's denominator, for every token, [n]."""
     input_gradient: torch.Tensor | None = None
-    """[n, hidden], on the last rank: gradient of the last stage's output for a loss gradient of 1."""
+    """Gradient of the last stage's output for a loss gradient of 1, [n, hidden]; only on the last rank."""
     loss_gradient: torch.Tensor | None = None
     """Gradient with respect to the loss of every token, [n]."""
 
 
 class KeptGradient(torch.autograd.Function):
-    """Passes the embedding on, and keeps its gradient for EW. The embedding itself need not be kept until B."""
+    """Returns the embedding unchanged, and keeps its gradient for EW. No embedding is kept in memory until B."""
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, looked_up: torch.Tensor, state: Microbatch) -> torch.Tensor:

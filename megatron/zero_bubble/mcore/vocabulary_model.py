@@ -90,7 +90,7 @@ class VocabularyShard(torch.nn.Module):
 
 
 class SummedEmbedding(torch.nn.Module):
-    """Replaces a `VocabParallelEmbedding`: returns rows that were looked up before, reduced like that embedding's.
+    """Replaces a `VocabParallelEmbedding`: returns embeddings that were looked up before, reduced over tensor ranks.
 
     Attributes:
         looked_up: [batch, sequence, hidden], the embeddings of the next microbatch's tokens that are in this tensor
@@ -123,7 +123,7 @@ class LossInputs(NamedTuple):
 
 
 class HiddenOutput(torch.nn.Module):
-    """Replaces an output layer and the loss after it: keeps their inputs without computing.
+    """Replaces an output layer and the loss after it: keeps the hidden states and the labels, and computes nothing.
 
     Attributes:
         loss_inputs: the inputs of the loss in the last forward; None if this forward had no labels.
@@ -290,5 +290,5 @@ def _replace_layers(models: Sequence[Any], first: Any, last: Any) -> None:
 def _sharded_state_dict(
     model: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Stand in for the `sharded_state_dict` of a GPT: that method needs an output layer with a weight."""
+    """Stand in for the model's own `sharded_state_dict`, which needs an output layer with a weight."""
     return MegatronModule.sharded_state_dict(model, prefix, sharded_offsets, metadata)

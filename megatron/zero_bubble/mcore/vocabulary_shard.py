@@ -5,16 +5,16 @@ first computes
 
     Y_d = X W_d^T,   m_d = rowmax(Y_d),   s_d = rowsum(exp(Y_d - m_d)),   P_d = exp(Y_d - m_d) / s_d
 
-and z_d, the label's logit if the label is one of its rows, else 0. From the m_d, s_d and z_d of all shards follow
+and z_d, the label's logit if the label is a row of the shard, else 0. From the m_d, s_d and z_d of all shards follow
 
     M = max m_d,   S = sum s_d exp(m_d - M),   Z = sum z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
 
-With g = dLoss/dl of each token, and G_d, which is 1 in the label's row of the shard that has it and 0 elsewhere,
+With g = dLoss/dl of each token, and G_d, which is 1 at the label's row, if this row is in the shard, and 0 elsewhere,
 
     dX = g sum_d (alpha_d P_d - G_d) W_d,   dW_d = (g (alpha_d P_d - G_d))^T X.
 
 This is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288): the product with W_d needs no other
-shard, so one exchange is enough. Here the difference is written as
+shard, so one exchange is enough. This module writes the difference as
 
     alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d   with   D_d = P_d - G_d,
 
@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad
 from megatron.zero_bubble.runtime.collectives import sum_in_order
 
 _SCALES = {torch.float16: 1024.0}
-"""Factor by which D_d of a type is multiplied: most probabilities are below fp16's smallest normal number, 6e-5."""
+"""Type of the weights -> factor of D_d: most probabilities are below fp16's smallest normal number, 6e-5."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Rows:
 
 
 def statistics_type(weight: torch.Tensor) -> torch.dtype:
-    """The type of the softmax's statistics and of sums over shards: fp32, unless the weights are more precise."""
+    """Return the type of softmax statistics and of sums over shards: fp32, unless the weights are more precise."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
@@ -85,7 +85,7 @@ class ShardSoftmax:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors that are not None."""
+        """Bytes of all tensors of this softmax that are not None."""
         tensors = (self.statistics, self.rows, self.is_own, self.difference, self.product, self.label_weights)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -184,10 +184,10 @@ def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor
 
 
 class ShardWeight(torch.nn.Module):
-    """The rows of one shard as a parameter. Calling a `ShardWeight` returns the parameter and runs DDP's forward hooks.
+    """A parameter with one shard's rows. Calling a `ShardWeight` returns the parameter and runs DDP's forward hooks.
 
-    The gradient is added up in `main_grad` if DDP has made one, else in `weight.grad`. DDP's own hook is called, as for
-    W (see `weight_grad.py`), once the gradients of all microbatches are added.
+    The gradient is added up in `main_grad` if DDP has created a `main_grad`, else in `weight.grad`. DDP's own hook is
+    called, as for W (see `weight_grad.py`), once the gradients of all microbatches are added.
 
     Args:
         values: [rows, hidden], the weights, which are copied.

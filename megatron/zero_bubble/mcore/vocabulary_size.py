@@ -6,7 +6,7 @@ import math
 
 
 def divides(padded_vocab_size: int, pipeline_ranks: int, tensor_ranks: int) -> bool:
-    """Whether the vocabulary can be cut into equal shards for all pipeline and tensor ranks."""
+    """Return whether the vocabulary can be cut into equal shards for all pipeline and tensor ranks."""
     return padded_vocab_size % (pipeline_ranks * tensor_ranks) == 0
 
 

@@ -3,10 +3,10 @@
 `VocabularyStep` keeps the intermediate results between operations, by microbatch. `MegatronStage` calls
 `VocabularyStep` between the forwards and backwards of megatron-core.
 
-Tensors pass between the computation and the lane of collectives. On a GPU computation and collectives are two streams,
+Tensors pass between the computation and the lane of collectives. On a GPU, computation and collectives are two streams,
 and memory that one stream frees must not be reused while the other stream still reads it. Tensors made in the lane are
-not overwritten too early, because each collective waits for all computation before it. Tensors computed for the lane
-are kept until this rank has waited for a later collective, or are marked by `record_stream`. The rank that broadcasts a
+not overwritten too early, because each collective waits for all earlier computation. Tensors computed for the lane are
+kept until this rank has waited for a later collective, or are marked by `record_stream`. The rank that broadcasts a
 tensor does not wait for the broadcast.
 """
 
@@ -31,8 +31,8 @@ class VocabularyStep:
     """The operations of one step on a vocabulary shard.
 
     Args:
-        message_shape: [sequence, batch, hidden] of the messages between stages.
-        forward_only: leave out tensors that only gradients need.
+        message_shape: shape [sequence, batch, hidden] of the messages between stages.
+        forward_only: whether to leave out tensors that only gradients need.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class VocabularyStep:
         return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 
     def restart(self) -> None:
-        """Forget all microbatches, because their forwards run again; no collective may be under way."""
+        """Drop the results of all microbatches, because their forwards run again; no collective may be under way."""
         self._microbatches = [Microbatch() for _ in range(self._num_microbatches)]
 
     def kept_bytes(self, microbatch: int) -> int:
@@ -114,7 +114,7 @@ class VocabularyStep:
         self._pipeline.sum_to(_there(state.looked_up), self._run.first_rank)
 
     def begin_first_stage(self, microbatch: int) -> RecordedCall:
-        """Give the first stage its embedding; return the call of the model that F of the first stage makes."""
+        """Give the first stage its embedded tokens; return the recorded call of the model, which F makes."""
         state, layer = self._microbatches[microbatch], self._run.embedding_layer
         assert layer is not None
         layer.looked_up = _there(state.looked_up)
@@ -145,7 +145,7 @@ class VocabularyStep:
     def forward_last_stage(
         self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
     ) -> tuple[Any, Any]:
-        """Run the forward step of the last stage; its loss function is kept for L."""
+        """Run the forward step of the last stage, and keep the loss function that it returns for L."""
         call = record_call(forward_step, data_iterator, model)
         self._microbatches[microbatch].loss_function = call.loss_function
         return call.forward_step(data_iterator, model)
@@ -187,7 +187,7 @@ class VocabularyStep:
             state.looked_up = None
 
     def _whole_hidden(self, state: Microbatch) -> torch.Tensor:
-        """Return the hidden states of all tokens, [n, hidden]; with sequence parallelism gathered anew."""
+        """Return the hidden states of all tokens, [n, hidden]; with sequence parallelism, each call gathers them."""
         hidden = _there(state.hidden)
         if self._run.is_sequence_parallel:
             group = self._run.tensor_group
@@ -217,7 +217,7 @@ class VocabularyStep:
         return losses.requires_grad_(not self._forward_only), state.loss_function
 
     def end_loss(self, microbatch: int, gradient: torch.Tensor | None) -> None:
-        """Keep the gradient of L with respect to the loss of every token; None stands for zeros."""
+        """Keep the gradient of L with respect to the loss of every token; a `gradient` of None stands for zeros."""
         state = self._microbatches[microbatch]
         losses = _there(state.losses)
         state.loss_gradient = (

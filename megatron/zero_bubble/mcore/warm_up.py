@@ -1,10 +1,10 @@
-"""Runs F, B and W of every stage once, without messages, before the first step, which first uses of kernels could
-block.
+"""Runs F, B and W of every stage once before the first step, without messages, because first uses of kernels could
+block a step.
 
-On a GPU the first launch of a kernel, the allocator's growth and the creation of a communicator may wait for the whole
-device. In a step the device also waits for receives that are posted ahead. If the sender of such a message waits for
-the rank whose device waits, the pipeline hangs. Before the first step no receives are posted. The warm-up
-restores all state that it changes.
+On a GPU, the first launch of a kernel, the allocator's growth and the creation of a communicator may wait for the whole
+device. In a step, the device also waits for receives that are posted ahead. If the sender of a message waits for the
+rank that has posted the receive of this message, the pipeline hangs. Before the first step, no receives are posted. The
+warm-up restores all state that it changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
         return
     restart = Restart(stage.model_chunks)
     stage.data_iterators, rewindable = make_rewindable(stage.data_iterators)
-    # The warm-up computes the first of two microbatches, because DDP reduces gradients with the last one.
+    # The warm-up computes the first of two microbatches, because DDP reduces gradients with the last.
     rehearsal = replace(
         stage,
         num_microbatches=2,

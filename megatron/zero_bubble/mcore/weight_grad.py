@@ -29,7 +29,7 @@ class LayerWeightGrad:
         self.store = store
         # If B and W are fused, autograd adds up the gradient and calls this hook once a backward, however often the
         # layer is used. The reference is weak because Python's garbage collector does not look into such hooks: a
-        # strong one would keep the model, its optimizer and its process groups in memory after their last use.
+        # strong reference would keep the model, its optimizer and its process groups in memory after their last use.
         this = weakref.ref(self)
 
         def reduce(weight: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the sum to which W adds its term for the layer's current B."""
+        """Return the sum of weight gradients to which the W of the layer's current B adds a term."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
@@ -91,7 +91,7 @@ class MicrobatchSum:
 class DeferredWeightGrad:
     """W of one layer for one microbatch.
 
-    With sequence parallelism only this rank's slice of the input is kept, and the buffer that megatron-core gathers
+    With sequence parallelism, only this rank's slice of the input is kept, and the buffer that megatron-core gathers
     into is overwritten before W. W therefore gathers the input again over `gather_group`, while the previous W
     computes.
     """

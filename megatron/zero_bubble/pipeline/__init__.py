@@ -1,1 +1,1 @@
-"""Pipelines of plain PyTorch layers: `Pipeline` splits them over ranks and trains them; uses no megatron-core."""
+"""Pipelines of plain PyTorch layers, without megatron-core: `Pipeline` splits layers over ranks and trains them."""

@@ -24,7 +24,7 @@ class Autocast:
         return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
     def forward(self, *, keeps_casts: bool = True) -> torch.autocast:
-        """Compute the `with` block with these autocast settings. Casts made without gradients must not be kept."""
+        """Return a context manager with these settings. The cache must not keep casts made without gradients."""
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=self.caches and keeps_casts)
 
     @contextmanager

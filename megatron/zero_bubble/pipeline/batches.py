@@ -24,7 +24,7 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
     """Split a pair of inputs and targets along their first dimension, or draw microbatches from an iterator.
 
     Raises:
-        ValueError: the batch has another type, or does not divide into microbatches, or the iterator ends too early.
+        ValueError: the batch has a wrong type, or does not divide into microbatches, or the iterator ends too early.
     """
     if isinstance(batch, Iterator):
         pairs = [
@@ -61,9 +61,9 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
 
 
 def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
-    """The sizes of microbatches: the lengths in `cu_seqlens` of a mapping, or the elements of the largest tensor.
+    """The sizes of microbatches, from the lengths in `cu_seqlens` of a mapping or from the shape of the largest tensor.
 
-    The first dimension of the largest tensor counts the sequences.
+    The first dimension of the largest tensor is the number of sequences.
     """
     sizes = []
     for value in inputs:

@@ -1,4 +1,4 @@
-"""Decides which layers each stage gets: cuts layer weights into consecutive parts whose largest sum is smallest."""
+"""Decides which layers each stage gets: cuts layer weights into consecutive parts with the smallest largest sum."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Boundaries = tuple[int, ...]
 
 
 def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
-    """Split `weights` into consecutive parts, none of them empty, whose largest sum is the smallest possible.
+    """Split `weights` into consecutive non-empty parts so that the largest sum of a part is as small as possible.
 
     Among partitions with the smallest largest sum, the function chooses the partition with the smallest sum of the
-    parts' squared weights, and then of their squared lengths.
+    parts' squared weights; among equal sums, it chooses the smallest sum of the parts' squared lengths.
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
-    """For every end of the last part: the smallest possible largest sum of a part, with the parts that the loop has
+    """End of the last part -> smallest possible value of the largest sum of a part, for the parts that the loop has
     added."""
     for _ in range(num_parts - 1):
         smallest = [
@@ -53,7 +53,7 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
 
 
 def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Boundaries:
-    """Check a user's boundaries, the first layer of every stage but the first.
+    """Check and complete a user's boundaries: the first layers of all stages after the first stage.
 
     Raises:
         ValueError: the boundaries do not leave at least one layer to each stage.

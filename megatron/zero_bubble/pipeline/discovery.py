@@ -37,7 +37,7 @@ class StepMessages:
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         self.communicator = MessageCommunicator(interconnect.communicator(placement))
         self._trained_form: tuple[str, bool] | None = None
-        """Everything on which this rank's messages depended in the last step; None if that was not a training step."""
+        """Everything on which this rank's messages depended in the last step; None if the last step did not train."""
         self.shapes_vary = False
         if shapes_vary:
             self._open_headers()

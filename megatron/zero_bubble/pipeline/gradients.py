@@ -99,7 +99,7 @@ class TiedLayer:
 def connect_ties(
     layers: Sequence[Any], layout: StageLayout, held: HeldLayers, interconnect: Interconnect
 ) -> list[TiedLayer]:
-    """Connect this rank's copies of layers that are tied across stages, in one order on all ranks."""
+    """Connect this rank's copies of layers that are tied across stages, in the same order on all ranks."""
     return [
         TiedLayer(stages, held.tied[key], layout.schedule.placement, interconnect)
         for key, stages in stages_of_ties(layers, layout).items()
@@ -121,14 +121,14 @@ def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Para
 
 
 LayerNorm = tuple[int, torch.Tensor]
-"""The index of a layer, and the norm of one of its parameters' gradients, in host memory."""
+"""The index of a layer, and the norm of the gradient of one of its parameters, in host memory."""
 
 
 def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: float = 2.0) -> list[LayerNorm]:
     """Return the norms of this rank's gradients.
 
     Args:
-        counted: the parameters that no earlier stage has, each with its layer's index, in the order of the model.
+        counted: the parameters without a copy on an earlier stage, each with its layer's index, in model order.
     """
     return [
         (layer, torch.linalg.vector_norm(parameter.grad, norm_type).cpu())
@@ -156,11 +156,11 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale this rank's gradients for a norm over all ranks of at most `max_norm`; return the norm before scaling.
+    """Scale this rank's gradients so that the norm over all ranks is at most `max_norm`; return the unscaled norm.
 
     Args:
         parameters: all parameters of this rank.
-        counted: the parameters that no earlier stage has, each with its layer's index, in the order of the model.
+        counted: the parameters without a copy on an earlier stage, each with its layer's index, in model order.
     """
     of_all = [entry for entries in agreement.gather(own_norms(counted, norm_type)) for entry in entries]
     total = total_norm(of_all, norm_type)

@@ -104,7 +104,7 @@ def unsplit_of(modules: Sequence[nn.Module], split: set[int]) -> Unsplit:
 
 
 def stages_of_ties(layers: Sequence[Any], layout: StageLayout) -> dict[str, tuple[int, ...]]:
-    """Return the stages that each tied layer is on, by its key."""
+    """Return the stages of each tied layer, by the key of the layer."""
     stages_of: dict[str, tuple[int, ...]] = {}
     for stage in range(layout.schedule.num_stages):
         for key in {tie_of(layers[index]) for index in layout.layers_of(stage)} - {None}:

@@ -120,7 +120,7 @@ class Agreement:
         return cls(interconnect.collectives(range(interconnect.size), HOST))
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` that each rank gives, for all ranks; a collective call."""
+        """Return the values that all ranks pass to `gather`, in the order of the ranks; a collective call."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.zeros(self._collectives.size, 1, dtype=torch.int64)
         self._collectives.gather_all(torch.tensor([len(data)]), sizes)

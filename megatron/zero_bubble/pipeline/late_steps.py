@@ -58,7 +58,7 @@ class SteppingLayerStage(LayerStage):
             self._states.append(torch.cuda.get_rng_state(self.device))
 
     def step(self) -> None:
-        """Do nothing: the optimizer's step needs gradient sums over tied layers and replicas, which are made later."""
+        """Do nothing: the optimizer's step needs gradient sums over tied layers and replicas, computed later."""
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -71,7 +71,7 @@ class SteppingLayerStage(LayerStage):
 
 
 class StepReport(NamedTuple):
-    """The values that a rank sends to all others at the end of a training step."""
+    """The values that a rank sends to all other ranks at the end of a training step."""
 
     norms: list[LayerNorm]
     loss: torch.Tensor | None
@@ -93,10 +93,10 @@ class _UnvalidatedStep:
 
 
 class LateSteps:
-    """Runs one rank's training steps, whose optimizer steps it validates later.
+    """Runs the training steps of one rank, and validates their optimizer steps later.
 
     Args:
-        agreement: an agreement of all ranks that nothing else uses, because it is called in a thread.
+        agreement: an agreement of all ranks that only this object uses, because a background thread calls it.
         executor: the executor of a schedule with post-validation.
         parameters: the parameters of this rank.
     """
@@ -119,12 +119,12 @@ class LateSteps:
         self._outcome: TrainingOutcome | None = None
 
     def take_outcome(self) -> TrainingOutcome | None:
-        """Return the outcome of the last validated step, once."""
+        """Return the outcome of the last validated step and clear it; None if there is no new outcome."""
         outcome, self._outcome = self._outcome, None
         return outcome
 
     def run(self, load: Callable[[], Microbatches]) -> None:
-        """Run forward and backward of a step, and in between validate the previous step.
+        """Run the forwards and backwards of a step, and validate the previous step before the first backward.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
@@ -147,7 +147,7 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
-        """Send this rank's `StepReport` to all ranks; take the optimizer's step unless the rank knows that it is wrong.
+        """Send this rank's `StepReport` to all ranks; take the optimizer's step unless it is already known to be wrong.
 
         Args:
             norms: the norms of this rank's complete gradients.

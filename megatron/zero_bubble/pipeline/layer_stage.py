@@ -91,7 +91,7 @@ class LayerStage:
             self._microbatches = Microbatches([inputs[n] for n in places], [targets[n] for n in places])
 
     def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
-        """Set the spec of the message that each stage sends to the next one, with example shapes if shapes vary."""
+        """Set the spec of the message that each stage sends to the next stage, with example shapes if shapes vary."""
         self._sent = sent
         self._announced = {stage: spec.announced() for stage, spec in sent.items()} if shapes_vary else {}
 
@@ -134,7 +134,7 @@ class LayerStage:
             for layer in self.chunks[chunk]:
                 value = _checked_call(layer, value)
             if stage == self._last:
-                # Divided before its backward, as in a single process that accumulates gradients.
+                # The loss is divided before its backward, as in a single process that accumulates gradients.
                 return StageMessage.of(self._checked_loss(value, microbatch) / len(self._microbatches.targets))
         output, expected = StageMessage.of(value), self._sent[stage]
         if not output.spec.has_form_of(expected, shapes_vary=bool(self._announced)):

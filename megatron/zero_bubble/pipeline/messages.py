@@ -49,7 +49,7 @@ class MessageSpec:
         return [leaf for leaf in self._flat[0] if isinstance(leaf, AnySpec)]
 
     def gradients(self) -> MessageSpec:
-        """Return the spec of the message that the receiver sends back: the gradients of tensors that need one."""
+        """Return the spec of the message that the receiver sends back: gradients of the tensors that need gradients."""
         wanted = tuple(spec for spec, needs in zip(self.tensors, self.needs_gradient, strict=True) if needs)
         return MessageSpec(wanted, (False,) * len(wanted))
 
@@ -65,12 +65,12 @@ class MessageSpec:
         return pytree.tree_unflatten([next(given) if isinstance(leaf, AnySpec) else leaf for leaf in leaves], structure)
 
     def announced(self) -> MessageSpec:
-        """Return the spec for a receiver that is told the shapes by headers."""
+        """Return the spec for a receiver that learns the shapes from headers."""
         announced = pytree.tree_map_only(TensorSpec, lambda spec: AnnouncedSpec(spec.dtype, spec.device), self.template)
         return replace(self, template=announced)
 
     def answering(self, find: Callable[[], Sequence[TensorSpec] | None]) -> MessageSpec:
-        """Return the spec of a message of gradients whose shapes `find` returns once they are known."""
+        """Return the spec of a message of gradients; `find` returns the shapes of the gradients once they are known."""
 
         def later(k: int) -> AnswerSpec:
             return AnswerSpec(lambda: None if (specs := find()) is None else specs[k])

@@ -1,4 +1,4 @@
-"""A model of which every rank holds some layers."""
+"""A model whose layers are distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PartialModel(nn.Module):
         super().__init__()
         self._agreement: Agreement
         self._num_layers = 0
-        # In a tuple, so that it is no parameter of the module's state.
+        # In a tuple, so that the module does not register the placeholder as a parameter.
         self._placeholders = (nn.Parameter(torch.empty(0)),)
 
     @property

@@ -128,8 +128,8 @@ class Pipeline(PartialModel):
         """Run `train_batch`, clip, take the optimizer's step and drop the gradients; return loss and norm.
 
         With post-validation the ranks do not wait for each other, and the returned outcome belongs to the previous
-        step; None for the first step. A failed step raises a `ValueError` in the next call, after which the pipeline
-        cannot be used.
+        step; the first step returns None. A failed step raises a `ValueError` in the next call. The pipeline cannot be
+        used after a failed step.
         """
         if self._late is None:
             outcome = TrainingOutcome(self.train_batch(batch), self.clip_grad_norm_(max_norm))
@@ -193,7 +193,7 @@ class Pipeline(PartialModel):
                 module.training = True
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Return the state of this rank's layers, as any module does, once the last step is validated."""
+        """Validate the last step and return the state of this rank's layers, as `torch.nn.Module.state_dict` does."""
         self._validate()
         return super().state_dict(*arguments, **options)
 
@@ -215,7 +215,7 @@ class Pipeline(PartialModel):
         return self._summary.text()
 
     def close(self) -> None:
-        """Close the connections between the ranks; otherwise they are closed with the pipeline or at exit."""
+        """Close the connections between the ranks, which otherwise close with the pipeline object or at exit."""
         if self._late is not None:
             self._late.close()
         self._close()

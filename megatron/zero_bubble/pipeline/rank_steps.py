@@ -102,7 +102,7 @@ class RankSteps:
         return self._finish()
 
     def evaluate(self, load: Load) -> torch.Tensor:
-        """Run the forwards of a step, without gradients; return the mean loss, on all ranks; raises as `train` does."""
+        """Run a step's forwards without gradients; return the mean loss on all ranks. Errors are as in `train`."""
         autocast = Autocast.current(self._stage.device.type)
         with autocast.only_in_forwards(), torch.no_grad():
             self._messages.begin(load, autocast, trains=False)

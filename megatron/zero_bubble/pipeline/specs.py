@@ -1,4 +1,4 @@
-"""Layers of a pipeline: modules, functions, or specs from which only the rank that holds a layer builds it."""
+"""Layers of a pipeline: modules, functions, or specs; a spec is built only on the rank that holds the layer."""
 
 from __future__ import annotations
 

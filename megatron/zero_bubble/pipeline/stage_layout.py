@@ -83,7 +83,7 @@ class LayoutRequest:
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
     def _schedules(self) -> RunSchedules:
-        """The plan of the named schedule, or of the given schedule."""
+        """The schedules of the run, from the name of a schedule or from a given schedule."""
         schedule = self.schedule
         if isinstance(schedule, str):
             plan = RunSchedules.named(schedule, self.num_ranks, self.options.num_chunks)

@@ -64,7 +64,7 @@ class StepOrders:
         """Order the data of `stage`; a collective call. The training step runs inside of the `with` block.
 
         Args:
-            recorder: measures the step for the caller; the planner then does not measure the step.
+            recorder: measures the step for the caller; None to let the planner decide whether it measures the step.
             ahead: returns the sizes of the next step's microbatches; empty if the sizes are not known.
 
         Yields:

@@ -1,8 +1,8 @@
 """Splits the backward of torch's own layers into B and W.
 
 A split layer runs its own forward and records the autograd graph of that call apart from the model's graph. B runs the
-backward of the layer's graph for the input alone, and W runs it for the parameters alone. Autograd itself computes and
-adds up the gradients of B and W, so that they equal the gradients of an unsplit backward bit by bit.
+backward of the layer's graph for the input alone, and W runs this backward for the parameters alone. Autograd itself
+computes and adds up the gradients of B and W, so that they equal the gradients of an unsplit backward bit by bit.
 
 A module may also defer its weight gradients by itself, with the method of `DefersWeightGradients`.
 """
@@ -47,7 +47,7 @@ _ATTENTION_PARAMETERS = _KEY_VALUE_BIASES | {
 
 @runtime_checkable
 class DefersWeightGradients(Protocol):
-    """A module that splits its backward by itself; modules inside of it are left alone."""
+    """A module that splits its backward by itself; `split_modules` does not split modules inside of it."""
 
     def defer_weight_gradients(self, store: WeightGradStore) -> Iterable[nn.Parameter]:
         """Defer weight gradients from now on, and return the parameters whose gradients are deferred; called once.
@@ -61,7 +61,7 @@ class DefersWeightGradients(Protocol):
 def split_modules(
     modules: Iterable[nn.Module], store: WeightGradStore, others: Sequence[type[nn.Module]] = ()
 ) -> list[nn.Parameter]:
-    """Make the layers inside of `modules`, which are one stage, put their W into `store` inside `store.deferring()`.
+    """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
 
     A layer that shares a parameter with another layer is not split: autograd adds up the gradients of both layers in B.
 
@@ -112,13 +112,13 @@ def _callable_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 def _can_be_split(module: nn.Module, others: Sequence[type[nn.Module]]) -> bool:
     if isinstance(module, tuple(others)):
         return True
-    # A weight that is computed from others, as by weight_norm, is no parameter of the module's own.
+    # A weight that is computed from other parameters, as by weight_norm, is not a parameter of the module itself.
     own = {name for name, _ in module.named_parameters(recurse=False)}
     return "weight" in own and any(_has_forward_of(kind, module) for kind in SPLIT_LAYERS)
 
 
 def _is_split_attention(module: nn.Module) -> bool:
-    # A weight that is computed from others has parameters of other names.
+    # If a weight is computed from other parameters, the module has parameters of other names.
     return _has_forward_of(nn.MultiheadAttention, module) and _ATTENTION_PARAMETERS.issuperset(
         name for name, _ in module.named_parameters()
     )
@@ -182,7 +182,7 @@ class _SplitInProjection(_SplitLayer):
 class _SplitAttention:
     """The forward of an `nn.MultiheadAttention`, with both of its projections split.
 
-    Torch's attention calls `linear` with its weights, inside of functions. The method `forward` uses copies of
+    Torch's attention passes its weights to `linear` inside of torch's functions. The method `forward` uses copies of
     torch's functions that call a split `linear`. Torch is not changed, so other modules and threads are not affected.
     """
 
@@ -247,7 +247,7 @@ class _SplitCall(torch.autograd.Function):
         ctx.layer, ctx.parameters = layer, parameters
         ctx.input = own_input if own_input.requires_grad else None
         ctx.edge = get_gradient_edge(output)
-        # Not detached, so that the next layer may change it in place: none of these layers keeps its output.
+        # Not detached, so that the next layer may change the output in place: none of these layers keeps its output.
         return output.data
 
     @staticmethod

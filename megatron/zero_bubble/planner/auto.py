@@ -1,6 +1,6 @@
 """The automatic scheduler: plans a fast schedule for any placement and memory limit.
 
-The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min, each in the memory limit that the name implies.
+The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min, each in the memory limit that its name implies.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ PERIOD = 6
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
 """Shares of the life span of an activation that are spent on the leg down; the rest is spent on the leg up."""
 DELAYS = (0, 0, 1, 2, 3)
-"""Slots by which B of a chunk starts later than necessary in a random building block: a draw for each chunk."""
+"""Slots by which B of a chunk starts later than necessary in a random building block, drawn for each chunk."""
 VARIATION = 0.06
 """Standard deviation of the random change of a time of a block, as a fraction of the period of the block."""
 
@@ -107,7 +107,7 @@ def repeated(problem: Problem, block: Block) -> list[Order]:
 
 
 def eager_orders(problem: Problem) -> list[Order]:
-    """Return the order of ZB-V: F of chunk 0 until F of chunk 1 is ready, both F in turn until B is ready, then B too.
+    """Return the order of ZB-V: F of chunk 0 until F of chunk 1 is ready, both F until B is ready, then F and B.
 
     If every operation takes one slot, the first microbatch takes 2(p - r) - 1 slots from chunk 0 to chunk 1 of rank r.
     From the arrival of the first microbatch in chunk 1 of rank r, its gradient takes 2r + 1 slots to arrive in chunk 1,

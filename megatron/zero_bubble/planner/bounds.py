@@ -27,9 +27,9 @@ class LowerBounds:
     """Length of the longest path from the first F of a rank through later stages to the last W of the rank: for equal
     stages and messages of time C, (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
     memory: float
-    """The larger of two lower bounds under the memory limit, at least `dependency`: `dependency` plus the idle time
-    that the limit forces on a rank before its first and its last B; and the integral of the memory of all microbatches
-    over time, divided by the limit."""
+    """The larger of two lower bounds under the memory limit, at least `dependency`. One bound is `dependency` plus the
+    idle time that the memory limit forces on a rank before its first and its last B. The other bound is the integral of
+    the memory of all microbatches over time, divided by the memory limit."""
 
     @property
     def span(self) -> float:
@@ -52,9 +52,9 @@ def lower_bounds(
         placement: placement of the stages on the ranks.
         num_microbatches: microbatches of an iteration.
         costs: costs of the stages.
-        memory_limit: one value for all ranks or one a rank, in the unit of memory of the costs; None for no limit.
-        recompute: which microbatches have an R. A microbatch with an R takes less memory, by `memory_r`, until its R.
-            The time of R is part of the bounds only under full recomputation.
+        memory_limit: one value for all ranks or one per rank, in the unit of memory of the costs; None for no limit.
+        recompute: which microbatches have an R. A microbatch with an R takes `memory_r` less memory until its R. The
+            time of R is part of the bounds only under full recomputation.
 
     Raises:
         ScheduleError: the costs or the limits are for another number of stages or ranks, or there is no microbatch.
@@ -135,7 +135,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time for which a microbatch occupies or idles the rank: for R, or without R from its F to its B."""
+        """Least time that one microbatch adds on a rank: its R or, without R, the idle time from its F to its B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -174,7 +174,7 @@ class _Rank:
 
     @cached_property
     def available(self) -> float:
-        """The memory limit; infinite if operations release more than they allocate: then no memory bound holds."""
+        """The memory limit; infinite, so that no memory bound holds, if operations release more than they allocate."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
@@ -188,7 +188,7 @@ class _Rank:
     def window(self) -> float:
         """Least time from the start of the first F to the end of the last B of the rank.
 
-        The time is at least a sum of three times: all F and B; each W that cannot be deferred beyond the last B for
+        The window is at least a sum of three times: all F and B; each W that cannot be deferred beyond the last B for
         lack of memory; the larger of idle time and recomputation, because R may run in idle time.
         """
         costs = self.path.costs
@@ -237,7 +237,7 @@ class _Rank:
 
     @property
     def idle_before_b(self) -> float:
-        """Least idle time between the first F and the first B, before which a rank runs only F that fit in memory."""
+        """Least idle time between the first F and the first B, between which a rank runs only F that fit in memory."""
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.forward(self.first, last) + costs.time_f[last] + self.path.turn(last)
         return max(0, wait - self._most(self.available, [(costs.time_f[s], self.path.memory[s]) for s in self.stages]))
@@ -266,9 +266,9 @@ class _Rank:
     def memory_time(self) -> float:
         """Least span of the rank: the integral of the memory of all microbatches over time, divided by the limit.
 
-        Memory is below the limit at the start and at the end of the span: it fills no faster than F runs, and drains no
-        faster than B and W run. With recomputation the returned span is zero, because R and dropped activations change
-        how fast memory fills and drains.
+        Memory is below the limit at the start and at the end of the span: it grows no faster than F allocates, and
+        shrinks no faster than B and W release memory. With recomputation the returned span is zero, because R and
+        dropped activations change how fast memory grows and shrinks.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:
@@ -296,7 +296,7 @@ class _Rank:
     def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
         """Upper bound on the total time of items (time, memory) that fit in `room` together: a fractional knapsack.
 
-        Each item is taken `copies` times at most. If all items take the same memory, a whole number of them is taken.
+        Each item is taken `copies` times at most. If all items take the same memory, a whole number of items is taken.
         """
         if copies is None:
             copies = self.num_microbatches

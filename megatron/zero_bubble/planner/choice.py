@@ -1,4 +1,4 @@
-"""Chooses the final plan among plans of different layouts: a simpler layout may be a little slower."""
+"""Chooses the final plan among plans of different layouts: prefers a simpler layout that is only a little slower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.zero_bubble.planner.request import Layout
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 SIMPLER = 1.02
-"""Largest ratio of times at which a simpler layout is preferred to the fastest; measured costs have errors as large."""
+"""A simpler layout is preferred if it is slower by at most this factor: measured costs have errors of this size."""
 SHARDING_GAIN = 1.03
 """Least speedup for which a layout with vocabulary shards is chosen: its collectives also take processor time."""
 
@@ -21,14 +21,14 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
     """Choose a plan among plans of different layouts.
 
     A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. If the fastest plan has vocabulary
-    shards, a plan without shards is close if it takes at most `SHARDING_GAIN` times as long. The plan of the usual
-    layout is chosen if it or another schedule for this layout is close, otherwise the plan with the simplest layout
-    among all close plans.
+    shards, a plan without shards is close to the fastest plan if it takes at most `SHARDING_GAIN` times as long. The
+    plan of the usual layout is chosen if this plan, or another schedule for the usual layout, is close to the fastest
+    plan. Otherwise the plan with the simplest layout is chosen among all plans close to the fastest plan.
 
     Args:
         plans: one or more plans; several may have the same combination of placement, recomputation and vocabulary.
         usual: the layout that stays unless another layout is clearly faster; None if all layouts compete.
-        usual_time: time of another schedule for the usual layout, such as megatron-core's own.
+        usual_time: time of another schedule for the usual layout, such as megatron-core's own schedule.
 
     Returns:
         The chosen plan, whose `others` are the best plans of other combinations of placement, recomputation and

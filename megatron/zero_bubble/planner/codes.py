@@ -46,7 +46,7 @@ class Codes(NamedTuple):
         return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
 
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
-        """Code -> cost; an argument has the costs by stage of the kind of operation in its name; other kinds cost 0."""
+        """Code -> cost; each argument is named after a kind of operation and has its cost by stage; others cost 0."""
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
 

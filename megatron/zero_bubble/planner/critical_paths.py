@@ -53,7 +53,7 @@ class OrderGraph:
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the critical path from its start to the end of the slowest rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> the start of its span, negated: the end of its last operation plus this value is its span."""
+        """Rank -> negated start of the rank's span; the end of the last operation plus this value is the span."""
         self.cost = self.tie = 0.0
         """`cost` is the time by which the orders are judged; `tie` decides between orders of equal cost."""
 
@@ -193,7 +193,7 @@ class OrderGraph:
     def longest_through(self, rank: int, low: int, part: Sequence[int]) -> float:
         """Estimate the cost of new orders: length of the longest path through the operations of `part`.
 
-        The estimate uses the start times, and the critical paths after operations, of the current orders.
+        The estimate uses the start times of the current orders, and the lengths of the critical paths after operations.
 
         Args:
             rank: the rank whose order changes.

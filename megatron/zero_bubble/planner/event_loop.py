@@ -190,7 +190,7 @@ class EventLoop(ABC):
         self.releasable[rank] -= self.allocation[code]
 
     def shard_op(self, rank: int, now: float) -> int:
-        """Choose a ready loss, softmax or embedding, or a W that releases memory for it; -1 if none is ready."""
+        """Choose a ready loss, softmax or embedding, or a W that first releases memory for it; -1 if none can run."""
         arrivals, done, moved = self.arrivals, self.done, self._moved
         for code in self._shard_weights[rank]:
             known = arrivals[code]

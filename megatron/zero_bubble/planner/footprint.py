@@ -10,7 +10,7 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of one microbatch on a stage, in which only F and R allocate.
+    """Memory of one microbatch on a stage, under the assumption that only F and R allocate memory.
 
     The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R. As only F
     and R allocate, a planner checks the memory limit at F and R only, and every microbatch can finish.

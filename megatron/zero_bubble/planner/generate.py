@@ -75,8 +75,9 @@ def schedule_of(request: PlanRequest) -> Schedule:
 
     If the request allows offload, activations are copied to the host and back where that makes the schedule faster. A
     stage that is short of memory may recompute its activations in several groups of layers. The fastest schedule is
-    taken, and among equally fast schedules the one with the fewest groups. With an effort of zero the first schedule
-    that fits is taken. All schedules with several groups of layers together take as much effort as one without groups.
+    taken; among equally fast schedules, the schedule with the fewest groups of layers is taken. With an effort of zero
+    the first schedule that fits is taken. All schedules with several groups of layers together take as much effort as
+    one schedule without groups.
 
     Args:
         request: a request with one placement and one value of `recomputes`.
@@ -115,7 +116,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
             costs = in_groups(problem.costs, groups).at_once()
             with suppress(Infeasible):
                 yield replace(_in_one_group(replace(relaxed.within(limits), costs=costs)), groups=groups)
-        if request.recompute is Recompute.PLANNED:  # so that the plan is never slower than one without recomputation
+        if request.recompute is Recompute.PLANNED:  # so that the plan is never slower than one without R
             keeping = replace(relaxed, costs=problem.costs.at_once(), recomputes=(Recompute.NONE,))
             with suppress(Infeasible):
                 yield _in_one_group(keeping.within(limits).checked())

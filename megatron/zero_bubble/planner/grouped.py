@@ -32,7 +32,7 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
     """Orders of 1F1B with groups: every rank runs a warmup of F, then F and B in turn, then a cooldown of B.
 
     The warmup of the last rank ends before the first F of its last chunk. The warmup of any earlier rank has `slope`
-    F more than the warmup of the next rank, or fewer if memory is short.
+    more F than the warmup of the next rank, or fewer F if memory is short.
 
     Args:
         problem: the problem whose ranks get orders.
@@ -71,11 +71,11 @@ class InGroups(EventLoop):
 
     Args:
         problem: a problem without recomputation.
-        groups: sizes of the groups in which microbatches pass through the chunks; every rank runs F in this order.
+        groups: sizes of the microbatch groups that pass through the chunks; all ranks run F in the order of the groups.
         weight_rule: whether W fills a gap that is shorter than W.
         forward_rule: whether F fills a gap that is shorter than F.
-        most_in_flight: rank -> most microbatches between the start of F and the end of B, for placements with one
-            chunk a rank; None for no limit besides memory.
+        most_in_flight: rank -> largest number of microbatches between the start of F and the end of B, for placements
+            with one chunk per rank; None for no limit besides memory.
     """
 
     weight = 3
@@ -123,7 +123,7 @@ class InGroups(EventLoop):
         return -1, ready
 
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
-        """The ready B that is first in the order, -1 if no B is ready, and the earliest arrival of a gradient."""
+        """The first ready B in the order (-1 if no B is ready), and the earliest arrival of a gradient."""
         backwards = self.backwards[rank]
         ready, soonest = [], inf
         for stage in self.problem.stages_of[rank]:
@@ -143,9 +143,9 @@ class InGroups(EventLoop):
     def has_room(self, rank: int, f: int) -> bool:
         """Whether the F `f` fits in memory beside the remaining F of the oldest unfinished microbatch.
 
-        The oldest unfinished microbatch is the first that has not passed through all chunks of the rank. Memory for the
-        remaining F of the oldest unfinished microbatch is reserved, because later microbatches could take it, while
-        earlier microbatches only release memory.
+        The oldest unfinished microbatch is the first microbatch that has not passed through all chunks of the rank.
+        Memory for the remaining F of the oldest unfinished microbatch is reserved, because later microbatches could
+        take this memory, while earlier microbatches only release memory.
         """
         if self.memory[rank] + self.allocation[f] > self.limits[rank]:
             return False

@@ -66,7 +66,7 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 
     Raises:
         Infeasible: no schedule fits in the memory limits.
-        ScheduleError: no schedule of this name exists for the layout.
+        ScheduleError: no schedule with the requested name exists for the layout.
     """
     model = model_of(request, layout)
     states = model.states(layout.partition, layout.placement)

@@ -28,9 +28,9 @@ from megatron.zero_bubble.schedule.model_costs import spread_layers
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 CHUNKS = (2, 3, 4)
-"""Numbers of model chunks a rank that are always tried for interleaved placements."""
+"""Numbers of model chunks per rank that are always tried for interleaved placements."""
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
-"""Larger numbers of chunks, tried in this order while each makes the plan `GAIN` times as fast as the number before."""
+"""Larger numbers of chunks, tried in order while each number speeds up the plan by `GAIN` over the previous number."""
 WITHOUT_GAIN = 3
 """The search stops trying recomputation after this many placements in a row that recomputation does not make faster."""
 GAIN = 1.003
@@ -40,7 +40,8 @@ COMPARED = 1.5
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if unlimited memory makes a plan faster by this factor, or if no plan fits."""
 EFFORT_FOR_LATENCY = 10_000
-"""Effort of first plans in small problems with collectives slower than messages: less effort can cost 20% of time."""
+"""Effort of first plans in small problems with collectives slower than messages. With less effort, a plan can take 20%
+longer."""
 EFFORT_FOR_RECOMPUTING = 3_000
 """Effort of first plans with planned recomputation in small problems: without effort a plan can take 20% longer."""
 PROMISING_PARTITION = 1.02
@@ -63,10 +64,10 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     """Search for the best layout of a model, and plan its schedule.
 
     The search has three phases. First, combinations of placement, recomputation and vocabulary are planned with little
-    effort, in the order of their lower bounds, until no bound is below the time of the best plan. More than four chunks
-    a rank are tried in increasing number until the plan gets no faster. Second, single layers of the best layouts are
-    moved to other stages while the plan gets faster. Third, each round plans fewer of the best layouts with more effort
-    than the round before.
+    effort, in the order of their lower bounds, until no bound is below the time of the best plan. Numbers of chunks per
+    rank above four are tried in increasing order until the plan gets no faster. Second, single layers of the best
+    layouts are moved to other stages while the plan gets faster. Third, the best layouts are planned again in rounds,
+    each round with fewer layouts and more effort than the previous round.
 
     Args:
         request: a request with the costs of a model's units. The usual layout stays unless another layout is faster by
@@ -74,7 +75,8 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         report: called with one line of progress before every plan.
 
     Returns:
-        The plan of the chosen layout, with the best plans with other placements, recomputation or vocabulary.
+        The plan of the chosen layout. Its `others` are the best plans with other combinations of placement,
+        recomputation and vocabulary.
 
     Raises:
         Infeasible: no layout fits in memory. The error has the smallest memory limit in which a layout fits.
@@ -113,7 +115,7 @@ class _Search:
         self.plans: dict[Layout, Plan] = {}
         self.refused: list[ScheduleError] = []
         self._efforts: dict[Layout, int] = {}
-        """Layout -> the largest effort with which it has been planned."""
+        """Layout -> the largest effort with which the layout has been planned."""
 
     @property
     def best_time(self) -> float:
@@ -123,7 +125,8 @@ class _Search:
     def best(self, count: int, factor: float) -> list[Plan]:
         """At most `count` best plans that differ in placement or vocabulary, up to `factor` times the shortest time.
 
-        In small problems plans may differ in recomputation only. The usual layout is left out if other plans exist.
+        In small problems the plans may also differ in recomputation alone. The plan of the usual layout is left out if
+        other plans exist.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -136,7 +139,7 @@ class _Search:
         return list(best.values())[:count]
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
-        """Plan the layout unless it was planned with at least `effort`; return its best plan, None without a plan."""
+        """Plan the layout unless it was planned with at least `effort`; return its best plan, None if it has none."""
         if self._efforts.get(layout, -1) < effort:
             self._report(f"{len(self._efforts)} layouts planned, the best takes {self.best_time:.6g}")
             self._efforts[layout] = effort
@@ -187,7 +190,7 @@ class _Search:
             self._plan_recomputing(recompute, list(planned.values()))
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
-        """Plan combinations of placement and vocabulary with recomputation, first the fastest with unlimited memory."""
+        """Plan combinations of placement and vocabulary with recomputation, the fastest with unlimited memory first."""
         num_without_gain = 0
         promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
@@ -200,7 +203,7 @@ class _Search:
             num_without_gain = 0 if gains else num_without_gain + 1
 
     def _plan_more_chunks(self, combinations: Sequence[Layout]) -> dict[Layout, list[Layout]]:
-        """Plan layouts with more and more chunks a rank, until a larger number of chunks is not faster."""
+        """Plan layouts with increasing numbers of chunks per rank, until a larger number does not speed up the plan."""
         planned: dict[Layout, list[Layout]] = {}
         shortest = self.best_time
         for combination in combinations:
@@ -217,7 +220,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Time of the best of `layouts` with unlimited memory; infinity unless that gains `WORTH_RECOMPUTING`."""
+        """Time of the best of `layouts` with unlimited memory; infinity if the speedup is below `WORTH_RECOMPUTING`."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
@@ -265,7 +268,7 @@ class _Search:
         return max(bounds.span, _balance(request, layout).estimate(layout.partition))
 
     def improve(self, plan: Plan, effort: int) -> None:
-        """Plan the layout of `plan` with more effort if its bound allows a plan faster than the best by `GAIN`."""
+        """Plan the layout of `plan` with `effort` if its lower bound allows a speedup by `GAIN` over the best plan."""
         if self._bound(plan.layout) < self.best_time / GAIN:
             self.try_plan(plan.layout, effort)
 
@@ -290,7 +293,7 @@ class _Search:
         return [with_slowdown(plan) for plan in best if plan.time <= longest]
 
     def move_layers(self, plan: Plan) -> None:
-        """Plan, with little effort, partitions with one layer moved, while the plan gets faster."""
+        """Move single layers to other stages and plan each partition with little effort, while the plan gets faster."""
         layout = plan.layout
         balance = _balance(self.request, layout)
         moves = most_moves(self.request, layout.placement)

@@ -94,7 +94,7 @@ class _LocalSearch:
         self.last_success = 0
         """Number of the latest move that led to a better plan."""
         self.stays: dict[int, int] = {}
-        """Operation -> number of the last move of the search that may not move this operation again."""
+        """Operation -> number of the last move of the search for which the operation has to stay in its position."""
         self.is_stuck = False
         self.best_lanes = [list(lane) for lane in self.graph.lanes]
         """Rank -> its operations in the best plan."""

@@ -41,7 +41,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
 
     Args:
         request: a request with a usual layout.
-        chosen: the plan that `search_layouts` returned for the request; a plan of the usual layout in it is reused.
+        chosen: the plan that `search_layouts` returned for the request; any plan of the usual layout in it is reused.
 
     Returns:
         The plans that exist and fit in memory, at most two.
@@ -87,7 +87,7 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def time_of_usual(request: PlanRequest) -> float:
-    """Time of megatron-core's own schedule for the usual layout; infinity if no such schedule exists and fits."""
+    """Time of megatron-core's own schedule for the usual layout; infinity if no such schedule fits in memory."""
     try:
         return inf if request.usual is None else as_megatron_runs(request, request.usual).time
     except ScheduleError:

@@ -1,4 +1,4 @@
-"""The memory limit of a rank's activations, as `--zero-bubble-memory-limit` gives it."""
+"""The memory limit of a rank's activations, as given by `--zero-bubble-memory-limit`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MemoryLimit:
     is_interleaved: bool = False
     """Whether `multiple` refers to the peak of interleaved 1F1B, (p + (p-1)/v) M_B, if ranks have several chunks."""
     pairs: bool = False
-    """Whether interleaved 1F1B runs pairs of a forward and a backward: one more microbatch of a chunk is in flight."""
+    """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:

@@ -76,7 +76,8 @@ def order_microbatches(
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
-        The fastest order that was simulated; the order of the data if no other order saves `WORTHWHILE`.
+        The fastest order that was simulated; the order of the data if it fits and the fastest order saves less than the
+        fraction `WORTHWHILE` of its time.
 
     Raises:
         Infeasible: the microbatches exceed a limit in every order that was tried.

@@ -27,7 +27,7 @@ _MOST_LIMITS = 5
 _ROUNDS = 2
 """Number of times that the copies of a schedule are placed, each time with the times of the previous simulation."""
 _NEAR = 1.05
-"""Factor: copies to the host are placed again in schedules that take at most this times the shortest schedule."""
+"""Copies to the host are placed again in schedules that take at most this factor times the shortest time."""
 
 _LEAST_RULES = 3
 """Smallest number of copy rules that are tried, for a schedule of any size."""
@@ -120,9 +120,9 @@ def _simulated(schedule: Schedule, problem: Problem) -> Timeline:
 def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule | None:
     """Insert the copies that a schedule needs to keep its memory limits.
 
-    When the memory of a rank is full, it releases activations whose copy to the host has ended, first the activations
-    whose backward is farthest away (Belady's rule for page replacement). Activations are copied back in time for their
-    backward, or later if memory is full. If copies do not release enough memory, a W runs earlier.
+    When its memory is full, a rank releases activations that have been copied to the host, first the activations that
+    are needed latest (Belady's rule for page replacement). Activations are copied back in time for their backward, or
+    later if memory is full. If copies do not release enough memory, a W runs earlier.
 
     Args:
         timed: a simulation of the schedule, whose times place the copies. Copies in the schedule are removed first.
@@ -268,7 +268,7 @@ class _RankCopies:
         self._due.append((max(at + 1, bisect_right(self._starts, start) - 1), key))
 
     def _bring_back(self, at: int) -> bool:
-        """Queue the copies back that are due by position `at`; return False if a copy needed there does not fit."""
+        """Queue copies to the device that are due by position `at`; return False if a required copy does not fit."""
         due = sorted((self._backward[key], key) for k, key in self._due if k <= at) if self._due else []
         for backward, key in due:
             size = self._size[key[1]]

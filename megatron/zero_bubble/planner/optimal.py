@@ -163,7 +163,7 @@ class _Program:
             bound: a known lower bound on the longest span of a rank, in the unit of the costs.
 
         Returns:
-            The best orders, None without a solution, and a lower bound on the longest span, in the unit of the costs.
+            The best orders (None without a solution), and a lower bound on the longest span in the unit of the costs.
         """
         # The bound for exact costs is lowered so that it excludes no solution with rounded costs.
         slack = 3 * self._num_microbatches * len(self._stages)

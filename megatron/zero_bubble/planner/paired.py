@@ -1,4 +1,4 @@
-"""Plans with pairs: a rank runs a forward and a backward as one operation if both are ready, or soon will be."""
+"""Plans with pairs: a rank runs a forward and a backward as one operation if both are ready or will be soon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PairPolicy:
     """The parameters of a policy that runs a pair whenever a forward and a backward are ready."""
 
     caps: tuple[int, ...]
-    """Rank -> smallest number of microbatches in flight, over all chunks, with which the rank runs no F alone."""
+    """Rank -> number of microbatches in flight, over all chunks, from which on the rank runs no F outside a pair."""
     patience: float = 1.0
     """Longest wait of a ready forward or backward for its partner, as a multiple of the time of a backward."""
     weights: GapRule = GapRule.BALANCED
@@ -72,7 +72,7 @@ def _policies(problem: Problem) -> Iterator[PairPolicy]:
 
 
 def _may_fuse(problem: Problem) -> tuple[bool, ...]:
-    """The values of `PairPolicy.fuses` to try: also True if W takes less time in some pair of a rank than alone."""
+    """The values of `PairPolicy.fuses` to try: False, and True if W takes less time in some pair than alone."""
     hides = any(_hides_weights(problem, *pair) for stages in problem.stages_of for pair in product(stages, repeat=2))
     return (False, True)[: 1 + hides]
 
@@ -184,7 +184,7 @@ class _PairedRanks(EventLoop):
         """The code of the first operation of a kind to start, and its earliest start; (-1, inf) if no start is known.
 
         Args:
-            stages: stages of the rank; of operations with the same earliest start, the first stage is preferred.
+            stages: stages of the rank, in order of preference for operations with the same earliest start.
             now: current time.
             first: first code of the kind of operation.
         """

@@ -1,4 +1,4 @@
-"""Searches for partitions, that is, numbers of layers of the stages, in which the busiest rank ends early."""
+"""Searches for partitions, that is, numbers of layers per stage, with which the busiest rank ends early."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ STAGES_WEIGHT = 0.2
 HOLDING_WEIGHT = 0.1
 """Surcharge on the time of a partition, as a fraction, for each unit of unevenness of the memory of its ranks."""
 ALIKE = 1.005
-"""Largest factor between the times of equally good partitions. The most even of equally good partitions is taken, so
-that two measurements of the same costs lead to the same partition."""
+"""Partitions with times that differ by at most this factor are equally good. The most even of equally good partitions
+is taken, so that two measurements of the same costs lead to the same partition."""
 
 
 class Balance:
@@ -74,7 +74,7 @@ class Balance:
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
         """Sort key of partitions, the best first: (memory beyond the room, time, unevenness of the ends of the ranks).
 
-        The time of the sort key is `estimate` with two surcharges, which measured runs show: a surcharge for stages of
+        The time of the sort key is `estimate` with two surcharges, found in measured runs: a surcharge for stages of
         unequal work, and a surcharge for ranks of unequal memory.
         """
         works = self._work.of_stages(partition)
@@ -106,7 +106,7 @@ class Balance:
         return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory by which states and one microbatch, recomputed if that is allowed, exceed the room."""
+        """Rank -> memory by which states and one microbatch exceed the room, with recomputation if it is allowed."""
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
         needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
@@ -147,12 +147,12 @@ class _Sums:
 
 
 def unevenness(partition: Partition) -> tuple[int, Partition]:
-    """Sort key of partitions, the most even first; equally even partitions with fewer layers in early stages first."""
+    """Sort key of partitions, the most even first; among equally even partitions, few layers in early stages first."""
     return sum(number * number for number in partition), partition
 
 
 def balanced_partition(balance: Balance) -> Partition | None:
-    """The best partition that moves of single layers reach from an even partition; None with too few layers."""
+    """The best partition found by moving single layers, starting from an even partition; None with too few layers."""
     num_layers, num_stages = len(balance.model.layers), balance.placement.num_stages
     least = balance.least_layers
     if sum(least) > num_layers:
@@ -166,7 +166,7 @@ def balanced_partition(balance: Balance) -> Partition | None:
 def _improved(
     balance: Balance, partition: Partition, givers: Callable[[Partition], Sequence[int]], *, within_rank: bool = False
 ) -> Partition:
-    """Move single layers away from the stages that `givers` returns for a partition, while a move helps."""
+    """Move single layers away from the stages that `givers` returns for a partition, while a move improves it."""
     best, improved = balance.order(partition), True
     while improved:
         improved = False

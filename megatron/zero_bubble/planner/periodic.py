@@ -59,7 +59,7 @@ def extended(
 
     Every rank runs its operations up to the start of the period, then repeats the period, then runs the remaining
     operations. Ranks cannot deadlock, because no operation before the start of the period needs a later operation. The
-    period that takes the least time for a microbatch is repeated.
+    period that takes the least time per microbatch is repeated.
 
     Args:
         schedule: the schedule to extend.
@@ -69,8 +69,8 @@ def extended(
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
-        The extended schedule; None if every period exceeds the memory limits, or takes more time for a microbatch than
-        the whole schedule does.
+        The extended schedule; None if every period exceeds the memory limits, or takes more time per microbatch than
+        the whole schedule.
     """
     more = num_microbatches - schedule.num_microbatches
     timeline = simulate(schedule, costs, overlap_communication=overlap_communication)
@@ -103,7 +103,7 @@ class _Period(NamedTuple):
 
     @property
     def displaced(self) -> float:
-        """Number of other operations between the operations of the period, divided by the number of the latter."""
+        """Ratio of other operations between the operations of the period to the operations of the period."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 
@@ -183,8 +183,8 @@ class _Rank:
     def part(self, time: float, length: int) -> _Part | None:
         """Cut a period that starts at `time`; return None if fewer than `length` microbatches of a kind follow.
 
-        A period may have fewer R than F, because not every microbatch has an R. All R of a period belong to a
-        range of successive microbatches as long as the period.
+        A period may have fewer R than F, because not every microbatch has an R. All R of a period belong to `length`
+        successive microbatches.
         """
         start = end = bisect_left(self.starts, time)
         size, next_microbatch = 0, {}

@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
-"""Generators of the named schedules with one chunk a rank that need no costs."""
+"""Generators of the named schedules with one chunk per rank that need no costs."""
 ALL_RULES = (GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER)
 """Rules for gaps that are shorter than a W, the most promising first."""
 RULES = (
@@ -36,7 +36,7 @@ RULES = (
 """Pairs of rules: for gaps that are shorter than a W, and for gaps that are shorter than an F."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""How steeply the number of microbatches in flight falls from rank to rank; with 1 the last rank has one."""
+"""Steepness of the decrease of microbatches in flight from rank to rank; with 1 the last rank has one in flight."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
@@ -157,7 +157,7 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
                 portfolio.run(InGroups(problem, choices[0], most_in_flight=in_flight))
     enough = portfolio.budget // 2
     for groups in choices[1:]:
-        # While no plan fits, a few more are tried: the order with one microbatch at a time is several times as slow.
+        # While no plan fits, more sizes are tried: the order with one microbatch at a time is several times as slow.
         needs_plan = not portfolio.plans and len(tried) < CHOICES_WITHOUT_PLAN
         if not needs_plan and (portfolio.finished or portfolio.budget < enough):
             break

@@ -141,7 +141,7 @@ class Portfolio:
                         self.in_order(problem, orders_of_schedule(problem, inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Sequence[PlannedOrders]]) -> None:
-        """Offer plans that `search` makes without R for more memory, after dropping activations until the plans fit."""
+        """Offer plans without R that `search` makes for more memory, with activations dropped until the plans fit."""
         for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -244,8 +244,8 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
     """Yield schedules with operations on vocabulary shards inserted.
 
-    A schedule of a long problem is left out if it exceeds the limits or takes longer than `shortest` before shards are
-    inserted, with their time in W. Inserting operations on shards only adds waits and microbatches in flight.
+    A schedule of a long problem is left out if, with the time of the shards added to W, it exceeds the limits or takes
+    longer than `shortest`. Inserting operations on shards only adds waits and microbatches in flight.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:

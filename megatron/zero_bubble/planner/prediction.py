@@ -73,7 +73,7 @@ class Prediction:
     recompute: Recompute = Recompute.NONE
     """Recomputation of the run, and of the 1F1B with which the schedule is compared."""
     megatrons: MegatronsTime | None = None
-    """Time under megatron-core's own schedule; None to predict it from the costs, for the same layout."""
+    """Time of a step under megatron-core's own schedule; None to predict it from the costs, for the same layout."""
     lengths: tuple[float, ...] = ()
     """Relative lengths of the microbatches, as in `simulate`."""
 

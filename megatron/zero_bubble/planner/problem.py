@@ -163,7 +163,7 @@ class Problem:
 
     @cached_property
     def num_delayed(self) -> int:
-        """Number of microbatches that a rank has in flight because of `delay`."""
+        """Number of additional microbatches in flight on a rank because of `delay`."""
         return ceil(self.delay / self.interval - 1e-9)
 
     @property
@@ -227,7 +227,7 @@ class Problem:
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
-        """Code -> time from the start of the operation, whose input is ready, to its result."""
+        """Code -> time from the start of an operation with ready input to its result."""
         times = self.costs.times()
         compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
         return tuple(map(add, self.receiving, compute))
@@ -289,7 +289,7 @@ class Problem:
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
-        """Rank -> smallest memory of a schedule with separate B and W: its peak with one microbatch at a time.
+        """Rank -> smallest memory of a schedule with separate B and W: the peak with one microbatch at a time.
 
         Between its last F and its first B on a rank, a microbatch is in flight in all stages of the rank. With
         recomputation one stage of the rank has all activations, and the earlier stages of the rank lack the activations

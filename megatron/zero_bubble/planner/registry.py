@@ -48,7 +48,7 @@ class Entry:
     has_pairs: bool = False
     """Whether the schedule always has pairs, that is, a forward and a backward that run as one operation."""
     has_own_limit: bool = True
-    """Whether the name implies a memory limit; otherwise the default limit is the peak memory of 1F1B."""
+    """Whether the schedule's name implies a memory limit; otherwise the default limit is the peak memory of 1F1B."""
 
     @property
     def plans_all_kinds(self) -> bool:

@@ -63,7 +63,8 @@ class PlanRequest:
         costs: `ModelCosts` of the units of a model, whose layers are divided into stages; or `StageCosts` of the only
             placement. The default is `default_costs`.
         partition: number of layers of every stage in model order; None to choose the partition.
-        usual: the layout that is kept unless another layout is faster, such as Megatron's; None if all layouts compete.
+        usual: the layout that is kept unless another layout is faster, such as Megatron's layout; None if all
+            layouts compete.
         recomputes: values of `Recompute` to choose from.
         vocabulary_parallel: whether the embedding and the output layer are spread over all ranks; None to choose the
             faster alternative.
@@ -73,7 +74,7 @@ class PlanRequest:
             costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
         usual_capacity: capacity of the usual layout, if it is larger than `capacity`; otherwise None.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
-            placements; None to choose the size. If the schedule is not planned from costs, None is the number of ranks.
+            placements; None to choose the size. Without planning from costs, None means the number of ranks.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
         post_validation: whether the optimizer step is validated in the next iteration, so that iterations interlock.
         takes_makespan: whether plans are compared by their makespan, and not by the longest span of a rank, as in
@@ -86,7 +87,7 @@ class PlanRequest:
         spread: half the interquartile range of a duration, divided by its median. With a spread above zero, plans are
             compared by their expected times.
         time_between: additional time between two operations of a rank, which is part of expected times only.
-        effort: operations to plan in all candidates of one placement; a few candidates are planned in any case.
+        effort: number of operations to plan in all candidates of a placement; a few candidates are planned in any case.
     """
 
     schedule: str

@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.block_groups import in_groups
 
 SHORT = 2
 """A rank gains nothing from several groups of layers if this number of microbatches, with all activations, fits in its
-memory: R of the next microbatch can then run before B of the current microbatch has ended."""
+memory. A rank with enough memory runs R of the next microbatch before B of the current microbatch has ended."""
 
 Groups = tuple[int, ...]
 """Stage -> number of groups of layers, as in `Schedule`; empty if every stage has one group."""
@@ -20,14 +20,14 @@ Groups = tuple[int, ...]
 def groupings(problem: Problem) -> list[Groups]:
     """The numbers of groups of layers to try for each stage, the fewest groups first.
 
-    With more groups of layers a stage takes less memory, but more of its recomputation and weight gradients runs inside
+    With more groups of layers a stage takes less memory, but more of its recomputation and weight gradients run inside
     B, for which the previous stage waits. A rank that is not short of memory has one group of layers a stage.
 
     Args:
         problem: a problem with memory limits.
 
     Returns:
-        The choices of numbers of groups; each has as many groups as a schedule needs to fit in memory on every rank.
+        The choices of numbers of groups; each choice gives every rank enough groups for a schedule to fit in memory.
     """
     costs = problem.costs
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]

@@ -30,7 +30,7 @@ class Keeping:
 
     @classmethod
     def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
-        """The rules to try for dropping activations: one for a problem without recomputation, several otherwise.
+        """The rules to try for dropping activations: one rule without recomputation, several rules with recomputation.
 
         With `Recompute.PLANNED` some rules drop the activations of the first microbatch, because R of the first
         microbatch can run before any B is ready, and every later R can reuse the memory of this R.

@@ -32,7 +32,7 @@ class RunSchedules:
     """The schedules of a training run: one for each number of microbatches, from a request or a file.
 
     Attributes:
-        request: a request for one layout. Each schedule has its own number of microbatches in place of the request's.
+        request: a request for one layout; its number of microbatches is replaced for each schedule.
         given: a schedule that was read from a file, for one number of microbatches; None to make schedules.
         shared: number of microbatches -> schedule that one rank has made and all ranks have received.
     """

@@ -10,9 +10,9 @@ from megatron.zero_bubble.schedule.ir import Placement
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
 _SMALL = 3000
-"""Largest number of F, B and W of a small problem, with two chunks a rank. In small problems more layouts are tried."""
+"""Largest number of F, B and W of a small problem, for two chunks a rank. In small problems more layouts are tried."""
 _LARGE = 5000
-"""Smallest number of F, B and W of a large problem, with two chunks a rank. A large problem has one round of planning,
+"""Smallest number of F, B and W of a large problem, for two chunks a rank. A large problem has one round of planning,
 because its plans take nearly as long to make with little effort as with full effort."""
 _MOST_MOVES = 6
 """Largest number of further partitions that are planned for a layout."""

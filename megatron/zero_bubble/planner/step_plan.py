@@ -50,7 +50,7 @@ class StepRules(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProblem:
-    """A step of which the schedule and the order of the microbatches are planned.
+    """A step whose schedule and order of microbatches have to be planned.
 
     Attributes:
         rules: schedules, limits and options of the run.
@@ -106,7 +106,7 @@ def _num_tried(costs: Sequence[StageCosts]) -> int:
 
 
 def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: int = 0, **options: Any) -> StepPlan:
-    """Plan a step: with the usual schedule if the microbatches fit in some order, else with a smaller memory limit.
+    """Plan a step with the usual schedule if the microbatches fit in some order, else with a schedule for less memory.
 
     Args:
         plan: the schedules of the run.

@@ -27,8 +27,8 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 25
-"""Smallest budget of the local search with the default effort, as a multiple of the operations of the schedule. With
-less effort the smallest budget shrinks in proportion."""
+"""Smallest budget of the local search with the default effort, as a multiple of the operations of the schedule. Below
+the default effort, the smallest budget shrinks in proportion to the effort."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))

@@ -50,7 +50,7 @@ def open_channels(
 
     Args:
         report: called on every rank if `device` is a GPU, with the channel memory of the rank that has the most
-            channels; among ranks with equally many channels, with the largest memory.
+            channels and, among ranks with equally many channels, the most channel memory.
         shapes_vary: whether the shapes of activations vary and are sent in headers.
 
     Raises:

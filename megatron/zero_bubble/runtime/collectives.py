@@ -21,7 +21,7 @@ from megatron.zero_bubble.runtime.process_group import Membership, connect
 
 
 class Collectives(Protocol):
-    """One rank's part in the collectives of its group. All tensors are contiguous and made by the caller."""
+    """One rank's part in the collectives of its group. All tensors are contiguous and allocated by the caller."""
 
     @property
     def rank(self) -> int:

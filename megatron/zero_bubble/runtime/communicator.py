@@ -124,7 +124,7 @@ class RunAhead:
         self._marks: deque[Mark] = deque()
 
     def before_message(self) -> None:
-        """Wait until the GPU has reached the point at which the message `limit` messages ago was posted."""
+        """Wait until the GPU has reached the posting point of the message that is `limit` messages back."""
         if len(self._marks) == self._limit:
             self._marks.popleft().synchronize()
         self._marks.append(self._new_mark())

@@ -22,7 +22,7 @@ class PendingExchange(Protocol):
     """A collective that was submitted and may not be complete yet."""
 
     def failure(self) -> BaseException | None:
-        """Return the error of the collective if it has failed, else None; do not wait."""
+        """Return the error of a failed collective, or None without an error; do not wait."""
         ...
 
     def wait(self) -> None:
@@ -31,11 +31,11 @@ class PendingExchange(Protocol):
 
 
 class ExchangeLane(Protocol):
-    """Runs the submitted exchanges in order and without autograd. Each waits for the computation launched before it."""
+    """Runs submitted exchanges in order, without autograd. An exchange waits for the computation launched before it."""
 
     @property
     def waits_in_thread(self) -> bool:
-        """Whether an exchange that waits for other ranks delays no computation, so that it may be submitted early."""
+        """Whether an exchange waits for other ranks without delaying computation, and may thus be submitted early."""
         ...
 
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
@@ -118,7 +118,7 @@ class StreamLane:
     """A lane on a GPU: one stream, with priority over computation, because other ranks wait for its collectives.
 
     On a GPU, a collective occupies multiprocessors while it waits for other ranks. With one hardware queue, all
-    work launched after the collective waits, too.
+    work launched after a waiting collective waits, too.
     """
 
     waits_in_thread = False

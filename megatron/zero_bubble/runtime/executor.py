@@ -44,8 +44,8 @@ class Executor:
         schedule: a lowered schedule (see `schedule.lower`), which is valid (see `schedule.validate`).
         rank: this process's pipeline rank.
         communicator: the channels to the neighbouring ranks.
-        weight_grad_store: where the stage's layers put the weight gradients that B defers.
-        recomputation_store: where the stage's layers put the forwards that R runs again; needed for a schedule with R.
+        weight_grad_store: holds the weight gradients that B defers.
+        recomputation_store: holds the forwards that R runs again; needed for a schedule with R.
         tail_by_parameter: whether the last W's of the rank's step run parameter by parameter (see `schedule.tail`).
         offload_store: holds the activations that are copied to the host; needed for a schedule with D and H.
         exchange_lane: runs collectives; needed for a schedule with operations on vocabulary shards.
@@ -126,7 +126,7 @@ class Executor:
             self._messages.finish_sends()
             unused = self._exchanges.finish()
         except Exception as error:
-            # A collective that has failed here is the error's cause: other ranks end, and this rank's messages fail.
+            # A collective that failed on this rank is the cause: other ranks end, and this rank's messages fail.
             cause = self._exchanges.forget()
             if cause is None or cause is error:
                 raise
@@ -179,14 +179,14 @@ class Executor:
         return input_tensor
 
     def _end_forward(self, stage: Stage, op: Op, input_tensor: torch.Tensor | None, output: torch.Tensor) -> None:
-        """Keep the tensors of a forward for its backward, and hand on its output."""
+        """Keep the tensors of a forward for its backward, and pass the output on."""
         if self._runs_backward:
             self._activations[op.chunk, op.microbatch] = (input_tensor, output)
         if self._messages.hand_on(op, output, is_forward=True):
             stage.release_output(output)
 
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
-        """Run a forward and a backward as one operation; a stage without `forward_backward` runs the two in turn.
+        """Run a forward and a backward as one operation; a stage without `forward_backward` runs both in sequence.
 
         A pair first waits for the inputs of its forward and its backward. When both operations have run, their results
         are passed on in the channels' order.
@@ -272,9 +272,9 @@ class Executor:
         cast(SteppingStage, stage).step()
 
     def _validate(self, given: Stage, op: Op) -> None:
-        """Validate the last optimizer step; if it was wrong, every rank runs all operations before `op` again.
+        """Validate the last optimizer step; if the step was wrong, every rank runs all operations before `op` again.
 
-        Messages sent before `op` are received first, as a channel keeps its order; the repeated run sends them again.
+        Messages sent before `op` are received first, to keep the channels' order; the repeated operations resend them.
         """
         stage = cast(SteppingStage, given)
         is_wrong = stage.validate()

@@ -142,4 +142,4 @@ class MadeUpNeighbours:
 
 
 _SCALE = 0.1
-"""Standard deviation of made-up messages."""
+"""Standard deviation of the random tensors that `MadeUpNeighbours` returns as messages."""

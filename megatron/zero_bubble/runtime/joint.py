@@ -18,8 +18,8 @@ def jointly(action: Callable[[], T]) -> T:
     """Run `action` on every rank and return this rank's result; a collective call of all ranks.
 
     Raises:
-        ValueError: or `OSError`: the error of the first rank on which `action` raised one, raised on every rank, so
-            that no rank waits for a failed rank.
+        ValueError: or `OSError`, raised on every rank if `action` raises such an error on any rank, so that no rank
+            waits for a failed rank. If several ranks fail, the error of the first of them is raised.
     """
     outcome, error = attempt(action)
     errors: list[Exception | None] = [None] * dist.get_world_size()
@@ -55,8 +55,8 @@ def raise_first(errors: Iterable[Exception | None]) -> None:
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
     """Make the schedule for `num_microbatches` on the job's first rank; return the plan with this schedule everywhere.
 
-    A collective call of the whole job. All ranks must run the very same order, but a solver with a time limit may find
-    a different order on each rank.
+    `plan_on_first_rank` is a collective call of the whole job. All ranks must run the very same order, but a solver
+    with a time limit may find a different order on each rank.
 
     Raises:
         ScheduleError: the first rank found no schedule; raised on all ranks.

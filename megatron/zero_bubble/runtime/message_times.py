@@ -32,8 +32,9 @@ def measure_edges(
 ) -> dict[int, float]:
     """Measure the milliseconds of one message over each edge of this rank.
 
-    A collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`; edges within a rank are left
-    out, and edges between the same two ranks are measured once. Disjoint pairs of ranks measure at the same time.
+    `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`; edges within
+    a rank are left out, and edges between the same two ranks are measured once. Disjoint pairs of ranks measure at
+    the same time.
 
     Args:
         while_computing: whether the sender computes while its message is under way, as in a training.
@@ -97,8 +98,8 @@ def _round_trip(
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
     """Measure the milliseconds of the collective after S on a rank that waits for its result.
 
-    A collective call of the whole job, with the same result on every rank. The measured collective gathers three
-    numbers a token and sums a message over the ranks in an `ExchangeLane`, as in a training.
+    `measure_collective` is a collective call of the whole job, with the same result on every rank. The measured
+    collective gathers three numbers per token and sums a message over the ranks in an `ExchangeLane`, as in a training.
 
     Args:
         collectives: collectives of this pipeline's ranks.

@@ -15,9 +15,9 @@ Sink = Callable[[int, Sequence[MeasuredOp]], None]
 class StepObserver:
     """Gives the executor a recorder for every training step and passes the measured operations to `sinks`.
 
-    A GPU runs behind the process that launches its work, and would idle if the process waited for it between two steps.
-    The times of a step are therefore read once the GPU has finished the step, which is checked after each operation of
-    the next step.
+    A GPU runs behind the process that launches its work. If the process waited for the GPU between two steps, the GPU
+    would idle. The times of a step are therefore read once the GPU has finished the step, which is checked after each
+    operation of the next step.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -47,14 +47,14 @@ class StepObserver:
             self._take_in()
 
     def take_mean(self) -> StepTime:
-        """Return the mean time of the steps since the last call; zeros if there was no step. Waits for the GPU."""
+        """Return the mean time of the steps since the last call, or zeros without a step; waits for the GPU."""
         self.flush()
         times, self._times = self._times, []
         count = max(1, len(times))
         return StepTime(sum(time.span for time in times) / count, sum(time.work for time in times) / count)
 
     def lag(self) -> float:
-        """Return the seconds by which recorded times lag the host's monotonic clock. Waits for the GPU."""
+        """Return the seconds by which recorded times lag the host's monotonic clock; waits for the GPU."""
         self.flush()
         return self._clock.lag()
 

@@ -1,8 +1,8 @@
 """Measures how much time a forward and a backward save if they run as one operation.
 
-In a pair, exchanges of tokens between experts can overlap with computation on a GPU, which has a stream for each, but
-not on a CPU, where exchanges take processor time. No overlap is assumed: the duration of a pair is compared with the
-sum of the durations of its parts.
+In a pair, exchanges of tokens between experts can overlap with computation on a GPU, which has separate streams for
+both. On a CPU, exchanges take processor time and cannot overlap with computation. No overlap is assumed: the duration
+of a pair is compared with the sum of the durations of its forward and its backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Times = Mapping[tuple[int, OpKind], float]
 
 
 class PairTime(NamedTuple):
-    """The pairs in which a chunk takes part, compared with the same operations one after the other."""
+    """Duration of the pairs that contain an operation of a chunk, compared with the same operations run separately."""
 
     hidden: float = 0.0
     """Mean share of the exchange time that overlaps with the other operation's computation, from 0 to 1."""

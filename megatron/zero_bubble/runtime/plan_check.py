@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts:
     """Return the planned costs with the measured times of operations; memory and messages stay as they are.
 
-    If a kind of operation did not run, its planned time is kept; for R, the planned time changes in the ratio of F's.
+    If a kind of operation did not run, its planned time is kept; the time of R changes in proportion to F's time.
     """
     times = {
         name: tuple(new or old for new, old in zip(getattr(measured, name), getattr(planned, name), strict=True))
@@ -100,7 +100,7 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
 
 
 def largest_change(old: StageCosts, new: StageCosts) -> float:
-    """Return the largest relative change of a stage's F + B + W + R."""
+    """Return the largest relative change of the time of F + B + W + R of a stage."""
 
     def work(costs: StageCosts, stage: int) -> float:
         return costs.work(stage) + costs.time_r[stage]

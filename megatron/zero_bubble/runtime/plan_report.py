@@ -1,4 +1,4 @@
-"""The settings for planning in a run, and the reports about its plans."""
+"""The settings for planning in a run, and the reports about the run's plans."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class PlanningOptions:
         memory_limit: the memory limit of the run; None for the schedule's own limit.
         profile: costs to plan with before the first step.
         threshold: relative change of a stage's time that starts planning again; 0 for never.
-        limits: bytes that the operations of every rank may need, if the layout was chosen under these limits; they
+        limits: bytes that the operations of every rank may need, if the layout was chosen under these limits. They
             override `memory_limit`.
-        megatrons: the time on Megatron's split, with which reports compare a layout that was chosen in its place.
+        megatrons: the step time with Megatron's split of layers, which reports compare with the chosen layout.
         tries_own_order: whether a plan with a small predicted gain is compared with megatron-core's own order by
             running both.
     """
@@ -57,7 +57,7 @@ class Report:
     memory_limit: tuple[float, ...] | None
     """The memory limit of every rank, in bytes; None for the schedule's own limit."""
     step: int
-    """The last step whose times are in the costs; 0 if the costs were given."""
+    """Number of the last step whose times are in the costs; 0 if the user has given the costs."""
     differences: tuple[Difference, ...] = ()
     """Differences between measured times and the times in the costs of the previous plan."""
     ratio_of_pairs: float | None = None

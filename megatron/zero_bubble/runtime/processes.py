@@ -30,7 +30,7 @@ def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
 def tie_children() -> None:
     """Make every process that this process's main thread forks from now on end with this process.
 
-    A child of another thread is left alone: it would end with that thread, not with the process.
+    A child that another thread forks is not affected: the child would end with that thread, not with the process.
     """
     is_main_thread = False
 

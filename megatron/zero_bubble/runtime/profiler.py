@@ -27,17 +27,17 @@ class ChunkCosts:
 
     stage: int
     times: Mapping[OpKind, float]
-    """Kind -> usual time. The kinds are F, B and W, or F and BW if the backward is fused. R is also a kind if anything
-    was recomputed, and the first chunk also has the operations on the rank's vocabulary shard."""
+    """Kind of operation -> usual time. The kinds are F, B and W, or F and BW if the backward is fused. R is included if
+    anything was recomputed; the first chunk also includes the operations on the rank's vocabulary shard."""
     memory: Mapping[OpKind, float]
-    """Kind -> usual change of memory; for F, the change if it keeps all activations, as in `StageCosts.memory_f`."""
+    """Kind -> usual change of memory; for F, the change if F keeps all activations, as in `StageCosts.memory_f`."""
     noise: float
     """Largest relative spread of the times that are not negligible: half the interquartile range over the median."""
     inside: int = 0
-    """Largest temporary memory of an operation: its peak beyond the memory in use before and after it."""
+    """Largest temporary memory of an operation: its peak beyond the memory in use before and after the operation."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind (F, and B or BW) -> usual time of its token exchanges between experts that overlaps in pairs with the
-    computation of the other operation; 0 where no pairs were measured."""
+    """Kind (F, and B or BW) -> usual time of the token exchanges between experts that overlaps, in pairs, with the
+    other operation's computation; 0 if no pairs were measured."""
     pairs: PairTime = NO_PAIRS
     num_blocks: int = 0
     """Number of recomputed blocks of layers; 0 if unknown."""
@@ -137,7 +137,7 @@ class Profiler:
 
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
         """Return the usual change of memory by a kind of operation; for F, the change by an F that keeps activations,
-        or by an F that drops activations and its R."""
+        or by an F that drops activations together with its R."""
         kept = self._memory.get((chunk, kind))
         if kept:
             return center(kept)
@@ -167,7 +167,7 @@ class MeasuredCosts(NamedTuple):
     costs: StageCosts
     noise: float
     inside: tuple[int, ...]
-    """`ChunkCosts.inside` of every stage."""
+    """Largest temporary memory of an operation of every stage (see `ChunkCosts.inside`)."""
     ratio_of_pairs: float | None
     """Time of F and B as one operation, divided by their time one after the other; None if no pairs were measured."""
 
@@ -175,7 +175,7 @@ class MeasuredCosts(NamedTuple):
 def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
     """Gather the costs of all stages; a collective call of the whole job, with the same result on every rank.
 
-    The times of a stage are those of its slowest replica (data and tensor parallelism), for which the pipeline waits.
+    The times of a stage are maxima over data- and tensor-parallel replicas: the pipeline waits for the slowest one.
     The memory of a stage after F, after B and after W is the largest over its replicas.
     """
     everyone: list[tuple[Sequence[ChunkCosts], Mapping[int, float]] | None] = [None] * dist.get_world_size()
@@ -185,7 +185,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
-    """Return each stage's exchange time on its fastest replica: other replicas also wait for late replicas."""
+    """Return each stage's shortest exchange time over its replicas: longer times contain waits for late replicas."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
     )

@@ -36,15 +36,15 @@ class RecomputationStore:
     """One pipeline rank's blocks of layers whose activations F has dropped, by model chunk and microbatch.
 
     The executor runs each F inside `forward`, which says whether the F drops its activations, and runs R with
-    `recompute`. Outside of an F, `mode` is None, and a block behaves as without a zero-bubble schedule.
+    `recompute`. Outside of an F, `mode` is None, and a block behaves as in a run without this store.
 
-    The blocks of a chunk may form several groups of layers. R restores the activations of the last group; in a schedule
-    without R, F keeps them.
-    B restores each earlier group right before the group's backward. The weight gradients of all groups but the
-    first run within B, so that no more than one group is in memory at a time.
+    The blocks of a chunk may form several groups. R restores the activations of the chunk's last group; in a schedule
+    without R, F keeps these activations. B restores the activations of each earlier group right before the group's
+    backward. The weight gradients of all groups except the first are computed within B, so that the activations of no
+    more than one group are in memory at a time.
 
     Args:
-        weights: where the weight gradients of the blocks are deferred.
+        weights: the store of the blocks' deferred weight gradients.
     """
 
     def __init__(self, weights: WeightGradStore | None = None) -> None:
@@ -52,11 +52,11 @@ class RecomputationStore:
         self.num_blocks: dict[int, int] = {}
         """Chunk -> number of blocks in an F; known once an F of the chunk has run."""
         self.bytes_outside: dict[int, int] = {}
-        """Chunk -> bytes that layers outside of dropped blocks hold for W; known once a B of the chunk has run."""
+        """Chunk -> bytes that layers outside of dropped blocks keep for W; known once a B of the chunk has run."""
         self.bytes_of_blocks = 0
-        """Bytes held for W by the blocks whose backward has run in the current B."""
+        """Bytes kept for W by the blocks whose backward has run in the current B."""
         self.timed: Callable[[OpKind], AbstractContextManager[None]] = untimed
-        """Measures the recomputations and the weight gradients of blocks that run within B."""
+        """Makes a context that measures a recomputation or the weight gradients of a block within B."""
         self._dropped: dict[tuple[int, int], _Blocks] = {}
         self._current: _Blocks | None = None
         self._is_suspended = False
@@ -91,7 +91,7 @@ class RecomputationStore:
         return self._current.put(recomputation)
 
     def keep(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note the tensors of a block that has kept its activations."""
+        """Note the inputs and outputs of a block that has kept its activations."""
         assert self.mode is ForwardMode.KEEP, "keep() outside of an F that keeps its activations"
         assert self._current is not None
         self._current.keep(inputs, outputs)
@@ -114,7 +114,7 @@ class RecomputationStore:
 
     @contextmanager
     def backward(self, chunk: int) -> Iterator[None]:
-        """Count the memory that W will hold for layers outside of dropped blocks; the `with` block is one B."""
+        """Count the bytes that layers outside of dropped blocks keep for W after the `with` block, which is one B."""
         self.bytes_of_blocks = 0
         yield
         outside = self.weights.flushed_bytes - self.bytes_of_blocks
@@ -140,7 +140,7 @@ class _Blocks:
         self._dropped: dict[int, Recomputation] = {}
         """Number of a block -> its recomputation; removed when the recomputation runs."""
         self._entered: tuple[int, int] | None = None
-        """Number of the block whose backward runs, and number of W put before this backward; None between blocks."""
+        """Number of the block whose backward runs, and number of W deferred before it; None between two blocks."""
         self.number = 0
         """Number of blocks that the F has run so far."""
 

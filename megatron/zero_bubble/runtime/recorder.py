@@ -26,7 +26,7 @@ class Clock(Protocol):
         ...
 
     def lag(self) -> float:
-        """Return by how much the times of this clock lag the host's clock; may wait until the device has computed."""
+        """Return the seconds by which this clock lags the host's clock; may wait until the device has computed."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
@@ -179,7 +179,7 @@ class OpRecorder:
         self._parts.append((len(self._ops), kind, begin, self._clock.mark()))
 
     def num_reached(self) -> int | None:
-        """Count the starts and ends of operations that a GPU has passed, from any thread; None without a GPU."""
+        """Count, from any thread, the starts and ends of operations that a GPU has passed; None without a GPU."""
         return self._clock.num_reached(self._marks) if self._marks else None
 
     def is_over(self) -> bool:

@@ -34,7 +34,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 _DRIFT_STEPS = 20
 """Number of steps between two checks for drift of the times."""
 CHECK_AFTER = 8
-"""Steps between a plan from measured costs and its check against the steps that ran it."""
+"""Number of steps after which a plan from measured costs is compared with the measured times of the steps."""
 _UNSETTLED = 2
 """Number of first steps with a new plan that are not compared with the plan."""
 
@@ -66,7 +66,7 @@ class Replanner:
         self._megatrons = options.megatrons
         self._step = 0
         self._check_at = 0
-        """The step after which the plan is compared with the steps that ran it; 0 for never."""
+        """The step after which the plan is compared with measured steps; 0 for never."""
         self._checked: list[Sequence[MeasuredOp]] = []
         """The operations of the steps that are compared with the plan, on this rank."""
         self._checked_numbers: set[int] = set()
@@ -74,7 +74,7 @@ class Replanner:
         self._current = plan
         """The plan that was made from the present profile."""
         self._planned_for: set[int] = set()
-        """Numbers of microbatches whose schedule was made from the present profile."""
+        """Numbers of microbatches for which a schedule was made from the present profile."""
         self._groups: dict[int, tuple[int, ...]] = {}
         """Number of microbatches -> the groups of layers in the schedule that runs."""
         self._trial: OrderTrial | None = None
@@ -111,8 +111,8 @@ class Replanner:
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a new plan if the next step is the first with this many microbatches, else None; a collective call.
 
-        A new plan is needed because the memory limit may depend on the number of microbatches. Before the first step
-        the plan is made from a given profile.
+        A new plan is needed because the memory limit may depend on the number of microbatches. If the user gives a
+        profile, the first plan is made from this profile before the first step.
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
@@ -196,7 +196,7 @@ class Replanner:
         self._planned_for.add(num_microbatches)
 
     def _check(self, num_microbatches: int) -> RunSchedules | None:
-        """Compare the plan with measured steps, correct it, and try megatron-core's own order; a collective call.
+        """Compare the plan with measured steps, correct the plan, and try megatron-core's own order; a collective call.
 
         The trial of megatron-core's own order begins only if that order may be faster.
         """

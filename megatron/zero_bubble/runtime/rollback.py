@@ -156,7 +156,7 @@ def _restore(now: dict[str, Any], before: _Values) -> None:
 
 
 class Inverse:
-    """Undoes a step of AdamW by solving its equations for the values before the step, which takes no memory.
+    """Undoes a step of AdamW by solving its equations for the values before the step, without extra memory.
 
     With c1 = 1 - beta1^t and c2 = 1 - beta2^t (the paper's appendix on rolling back AdamW, tuzTN0eIO5):
 

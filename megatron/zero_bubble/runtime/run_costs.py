@@ -27,8 +27,8 @@ class RunCosts:
         placement: placement of the run's stages.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
-        measure_messages: a collective call that measures the time of messages over this rank's edges, and the time of a
-            collective of vocabulary shards (0 without shards).
+        measure_messages: a collective call that measures the time of messages over this rank's stage boundaries, and
+            the time of a collective of vocabulary shards (0 without shards).
         recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
         offload: measures the copies to the host and back; None if nothing is offloaded.
     """
@@ -71,7 +71,7 @@ class RunCosts:
         groups: Sequence[int],
         center: Callable[[Sequence[float]], float] | None = None,
     ) -> Profile:
-        """Combine the steps added since the last profile on all ranks; a collective call.
+        """Make a profile of the steps that all ranks have added since the last profile; a collective call.
 
         Args:
             model: the settings of the model that the costs depend on.
@@ -89,11 +89,11 @@ class RunCosts:
         return Profile(self._placement, with_memory_of_all_groups(costs, groups), noise, model, inside)
 
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
-        """Add `steps` alone to the next profile, and return their mean milliseconds on the slowest rank.
+        """Add only `steps` to the next profile, and return their mean milliseconds on the slowest rank.
 
-        `add_checked` is a collective call. The mean of the steps counts, not the median, because the time of a step
+        `add_checked` is a collective call. The returned time is a mean and not a median, because the time of a step
         contains the times of all its operations. The slowest step of each rank is left out, because another process may
-        have interrupted it.
+        have interrupted the step.
 
         Args:
             steps: the measured operations of each step; the call empties this list.

@@ -27,7 +27,7 @@ class RunningPlan:
     Args:
         plan: the plan that the run starts with.
         replanner: decides which plan follows; None keeps the plan.
-        post_validation: whether the schedules take the optimizer's steps.
+        post_validation: whether the schedules contain the optimizer's steps.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RunningPlan:
         overlaps_reduction: bool,
         less_memory: tuple[int, Schedule] | None = None,
     ) -> Executor:
-        """Return the executor of a training step or an evaluation; a collective call if none exists yet.
+        """Return the executor of a training step or an evaluation; a collective call if it does not exist yet.
 
         Args:
             less_memory: level of memory and schedule of a step whose microbatches do not fit in memory with the run's

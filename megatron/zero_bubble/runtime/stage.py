@@ -35,7 +35,7 @@ class Stage(Protocol):
         ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that was passed on; a backward needs only its place in the autograd graph.
+        """Free the values of an output that was passed on; a backward needs only the output's place in the graph.
 
         A stage that frees nothing early need not define this method.
         """

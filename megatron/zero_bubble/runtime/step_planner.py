@@ -28,7 +28,7 @@ FIRST_STEPS = (1, 3)
 REFITTED_AFTER = 8
 """Steps between the first fit of costs to sizes and the second, which has more samples."""
 _WAITED = 1.0
-"""Longest wait of a step for its plan, in milliseconds, with which its planning counts as hidden."""
+"""Planning counts as hidden if the step waits for its plan no longer than this, in milliseconds."""
 
 T = TypeVar("T")
 ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
@@ -47,7 +47,7 @@ class Peers(Protocol):
         ...
 
     def highest(self, level: int) -> int:
-        """Return the highest level of memory of all pipelines; called on the first rank of each pipeline."""
+        """Return the highest `StepDecision.level` of all pipelines; called on the first rank of each pipeline."""
         ...
 
 
@@ -75,7 +75,7 @@ class StepDecision(NamedTuple):
     places: tuple[int, ...]
     """Place in the schedule -> number of the microbatch in the data."""
     level: int = 0
-    """Level of memory: above 0 if a schedule for less memory replaces the run's schedule (see `plan_step`)."""
+    """Memory level of the step: above 0 if a schedule for less memory replaces the run's schedule (see `plan_step`)."""
     schedule: Schedule | None = None
     """The schedule for less memory; None at level 0, where the run's own schedule runs."""
     order: MicrobatchOrder | None = None
@@ -95,7 +95,7 @@ class StepDecision(NamedTuple):
 
 
 class StepPlanner:
-    """Plans the steps of a run. Until costs are measured, or if sizes are unknown, steps keep the order of the data.
+    """Plans the steps of a run. Steps keep the order of the data until costs are measured and microbatch sizes known.
 
     Args:
         placement: placement of the schedules.
@@ -196,7 +196,7 @@ class StepPlanner:
             return as_it_comes._replace(places=like_order(places, before, known), is_late=True)
         answer = None if problem is None else self._answer(problem)
         if rules.limits is not None and self._costs is not None:
-            # Pipelines reduce gradients together, so that they run the same schedule.
+            # Pipelines reduce gradients together, and therefore all pipelines run the same schedule.
             level = self._peers.highest(answer.level if isinstance(answer, StepPlan) else 0)
             if problem is not None and isinstance(answer, StepPlan) and level > answer.level:
                 answer = problem.solve(least_level=level)

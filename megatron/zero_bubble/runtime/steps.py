@@ -24,8 +24,8 @@ def no_range(name: str) -> contextlib.AbstractContextManager[Any]:
 def new_range() -> Range:
     """Choose the kind of profiler range: torch's while torch's profiler runs, else NVTX on a GPU, for Nsight Systems.
 
-    A range of torch takes as much time as the rest of the executor, even if torch's profiler is off. A range of NVTX
-    takes no time.
+    A profiler range of torch takes as much time as the rest of the executor, even if torch's profiler is off. An NVTX
+    range takes no time.
     """
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function

@@ -19,7 +19,7 @@ import torch
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
 
 HEADER = TensorSpec((1 + 64,), torch.int64, torch.device("cpu"))
-"""A header: the number of dimensions (at most 64 in torch's operations), the sizes of the dimensions, and zeros."""
+"""A message header: number of dimensions (at most 64 in torch's operations), their sizes, and zeros as padding."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class AnnouncedSpec:
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """A message whose shape is known as soon as this rank has sent the message that it answers."""
+    """An answer to a message of this rank; the answer's shape is known as soon as this rank has sent that message."""
 
     find: Callable[[], TensorSpec | None]
     """Returns the shape and type of the message; None as long as the shape is not known."""
@@ -41,8 +41,8 @@ class AnswerSpec:
 def refuse_one_queue(device: torch.device) -> None:
     """Raise `ValueError` on a GPU with one hardware queue.
 
-    Receives that are posted only when they are needed make sends wait. With one hardware queue, all later work of the
-    sending rank then waits, too.
+    Receives that are posted only when they are needed make sends wait. With one hardware queue, a waiting send also
+    delays all later work of the sending rank.
     """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError("shapes that vary need several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1")
@@ -101,7 +101,7 @@ class VariableCommunicator:
         return receive.posted
 
     def _post_known(self, source: int) -> None:
-        """Post receives in their order up to the first one whose shape is not known."""
+        """Post the receives of a channel in order, up to the first receive whose shape is not known."""
         channel = self._channels[source]
         while channel and (spec := channel[0].known()) is not None:
             channel.popleft().posted = self._messages.receive(source, spec)
@@ -109,7 +109,7 @@ class VariableCommunicator:
 
 @dataclass
 class _Receive:
-    """A message that was asked for, and whose receive may not be posted yet."""
+    """A requested message, whose receive may not be posted yet."""
 
     communicator: VariableCommunicator
     source: int

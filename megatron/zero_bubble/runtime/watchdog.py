@@ -3,7 +3,7 @@
 A rank that hangs is silent, and its neighbours wait. Each rank therefore has a thread that regularly checks whether the
 rank has advanced. The first thread whose rank has not advanced for too long raises an alarm in the job's store. After
 an alarm every rank writes its position to the store, the rank that raised the alarm reports, and all ranks exit. While
-the job runs, each check costs the store one small request, and the operations themselves cost no request.
+the job runs, each check costs one small request to the store; operations of the pipeline cost no requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 _LOOKS = 10
 """Number of checks within the timeout."""
 _LONGEST_PAUSE = 5.0
-"""Most seconds between two checks; the report waits for the other ranks for up to twice the time between checks."""
+"""Most seconds between two checks. A report waits for other ranks up to twice the time between checks plus a second."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Watchdog:
         position: returns the position of this rank, or None between two steps; called on the watchdog's thread.
         timeout: seconds at one operation after which an alarm is raised.
         report: called on the one rank that raised the alarm first.
-        leave: called on every rank after the report; it should end the process, because a rank that hangs cannot be
-            asked to exit.
+        leave: called on every rank after the report. `leave` should end the process, because a rank that hangs cannot
+            exit by itself.
         host: name of this rank's machine.
     """
 
@@ -111,7 +111,8 @@ class Watchdog:
         leave: Callable[[], None],
         host: str,
     ) -> None:
-        # A connection is busy while its owner waits for a key. torch before 2.8 has only one; no step waits for it.
+        # A connection is busy while its owner waits for a key. Before torch 2.8 a store has only one connection, which
+        # may be shared, because no step waits for a key.
         own = store.clone() if hasattr(store, "clone") else store
         generation = own.add(f"megatron.zero_bubble/watchdogs of {rank}", 1)
         self._store = dist.PrefixStore(f"megatron.zero_bubble/watchdog/{generation}", own)
@@ -152,7 +153,7 @@ class Watchdog:
             return
 
     def _raise_alarm(self) -> None:
-        """Ask all ranks for their state, report it, and let the ranks exit."""
+        """Ask all ranks for their states, report the states, and let the ranks exit."""
         assert self._seen is not None
         self._store.set("alarm", str(self._rank))
         self._publish()

@@ -31,7 +31,7 @@ class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
     While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` closes the
-    bundle of a microbatch; `pop` runs the oldest bundle of a chunk and `pop_by_parameter` several bundles.
+    bundle of W of a microbatch; `pop` runs the oldest bundle of a chunk, and `pop_by_parameter` runs several bundles.
     Outside of `deferring()` a layer computes its weight gradient itself, fused with B.
     """
 
@@ -41,7 +41,7 @@ class WeightGradStore:
         self.is_deferring = False
         """Whether layers must hand over their weight gradients instead of computing them."""
         self.num_flushed = 0
-        """Number of bundles closed or dropped so far; layers use it to tell one microbatch's B from the next."""
+        """Number of bundles of W closed or dropped so far; a change tells layers that another microbatch's B runs."""
         self.flushed_bytes = 0
         """Bytes of the tensors that the last flushed W holds according to `put`, each storage counted once."""
 
@@ -87,16 +87,16 @@ class WeightGradStore:
 
     @property
     def num_put(self) -> int:
-        """Number of weight gradients that the current B has put so far and that have not run."""
+        """Number of weight gradients that the current B has deferred so far and that have not run."""
         return len(self._bundle)
 
     def run_since(self, num_put: int) -> None:
-        """Run the weight gradients that the current B has put, except the first `num_put`."""
+        """Run the weight gradients that the current B has deferred, except the first `num_put`."""
         pending, self._bundle = self._bundle[num_put:], self._bundle[:num_put]
         _run_in_order([(0, deferred) for deferred in pending], lambda microbatch: None)
 
     def bytes_since(self, num_put: int) -> int:
-        """Return the bytes held by the weight gradients that the current B has put after the first `num_put`."""
+        """Return the bytes held by the weight gradients that the current B has deferred after the first `num_put`."""
         deferred = self._bundle[num_put:]
         return sum({cdata: size for gradient in deferred for cdata, size in gradient.held.items()}.values())
 
@@ -112,13 +112,13 @@ class WeightGradStore:
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
         """Run the oldest W of `chunk`, which must belong to `microbatches`, parameter by parameter.
 
-        Parameters come in the order of B, from the last layer to the first, and the microbatches of each parameter in
-        the given order. `before` is called with the microbatch before each W.
+        Parameters come in the order of B, from the last layer to the first, and the microbatches of each parameter come
+        in the given order. `before` is called with the microbatch before each W.
         """
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
-        """Take the W of microbatches, grouped by parameter; in its own function, so that no variable keeps W alive."""
+        """Take the W of microbatches, grouped by parameter, in a separate function: its variables keep no W alive."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
@@ -144,7 +144,7 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run deferred weight gradients in order; each gathers its inputs while the previous one is computed."""
+    """Run deferred weight gradients in order. Inputs of a weight gradient are gathered while the previous one runs."""
     pending.reverse()
     if pending:
         pending[-1][1].start()

@@ -229,7 +229,7 @@ def _positions(timeline: Timeline) -> _Positions:
 
 
 Steps = list[tuple[float, float]]
-"""A step function as points (time, value): each value holds from the time of its point to the time of the next."""
+"""A step function as points (time, value): each value holds from its time to the time of the next point."""
 
 
 def idle_ranks_over_time(timeline: Timeline) -> Steps:

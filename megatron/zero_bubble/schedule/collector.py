@@ -12,7 +12,7 @@ def paused_collector() -> Iterator[None]:
     """Pause the collector of reference cycles, for a block or a decorated function.
 
     The operations of a long schedule are millions of tuples without reference cycles. Lowering a long schedule takes
-    half of the time if the collector does not walk through these tuples again and again.
+    half of the time if the collector does not walk through its tuples again and again.
     """
     was_enabled = gc.isenabled()
     gc.disable()

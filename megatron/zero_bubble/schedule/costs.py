@@ -247,7 +247,7 @@ class StageCosts:
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
     def blocks(self, stage: int) -> int:
-        """The number of whole blocks of layers in a stage; a unit of a model may be a part of a block."""
+        """The number of blocks of layers in a stage, rounded down if a unit is a part of a block."""
         return int(self.num_blocks[stage] + 1e-6)
 
     def keeping_everything(self) -> StageCosts:

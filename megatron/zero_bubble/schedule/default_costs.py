@@ -16,7 +16,7 @@ bytes for each token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)
 DEFAULT_SHARD = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
 """Default times of the operations on the vocabulary shard of a rank, relative to the F of a stage.
 
-With these times, on eight ranks with one layer each, the whole output layer takes as long as 0.8 layers.
+With the default times, on eight ranks with one layer each, the whole output layer takes as long as 0.8 layers.
 """
 
 

@@ -1,8 +1,8 @@
 """Errors of schedules.
 
 ValueError
-└── ScheduleError            anything below; the message is one line for the user
-    ├── UnknownSchedule      no generator of that name
+└── ScheduleError            base class of all errors of schedules; the message is one line for the user
+    ├── UnknownSchedule      no generator has the requested name
     ├── InvalidSchedule      an operation is missing, doubled, or in an impossible place
     │   └── Deadlock         some ranks wait for each other for ever
     └── Infeasible           no schedule fits under the memory limit

@@ -146,7 +146,7 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
     """The collective that brings the input of the compute operation `op` of `rank`; None if no collective does.
 
-    The rank that broadcasts a result has the result already.
+    The rank that broadcasts a result needs no collective, because it has the result already.
     """
     placement = schedule.placement
     for kind in collective_kinds(schedule):

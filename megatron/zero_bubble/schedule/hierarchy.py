@@ -1,4 +1,4 @@
-"""Hierarchical SGD: the groups of replicas that average their parameters, and their iterations.
+"""Hierarchical SGD: the groups of replicas that average their parameters, and the iterations of the averages.
 
 Each replica steps on its own gradients. Small groups of replicas average their parameters often, and large groups
 seldom (Lin et al. 2020, Castiglia et al. 2020). A slow replica delays only the replicas of its group.
@@ -55,7 +55,7 @@ class Hierarchy:
         """Read the levels of hierarchical SGD from text in the form `PERIOD:SIZE,PERIOD:SIZE,...`.
 
         Raises:
-            ValueError: the text is not in this form, or its levels do not form a hierarchy.
+            ValueError: the text does not have the form `PERIOD:SIZE,...`, or its levels do not form a hierarchy.
         """
         matches = [_LEVEL.fullmatch(part) for part in text.split(",")]
         if not all(matches):

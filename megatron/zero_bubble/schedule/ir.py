@@ -153,8 +153,9 @@ class Schedule:
     ops: tuple[tuple[Op, ...], ...]
     """Rank -> its operations in order."""
     groups: tuple[int, ...] = ()
-    """Stage -> number of groups of layers in which the stage recomputes activations; empty if every stage has one. With
-    several groups in a stage, R recomputes the last group, and B each other group right before its gradients."""
+    """Stage -> number of groups of layers in which the stage recomputes activations; empty if each stage has one group.
+    In a stage with several groups, R recomputes the last group, and B recomputes every other group right before it
+    computes the gradients of the group."""
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:

@@ -1,7 +1,7 @@
 """The kinds of operations, and `KINDS`, the table of the properties of each kind.
 
-The table has the inputs, the costs and the colour of every kind of operation. A new kind needs a row in the table, a
-handler in the executor, and a planner that places its operations; CONTRIBUTING.md has an example.
+`KINDS` has the inputs, the costs and the colour of every kind of operation. A new kind of operation needs a row in
+`KINDS`, a handler in the executor, and a planner that places the operations; CONTRIBUTING.md has an example.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class OpKind(str, Enum):
     BW = "BW"
     """Backward that computes the gradients of input and weights in one operation, as autograd does."""
     PB = "&B"
-    """B in a pair: it runs as one operation with the F right before it, which is of another microbatch or stage."""
+    """B in a pair: a B that runs as one operation with the preceding F, which has another microbatch or stage."""
     PBW = "&BW"
-    """BW in a pair: it runs as one operation with the F right before it, which is of another microbatch or stage."""
+    """BW in a pair: a BW that runs as one operation with the preceding F, which has another microbatch or stage."""
     R = "R"
     """Recomputation: repeats a forward whose activations were dropped, before the backward of the same microbatch."""
     D = "D"
@@ -64,7 +64,7 @@ class OpKind(str, Enum):
     EMBEDDED_GRAD = "EMBEDDED_GRAD"
     """Broadcast of the gradient of the first stage's input to all ranks."""
     STEP = "STEP"
-    """The optimizer step of this rank, before the state of all gradients is known."""
+    """The optimizer step of this rank, taken before the state of all gradients is known."""
     VALIDATE = "VALIDATE"
     """Confirms or amends the optimizer step of the previous iteration, once the state of all gradients is known."""
 
@@ -97,7 +97,7 @@ class Need(NamedTuple):
     place: Place
     """The stage or rank that makes the needed result."""
     num_before: int = 0
-    """Microbatch number of the operation minus microbatch number of the needed result; for STEP, iteration numbers."""
+    """Microbatch number (for VALIDATE, iteration number) of the operation, minus the number of the needed result."""
     is_optional: bool = False
     """Whether the result is needed only if the schedule has an operation that makes this result alone."""
     only_at: Place | None = None
@@ -156,20 +156,20 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation of the same microbatch, such as F for R. If a schedule has both F and R, F allocates
-    less memory, by the memory of R."""
+    """Kind of the earlier operation that allocates less memory, by the memory of this operation, if both run for the
+    same microbatch: F for R."""
     waiting: str = ""
     """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""
     """Plural name of a result that must be made once for each microbatch, in microbatch order; otherwise empty."""
     pairs_with: OpKind | None = None
-    """Kind of the previous operation, with which the operation runs as one (see `pairs`); None outside of pairs."""
+    """Kind of the preceding operation with which this operation runs as one (see `pairs`); None outside of pairs."""
     runs_on: Place = Place.SAME_STAGE
     """Where the operation runs: in every stage, or, as an operation of chunk 0, on every rank or on the last rank."""
     adds_gradient: bool = False
     """Whether the operation adds to gradients. Operations that add to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether a rank may run the operation long before its first forward: the span of the rank starts afterwards."""
+    """Whether a rank may run the operation long before its first forward, without starting the span of the rank."""
     is_per_iteration: bool = False
     """Whether a rank runs the operation once an iteration; its `microbatch` is then the iteration number."""
     colour: str = ""

@@ -27,7 +27,7 @@ class Stream:
         """Message -> latest start of one of its ends."""
 
     def start(self, index: int, start: float, time: float) -> bool:
-        """Start one end of a message; return whether all ends have started, so that the message becomes complete.
+        """Start one end of a message; return whether all ends of the message have now started.
 
         Args:
             index: number of the message on the stream.
@@ -80,8 +80,8 @@ class StreamLaunch(NamedTuple):
     computes: bool
     """Whether the launch is a computation on the compute stream; otherwise the launch is one end of a message."""
     indices: dict[int, int]
-    """Microbatch -> number, on its stream, of the input message of the computation. This mapping has a microbatch from
-    the posting of its input message until its computation runs."""
+    """Microbatch -> number, on its stream, of the input message of the computation. A microbatch is in this mapping
+    from the posting of its input message until its computation runs."""
 
 
 class Host:

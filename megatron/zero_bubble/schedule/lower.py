@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.streams import HardwareQueues
 RECEIVE_AHEAD = 1
 """Default number of computations between the posting of a receive and its consumer."""
 _NEGLIGIBLE = 0.001
-"""Largest increase of the makespan by messages, as a fraction, for which no other places of receives are tried."""
+"""Largest fraction by which messages may increase the makespan before `lower` tries other places for receives."""
 
 
 @paused_collector()
@@ -34,7 +34,7 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
 
     Every ordered pair of ranks (source, destination) is a channel for activations and gradients. A send comes right
     after the operation that makes the tensor. The receives of a channel have the order of its sends. A receive only
-    posts the message; the consumer of the message waits for it. Neighbouring stages on one rank need no message. All
+    posts the message, and the consumer waits for the message. Neighbouring stages on one rank need no message. All
     ranks run the collectives of vocabulary shards in the same order (see `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer, or earlier if the order of its channel demands
@@ -202,7 +202,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Return, for each message, the place of the previous message's maker in the serial order; for the first, -1."""
+    """Return, for each message, the serial place of the previous message's maker; for the first message, -1."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
@@ -224,8 +224,8 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
     next message of its channel, whose send waits for the receive. By induction, when a computation starts, all earlier
     messages are complete except the last message of each channel, and no launch before the computation waits.
 
-    The preferred place of a receive is `receive_ahead` computations before its consumer: later if the previous message
-    is still in flight; earlier if the message of the receive would otherwise arrive too late.
+    The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later if
+    the previous message is still in flight, and earlier if its own message would otherwise arrive too late.
     """
     source, rank, messages = channel
     starts, ends = order.starts[rank], order.ends[rank]

@@ -28,18 +28,19 @@ class PlacedCollective(NamedTuple):
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
-    """Place the collectives of a schedule, in the same order on all ranks: the order of their last makers in `order`.
+    """Place the collectives of a schedule in the same order on all ranks, sorted by their last contributing operation.
 
-    A collective can start when its last maker has ended and the previous collective is complete. A rank joins a
-    collective before the computation that the rank runs when the collective can start. With one hardware queue, a rank
-    that joins while the previous collective is in flight delays its own next computation. A rank joins a collective
-    after its next computation if waiting delays the collective no longer than joining first delays the computation.
+    A collective can start when its last contributing operation has ended and the previous collective is complete. A
+    rank joins a collective before the computation that the rank runs when the collective can start. With one hardware
+    queue, a rank that joins while the previous collective is in flight delays its own next computation. A rank joins a
+    collective after its next computation if this delays the collective no longer than joining first would delay the
+    computation.
 
     Collectives cannot cause a deadlock, whatever times the operations take. Consider a run of all computations one at a
-    time, in `order`. Every rank joins a collective before the first user of this or a later collective, and no rank
-    joins a collective before all ranks have joined the previous collective. When a computation starts, its inputs, and
-    the inputs of all launches before it, are therefore complete. All ranks join a collective on the same side of
-    VALIDATE.
+    time, in `order`. Every rank joins a collective before the first operation that needs this or a later collective,
+    and no rank joins a collective before all ranks have joined the previous collective. When a computation starts, its
+    inputs, and the inputs of all launches before it, are therefore complete. All ranks join a collective on the same
+    side of VALIDATE.
 
     Args:
         schedule: schedule without communication.
@@ -133,7 +134,7 @@ class _Collective(NamedTuple):
 
 
 def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
-    """The collectives of all microbatches, in the order of their last makers."""
+    """The collectives of all microbatches, in the order of their last contributing operations."""
     makers: dict[Op, list[tuple[int, int]]] = {
         Op(kind, microbatch): []
         for kind in collective_kinds(schedule)

@@ -17,7 +17,7 @@ _ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
     for facts in KINDS.values()
     if facts.undoes_memory_of is not None
 }
-"""Kind of operation -> kinds of later operations that allocate a part of its memory instead, if a schedule has them."""
+"""Kind of operation -> kinds of later operations that allocate a part of its memory in its place, if they exist."""
 
 
 def memory_held(

@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
 """Field of an operation on a vocabulary shard -> number of collectives around the operation. A collective with at most
-one number a token counts half."""
+one number a token counts as half a collective."""
 
 Partition = tuple[int, ...]
 """Stage -> number of layers, in model order. The first stage also has the embedding, and the last stage the output."""

@@ -27,7 +27,7 @@ class Recompute(str, Enum):
 def recomputes_blocks(settings: Any) -> bool:
     """Whether a model recomputes whole blocks of layers, so that R can be separated from the backward.
 
-    With fp8 and fp4, Transformer Engine recomputes inside of its backward, and R cannot be separated.
+    With fp8 and fp4, Transformer Engine recomputes inside of its backward, so that a schedule cannot contain R.
 
     Args:
         settings: flags of a job, or megatron-core's config, which has no `fp4` in older versions.

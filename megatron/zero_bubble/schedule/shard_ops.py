@@ -42,7 +42,7 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
     microbatch. Pairs are split, because operations on shards may come between the forward and the backward of a pair.
 
     Args:
-        schedule: to insert operations into.
+        schedule: schedule into which operations are inserted.
         costs: costs of the stages, with vocabulary shards.
         given_delays: delays of all backwards and W. With a delay below `shortest_delay(costs)` the ranks may deadlock.
     """
@@ -58,10 +58,10 @@ def delays(schedule: Schedule, costs: StageCosts) -> list[float]:
 
 
 def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[float] | None) -> Schedule:
-    """Insert operations on vocabulary shards into a schedule, with the delay that makes the schedule fastest.
+    """Insert operations on vocabulary shards into a schedule, with the best of several delays of the backwards.
 
     Args:
-        schedule: to insert operations into.
+        schedule: schedule into which operations are inserted.
         costs: costs of the stages, with vocabulary shards.
         limits: memory limit of every rank; a schedule that exceeds a limit is chosen only if all schedules do.
     """

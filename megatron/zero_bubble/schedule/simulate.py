@@ -39,7 +39,7 @@ def simulate(
     integers and fractions give exact results.
 
     Args:
-        schedule: lowered or not.
+        schedule: schedule with or without communication.
         costs: costs of the stages.
         overlap_communication: whether ranks compute while messages are in flight. Without overlap, a message occupies
             the sender right after the operation that makes the tensor, and the receiver right before its consumer.
@@ -126,7 +126,7 @@ class _Lane:
 
 
 class _Simulation:
-    """A simulation that runs each rank until it waits for a result, and runs it again when the result is known.
+    """A simulation that runs each rank until the rank waits for a result, and continues when the result is known.
 
     Planners simulate many schedules. For speed, values that are the same for all microbatches are computed once, and
     the end times of all results are in one flat list.
@@ -159,7 +159,7 @@ class _Simulation:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """Slot -> 1 if the schedule has an operation that makes this optional result alone, else 0."""
+        """Slot -> 1 if the result is optional and the schedule has an operation that makes it alone, else 0."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):
@@ -284,7 +284,7 @@ class _Simulation:
         blocked: dict[int, list[int]],
         runnable: deque[int],
     ) -> float:
-        """Run one operation of a pair, whose results are ready at the end of the pair; return when `rank` is free."""
+        """Run one operation of a pair, with results at the end of the pair; return the time at which `rank` is free."""
         op = self._schedule.ops[rank][position]
         end = start + self._pairs[rank][op]
         lane.starts.append(start)

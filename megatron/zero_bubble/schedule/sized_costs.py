@@ -31,7 +31,7 @@ class Curve(NamedTuple):
     per_square: float
 
     def at(self, size: MicrobatchSize) -> float:
-        """The cost of a microbatch of this size."""
+        """The cost of a microbatch of the given size."""
         return self.constant + self.per_token * size.tokens + self.per_square * size.squares
 
 
@@ -50,7 +50,7 @@ class SizedCosts:
     inside: tuple[Curve, ...] = ()
 
     def of(self, size: MicrobatchSize) -> StageCosts:
-        """The costs of the operations of a microbatch of this size."""
+        """The costs of the operations of a microbatch of the given size."""
         costs = {name: tuple(curve.at(size) for curve in curves) for name, curves in self.curves.items()}
         for name in ("time_f", "time_b", "time_w"):
             if name in costs:

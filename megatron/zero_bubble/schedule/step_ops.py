@@ -101,9 +101,9 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     """Add STEP at the end and VALIDATE in the warmup of every rank, and remove communication.
 
     VALIDATE comes one forward later than the arrival of the state of all gradients of the previous iteration, which
-    avoids a delay if a rank is slightly late. Few forwards before VALIDATE are run again if the validation fails.
-    VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the state of all
-    gradients. VALIDATE also comes before a forward whose input another rank makes after the VALIDATE of that rank.
+    avoids a delay if a rank is slightly late. Only the few forwards before VALIDATE are run again if the validation
+    fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the state of
+    all gradients. VALIDATE also comes before a forward whose input another rank makes after its own VALIDATE.
 
     Args:
         schedule: schedule of one iteration.

@@ -8,8 +8,9 @@ stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
 With one queue, the launches of a rank start in order: a launch waits until the previous work of its stream is complete,
-and all later launches wait for it. With one queue, a send or receive that is posted while the previous message of its
-channel is in flight blocks the next computation, even if the message in flight depends on that computation.
+and all later launches of the rank wait for this launch. With one queue, a send or receive that is posted while the
+previous message of its channel is in flight blocks the next computation, even if the message in flight depends on that
+computation.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The gradient of a parameter can be reduced over the data-parallel replicas after the last W of the parameter. In
 microbatch order, all parameters have their last W at the end of the iteration. The W after the last B of a rank need no
-further input, so that they can run parameter by parameter: the gradient of one parameter is reduced while the W of the
+further input, so that they can run parameter by parameter. The gradient of one parameter is reduced while the W of the
 next parameter run ("Zero Bubble Pipeline Parallelism", appendix A). Each gradient is the same, bit for bit, as in
 microbatch order, because its terms are added in the same order. On a rank with a vocabulary shard, the last T come
 before the last W. The last EW, which wait for the first rank, come after the last W.
@@ -31,7 +31,7 @@ def reorder_tail(schedule: Schedule) -> Schedule:
     memory. The reordering moves no send, receive or collective.
 
     Args:
-        schedule: lowered or not.
+        schedule: schedule with or without communication.
     """
     return replace(schedule, ops=tuple(_reorder(ops) for ops in schedule.ops))
 
@@ -58,7 +58,7 @@ def _tail(ops: Sequence[Op]) -> tuple[int, int]:
 
 
 def run_together(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
-    """The operations of a rank in groups that run as one: a pair, the last W of one chunk, or any other operation."""
+    """The operations of a rank in groups that run as one: a pair, the last W of one chunk, or one operation."""
     start, end = _tail(ops)
 
     def key(numbered: tuple[int, Op]) -> tuple[bool, int]:

@@ -36,7 +36,7 @@ class TimedOp(NamedTuple):
 
 
 def timed_ops(ops: Iterable[Op], starts: Iterable[float], ends: Iterable[float]) -> tuple[TimedOp, ...]:
-    """The operations with their times, built by C code without an interpreted loop."""
+    """The operations with their start and end times, built without an interpreted loop for speed."""
     return tuple(map(tuple.__new__, repeat(TimedOp), zip(ops, starts, ends, strict=True)))
 
 
@@ -125,7 +125,7 @@ class Timeline:
 
     @property
     def cost(self) -> float:
-        """The longest span of a rank, which is the time of an iteration if iterations interlock."""
+        """The longest span of a rank: an iteration's time if ranks do not wait for each other between iterations."""
         return max(self.spans)
 
     @property

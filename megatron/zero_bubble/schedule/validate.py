@@ -37,7 +37,7 @@ from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
 _Rows = dict[tuple[OpKind, int], list[int]]
-"""(kind, chunk) -> microbatch -> position of its operation in the order of a rank; -1 if the rank lacks it."""
+"""(kind, chunk) -> microbatch -> position of its operation in the order of a rank; -1 for a missing operation."""
 
 
 @paused_collector()
@@ -58,7 +58,7 @@ def validate(schedule: Schedule) -> None:
     - The ranks do not deadlock. A lowered schedule is checked on NCCL's streams with one hardware queue and with many.
 
     Args:
-        schedule: lowered or not.
+        schedule: schedule with or without communication.
 
     Raises:
         InvalidSchedule: the schedule breaks a rule of `validate`; the one-line message has the rank and the operation.
@@ -108,7 +108,7 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """Length of a row of `_Rows`: n + 1 microbatches suffice to find an operation missing in n operations of a rank."""
+    """Length of a row of `_Rows`: if a rank has n operations, one of n + 1 microbatches lacks an operation."""
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 

@@ -35,7 +35,7 @@ T = TypeVar("T", bound=AliasFlags)
 
 
 def translated(flags: T) -> T:
-    """Return `flags` with every alias replaced by our flag.
+    """Return `flags` with every alias replaced by the zero-bubble flag that the alias stands for.
 
     Args:
         flags: an instance of a class that derives from `AliasFlags` and `ZeroBubbleFlags`.

@@ -1,4 +1,4 @@
-"""Draws the measured operations of ranks (`--zero-bubble-timeline`), and their plans (in TensorBoard and W&B)."""
+"""Draws the measured operations of ranks (`--zero-bubble-timeline`), and plans (in TensorBoard and W&B)."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any
 
 
 def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
-    """Write a drawing and the idle shares of the plan of a `report` that was made after `iteration`."""
+    """Write a drawing of the plan in `report`, which was made after `iteration`, and its idle time by cause."""
     if tensorboard is None and wandb_run is None:
         return
     timeline = report.prediction.timeline

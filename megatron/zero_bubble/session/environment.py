@@ -19,7 +19,7 @@ def host_name(environment: Mapping[str, str]) -> str:
 
 
 def device_of_rank(local_rank: int, num_devices: int) -> int:
-    """Index of this process's device among the visible ones; Slurm may show each task only its own device."""
+    """Index of this process's device among the visible devices; Slurm may show each task only its own device."""
     return local_rank % num_devices
 
 
@@ -43,7 +43,7 @@ def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devi
 
 
 def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
-    """A text that the ranks on a host without devices share processor cores; None if each rank has its own core.
+    """A note that the ranks on a host without devices share processor cores; None if each rank has its own core.
 
     Args:
         environment: the environment variables, with torchrun's `LOCAL_WORLD_SIZE`.
@@ -60,7 +60,7 @@ def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
 
 
 def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nodes: Path) -> None:
-    """Refuse to train on the CPU of a host that should have a device, unless a flag asks for it.
+    """Refuse to train on the CPU of a host that should have a CUDA device, unless `--distributed-backend` is given.
 
     A single rank without a device would fall back to another backend than the other ranks, and all ranks would hang.
 

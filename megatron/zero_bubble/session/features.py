@@ -21,7 +21,8 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
     """The hierarchy in which replicas average their parameters; None without `--hierarchical-sgd`.
 
     Raises:
-        ValueError: the flag is malformed, or does not fit the job's replicas or another flag; the message is one line.
+        ValueError: a flag of hierarchical SGD is malformed, or does not fit the job's replicas or another flag; the
+            message is one line.
     """
     text, warmup = flags.hierarchical_sgd, flags.hierarchical_sgd_warmup
     if warmup < 0:
@@ -126,7 +127,7 @@ INVERSE, USE_SNAPSHOT = "--zero-bubble-rollback inverse", "use snapshot"
 
 
 def check_post_validation(flags: JobFlags) -> None:
-    """Raise `ValueError` for a flag that post-validation does not support; the message names both flags and why."""
+    """Raise `ValueError` for a flag that post-validation does not support; the message names flag and reason."""
     if not flags.zero_bubble_post_validation:
         return
     refuse_with_features(flags, [Feature.POST_VALIDATION])
@@ -180,7 +181,8 @@ def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
     """Check that the vocabulary divides into as many shards as there are ranks, if the flags ask for shards.
 
     Raises:
-        ValueError: the vocabulary does not divide; the message names a divisor that works.
+        ValueError: the vocabulary does not divide into shards; the message names a
+            `--make-vocab-size-divisible-by` that works.
     """
     if flags.vocabulary_parallel:
         ranks = flags.pipeline_model_parallel_size, flags.tensor_model_parallel_size

@@ -52,7 +52,7 @@ def flag(
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `ValueError` instead of exiting: a caller prints the error once for all ranks."""
+    """An argument parser that raises `ValueError` and does not exit, so that an error is printed once for all ranks."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)

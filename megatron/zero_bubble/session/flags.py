@@ -192,10 +192,10 @@ def flag_name(name: str) -> str:
 
 
 def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
-    """Refuse zero-bubble flags that are wrong or contradict each other for every model.
+    """Refuse zero-bubble flags that are invalid or contradict each other, whatever the model is.
 
     Raises:
-        ValueError: a flag cannot work; the message names the first such flag.
+        ValueError: a flag is refused; the message names the first such flag.
     """
     _check_owners(flags)
     if flags.zero_bubble_rollback == "inverse" and flags.zero_bubble_rollback_on_host:

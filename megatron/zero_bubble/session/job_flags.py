@@ -46,9 +46,9 @@ _FURTHER = {
         r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
     ),
 }
-"""Flag of a model -> names of further flags of a model with that flag; a program may lack some of these flags."""
+"""Flag -> names of further flags on which stage costs depend if the flag is set; some programs lack some of them."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
-"""Names that megatron-core's `TransformerConfig` gives to flags."""
+"""Flag -> name of the corresponding field of megatron-core's `TransformerConfig`, if the names differ."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
 """Names in `_MODEL` of the flags whose values the choice of a layout decides."""
 

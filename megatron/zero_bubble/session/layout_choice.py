@@ -41,7 +41,7 @@ SAVED_NAMES = (
 )
 """Names of arguments in a checkpoint that record the chosen layout."""
 _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
-"""Names of flags that must have the checkpoint's values, so that a job can keep the checkpoint's layout."""
+"""Names of flags: a job keeps the checkpoint's layout only if these flags have the checkpoint's values."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """The time of megatron-core's own schedule on Megatron's layout; None if it does not fit or is chosen."""
+        """Time of megatron-core's own schedule on Megatron's layout; None if the layout does not fit or is chosen."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -231,7 +231,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool) -> tuple[Placement, ...]:
-    """The placements that the flags allow; with `frees_layout` all placements, also the placement that flags fix."""
+    """The placement that the flags fix; all placements of allowed kinds if none is fixed or with `frees_layout`."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -241,7 +241,7 @@ def _placements(flags: JobFlags, name: str, *, frees_layout: bool) -> tuple[Plac
 
 
 def _can_recompute(flags: JobFlags) -> bool:
-    """Whether the model's class can recompute layers; hybrid models can from megatron-core 0.18 on."""
+    """Whether the model's class can recompute layers; hybrid models need megatron-core 0.18 or later."""
     if flags.pattern is None:
         return True
     from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES

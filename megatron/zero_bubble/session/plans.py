@@ -77,8 +77,9 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
 def group_size(flags: JobFlags, placement: Placement) -> int | None:
     """Number of microbatches that a chunk runs before the next chunk's turn; None if the planner may choose.
 
-    With dropout and without a seed for each layer, the order of the forwards of several chunks decides which random
-    numbers they draw; such a job keeps megatron-core's order, with groups of as many microbatches as there are ranks.
+    With dropout and without a seed for each layer, the order of the forwards of a rank decides which random numbers the
+    forwards draw. A job with interleaved chunks, dropout and no seeds for layers keeps megatron-core's order: a
+    group has as many microbatches as there are ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     draws = (flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
@@ -125,7 +126,7 @@ def _all_microbatches(flags: JobFlags) -> int:
 
 
 def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
-    """Make every schedule that the run needs, for the plan to keep; print a line first if planning takes seconds.
+    """Make every schedule that the run needs, and keep it in the plan; print a line first if planning takes seconds.
 
     Raises:
         ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
@@ -156,7 +157,7 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 
 
 def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
-    """The memory limit in M_B before costs are measured, with equal stages; None for the schedule's own limit."""
+    """The memory limit in M_B before costs are measured, for equal stages; None for the schedule's own limit."""
     limit = flags.memory_limit
     if limit is None:
         return None

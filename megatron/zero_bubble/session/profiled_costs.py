@@ -26,7 +26,7 @@ def partition_of_profile(profile: Profile) -> Partition:
     """
     flags = JobFlags.of(SimpleNamespace(**profile.model), pipeline_model_parallel_size=profile.placement.num_ranks)
     if flags.pipeline_model_parallel_layout is not None:
-        # A job turns the numbers of the first and the last stage into a layout where megatron-core needs one.
+        # Where megatron-core needs a layout, a job makes it from the layers of the first and the last stage.
         flags = replace(flags, decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
     return partition_of_flags(flags, profile.placement)
 
@@ -37,7 +37,7 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     The costs of a stage are the sum of the costs of its layers; the first stage also has the embedding, and the last
     stage the output. A profile of two stages does not determine the costs of the embedding, which are then zero. If the
     stages do not tell the kinds of layers apart, all layers get the same costs. Costs are never negative. The field
-    `state` of the costs is zero, because a profile does not contain it. If the profile has no recomputation, R of a
+    `state` of the costs is zero, because a profile has no memory of states. If the profile has no recomputation, R of a
     layer takes the time of F, and restores everything that F keeps except the layer's input.
 
     Args:

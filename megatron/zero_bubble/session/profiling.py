@@ -39,10 +39,10 @@ def planning_options(
 
     Args:
         knows_costs: whether the layout is chosen from costs of layers, with which the first plan is also made.
-        profile: the given profile; None if there is none, or if it was measured with another layout than the job's.
+        profile: the given profile; None without a given profile, or if its layout differs from the job's layout.
 
     Raises:
-        ValueError: a flag needs measured costs and there are none, or the given profile does not fit the job.
+        ValueError: a flag needs measured costs, which the job will not have, or the given profile does not fit the job.
     """
     window, limit = profile_window(flags), flags.memory_limit
     if profile is not None and not knows_costs:

@@ -178,7 +178,7 @@ def build_post_validation(
     """The post-validation of an optimizer; None if the flags do not ask for it or there is only one pipeline rank.
 
     Raises:
-        ValueError: post-validation does not support the optimizer, or the rollback cannot invert it.
+        ValueError: post-validation does not support the optimizer, or the rollback cannot invert the optimizer's steps.
     """
     if not flags.zero_bubble_post_validation:
         return None
@@ -228,7 +228,7 @@ class RollbackWatch:
 
 
 class Replicas:
-    """Averages the replicas of this rank's part of the model if the flags say so, and measures the replicas' waits.
+    """Averages the parameters of this rank's replicas if the flags say so, and measures the replicas' waits.
 
     A `Replicas` object is created before the first step, in a collective call of all ranks. With a single replica, a
     `Replicas` object does nothing.

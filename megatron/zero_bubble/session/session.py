@@ -50,7 +50,7 @@ from megatron.zero_bubble.session.start_up import SessionError
 
 
 class Session:
-    """One training run with zero bubble, or with megatron-core's own schedule if the settings name no other.
+    """One training run with zero bubble, or with megatron-core's own schedule if no zero-bubble schedule is set.
 
     The training loop calls `make_schedules` at the beginning, and `unit_costs` and `choose_layout` when the process
     groups exist. The loop calls `configure`, `initializing`, `shard` and `split` while the model is built, and `start`
@@ -70,8 +70,8 @@ class Session:
         num_microbatches: number of microbatches of the last iteration.
         store: takes the weight gradients that B defers; None under megatron-core's own schedule.
         post_validation: takes the optimizer's steps within the schedule; None if the training loop takes them.
-        replicas: averages the replicas if the settings say so, and measures their waits; set by `start`.
-        run: function that runs a step or an evaluation, without a plan megatron-core's own function; set by `start`.
+        replicas: averages replicas' parameters if the settings say so, and measures replicas' waits; set by `start`.
+        run: function that runs a step or an evaluation; megatron-core's own function without a plan. Set by `start`.
         forward_backward_func: `run` if it runs a zero-bubble schedule, otherwise None.
     """
 
@@ -114,7 +114,7 @@ class Session:
             make_schedules(self.job.flags, self.job.plan)
 
     def complete(self, flags: JobFlags) -> None:
-        """Replace the job's flags by complete flags of the same layout, known only after the model is built.
+        """Replace the job's flags by complete flags of the same layout, which are known only after the model is built.
 
         Raises:
             ValueError: a flag does not work, or no schedule fits the memory limit.
@@ -157,7 +157,7 @@ class Session:
         return saved.flags
 
     def keep_megatrons_layout(self, reason: str) -> None:
-        """Keep Megatron's layout where another could be chosen, for a reason that is printed; a collective call.
+        """Keep Megatron's layout where another layout could be chosen, and print the reason; a collective call.
 
         Raises:
             ValueError: a flag does not work with Megatron's layout.
@@ -176,7 +176,7 @@ class Session:
         """Prepare the configuration of the model's chunks, before they are built.
 
         Args:
-            model_class: the class of the model, if it is not known to recompute.
+            model_class: the class of the model; None if the class is known to support recomputation and pairs.
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules do not support.
@@ -299,12 +299,12 @@ class Session:
             self.post_validation.validate()
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Give all replicas the same valid parameters, and `with_states` equal optimizer states; a collective call."""
+        """Give all replicas equal valid parameters, and if `with_states` equal optimizer states; a collective call."""
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 
     def close(self) -> None:
-        """Close watchdog and channels, which use the process groups, and undo changes; a second call has no effect."""
+        """Close watchdog and channels, which use process groups, and undo all changes; a second call has no effect."""
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None

@@ -80,7 +80,7 @@ def job_settings(
             which the layout was chosen, if they are known.
 
     Raises:
-        ValueError: a flag or setting cannot work; the message names the first one in one line.
+        ValueError: a flag or setting is refused; the one-line message names the first such flag or setting.
     """
     if choice is not None:
         flags = replace(flags, **choice.flags)

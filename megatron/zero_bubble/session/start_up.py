@@ -73,8 +73,8 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
     """Run `body` as the whole program of one rank; end all child processes afterwards, also after an error.
 
     A user's mistake is printed as one line. A lack of host memory for activations, and the end of a data-loading
-    process or of another rank, are also printed as one line. Any other error is raised, and torchrun repeats it in its
-    summary. Ctrl-C ends the process at once and silently, like SIGTERM, unless `body` handles these signals.
+    process or of another rank, are also printed as one line. An unexpected error is raised, and torchrun repeats it in
+    its summary. Ctrl-C ends the process at once and silently, like SIGTERM, unless `body` handles these signals.
 
     Args:
         program: name of the program as the user calls it, with which the printed line begins.
@@ -107,9 +107,9 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
-    Rank 0 prints a mistake at once. Ranks other than 0 print a mistake only if they still run some seconds later: a
-    mistake that all ranks find ends the job with rank 0, and a mistake that only another rank finds is still printed. A
-    rank that has lost the connection to another rank also waits: torchrun ends it when the lost rank has ended.
+    Rank 0 prints a mistake at once. Ranks other than 0 print a mistake only if they still run some seconds later, so
+    that a mistake of all ranks is printed by rank 0 alone, and a mistake of another rank is still printed. A rank that
+    has lost the connection to another rank also waits: torchrun ends the waiting rank when the lost rank has ended.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):

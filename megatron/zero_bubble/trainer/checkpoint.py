@@ -44,7 +44,7 @@ _OF_ONE_RANK = ("rank", "local_rank")
 
 @dataclass
 class Progress:
-    """Numbers of iterations and sequences that a training has done, including those before it was resumed."""
+    """Numbers of iterations and sequences that a training has processed, including its runs before a resume."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -152,7 +152,7 @@ class Checkpointer:
     def _sharded_state(
         self, metadata: dict[str, Any], *, is_loading: bool, with_optimizer: bool = True, with_rng: bool = True
     ) -> dict[str, Any]:
-        """The sharded state dictionary of this rank in the form that megatron-core saves and loads."""
+        """Return the sharded state dictionary of this rank in the form that megatron-core saves and loads."""
         state: dict[str, Any] = {key: sharded_state(chunk, metadata) for key, chunk in self._chunks.items()}
         if with_optimizer:
             with shards_matched():
@@ -201,7 +201,7 @@ class Checkpointer:
 
 
 def _rng_state() -> ShardedObject:
-    """The state of all random generators of this rank, as a sharded object."""
+    """Return the state of all random generators of this rank, as a sharded object."""
     state = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),

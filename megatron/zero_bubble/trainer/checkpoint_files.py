@@ -36,13 +36,13 @@ def checkpoint_folder(root: str | Path, iteration: int) -> Path:
 
 
 def tracked(root: str | Path) -> str:
-    """The text of the tracker file under `root`; "none" if there is no such file."""
+    """Return the text of the tracker file under `root`; "none" if there is no such file."""
     tracker = Path(root) / TRACKER
     return tracker.read_text(errors="replace").strip()[:40] if tracker.is_file() else "none"
 
 
 def latest_iteration(root: str | Path) -> int:
-    """The iteration of the newest complete checkpoint under `root`.
+    """Return the iteration of the newest complete checkpoint under `root`.
 
     Raises:
         ValueError: there is no tracker file, or the file does not name a complete checkpoint.
@@ -84,7 +84,7 @@ def begin_folder(root: Path, iteration: int) -> Path:
 
 
 def incomplete_folder(root: Path, iteration: int) -> Path:
-    """The folder to which the checkpoint of `iteration` is written before it is complete."""
+    """Return the folder to which the checkpoint of `iteration` is written before it is complete."""
     final = checkpoint_folder(root, iteration)
     return final.with_name(final.name + _INCOMPLETE)
 

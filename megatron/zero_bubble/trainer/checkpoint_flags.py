@@ -52,7 +52,7 @@ def _layers(args: Any) -> str | None:
 
 
 def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
-    """Raise `ValueError` if the saved optimizer state is of another optimizer than the flags ask for."""
+    """Raise `ValueError` if the saved optimizer state belongs to another optimizer than the flags describe."""
     ours, theirs = _optimizer_form(args), _optimizer_form(saved)
     if ours != theirs:
         raise ValueError(
@@ -70,7 +70,7 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
-    """The flags that decide which tensors an optimizer's state consists of.
+    """Return the flags that decide which tensors an optimizer's state consists of.
 
     A distributed optimizer has the same tensors in every precision. Other optimizers have the same tensors in bf16 and
     fp16, but not in fp32.

@@ -62,7 +62,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Flag defaults that differ from the field's: Megatron-LM's defaults, and local layers, which need no other package."""
+"""Flag defaults that differ from field defaults: Megatron-LM's, and local layers, which need no other package."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "normalization": ("LayerNorm", "RMSNorm"),
@@ -99,7 +99,7 @@ _WITHOUT_FLAG = re.compile(
 
 
 _FORMS: Mapping[str, tuple[Any, dict[str, Any]]] = MappingProxyType({"rotary_base": (int, {})})
-"""Field of a configuration -> type of its flag, if another than the type of the field, and options of `flag`."""
+"""Configuration field -> type of its flag, where it differs from the field's type, and options of `flag`."""
 
 
 class CoreFlag(NamedTuple):
@@ -115,10 +115,10 @@ class CoreFlag(NamedTuple):
 
 
 def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
-    """Dataclasses of flags, one for each of megatron-core's configurations.
+    """Return dataclasses of flags, one for each of megatron-core's configurations.
 
     Args:
-        listed: names of flags that other dataclasses define, which are left out.
+        listed: names of flags to leave out, because other dataclasses define them.
     """
     seen, groups = set(listed), []
     for config_class, title in _TITLES.items():
@@ -132,7 +132,7 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
 
 
 def config_values(args: Any, config_class: type) -> dict[str, Any]:
-    """The values that the flags give to the fields of a configuration."""
+    """Return the values that the flags give to the fields of a configuration."""
     values = {}
     for known_flag in core_flags(config_class):
         value = getattr(args, known_flag.name)
@@ -146,7 +146,7 @@ def config_values(args: Any, config_class: type) -> dict[str, Any]:
 
 @cache
 def core_flags(config_class: type) -> tuple[CoreFlag, ...]:
-    """The flags of the fields of `config_class`."""
+    """Return the flags of the fields of `config_class`."""
     return tuple(_flags_of(config_class))
 
 
@@ -193,7 +193,7 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
 
 
 def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
-    """The type of a flag's attribute and the options of `flag` for a field of type `kind`; None if there is no flag."""
+    """Return the type of a flag's attribute and the options of `flag` for a field of type `kind`, or None."""
     arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:
         return bool, {}

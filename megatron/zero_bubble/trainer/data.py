@@ -2,8 +2,8 @@
 
 check_data(args, tokenizer.vocab_size)                     # every rank, no communication
 datasets = build_datasets(args, tokenizer, needs_data)     # every rank, collective
-iterator = build_data_iterator(datasets.train, args, consumed_samples, dp_rank, dp_size)  # one a model chunk
-batch = get_batch(iterator, args, embeds=..., is_last=...)                              # one a microbatch
+iterator = build_data_iterator(datasets.train, args, consumed_samples, dp_rank, dp_size)  # one per model chunk
+batch = get_batch(iterator, args, embeds=..., is_last=...)                              # one per microbatch
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _check_lengths(args: Arguments, num_samples: tuple[int, int, int]) -> None:
 
 
 class Batch(NamedTuple):
-    """One microbatch on this rank's device; s is seq_length / context-parallel size. Tensors not needed are None."""
+    """One microbatch on this rank's device; s is seq_length / context-parallel size. Unneeded tensors are None."""
 
     tokens: torch.Tensor | None
     """Token ids, int64 [b, s], for the first stage."""
@@ -150,7 +150,7 @@ class Batch(NamedTuple):
 
 
 def reads_data(args: Arguments, *, embeds: bool, is_last: bool) -> bool:
-    """Whether `get_batch` returns any tensor for a chunk: if it embeds tokens, is the last stage or needs masks."""
+    """Whether `get_batch` returns tensors for a chunk: true if the chunk embeds tokens, is last or needs masks."""
     return embeds or is_last or args.reset_attention_mask
 
 
@@ -201,7 +201,7 @@ def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[st
 
 
 def _empty(args: Arguments, keys: list[str], length: int) -> dict[str, torch.Tensor]:
-    """Buffers for the tensors that tensor-parallel rank 0 broadcasts."""
+    """Return buffers for the tensors that tensor-parallel rank 0 broadcasts."""
     shapes = {"attention_mask": (args.micro_batch_size, 1, length, length)}
     dtypes = {"attention_mask": torch.bool, "loss_mask": torch.float32}
     plain = (args.micro_batch_size, length)

@@ -20,7 +20,7 @@ from megatron.zero_bubble.trainer.data_files import (
 def check_data(args: Arguments, vocab_size: int | None = None) -> None:
     """Check every data file without communication, on any rank; `checks.py` must have checked each flag before.
 
-    Tokens of the files are compared with the tokenizer's `vocab_size`. Raises `ValueError` in one line.
+    Tokens of the files are compared with the tokenizer's `vocab_size`. A mistake raises `ValueError` with one line.
     """
     if (args.valid_data_path or args.test_data_path) and not args.train_data_path:
         raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
@@ -48,7 +48,7 @@ def _blends(args: Arguments) -> dict[str, Blend]:
 
 
 def requested_samples(args: Arguments) -> tuple[int, int, int]:
-    """Numbers of training, validation and test samples that the run reads, as Megatron counts; `args` are complete."""
+    """Return the numbers of training, validation and test samples of a run, as in Megatron; `args` must be complete."""
     assert args.train_iters is not None
     assert args.global_batch_size is not None
     evaluations = args.train_iters // args.eval_interval + 1
@@ -60,7 +60,7 @@ def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, u
     """Refuse to continue after `iteration` with data that would be used up before the last iteration.
 
     Args:
-        samples: number of samples of each split, from the flags of this run.
+        samples: number of samples of each split of this run's data.
         used: numbers of training and validation samples that the run of the checkpoint has read.
 
     Raises:
@@ -87,7 +87,7 @@ def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, u
 
 
 def dataset_config(args: Arguments, tokenizer: MegatronTokenizerBase) -> GPTDatasetConfig:
-    """The flags as a configuration of megatron-core's datasets."""
+    """Return the configuration of megatron-core's datasets that the flags describe."""
     blends = _blends(args)
     per_split = [blends.get(f"--{name}-data-path") for name in SPLITS]
     return GPTDatasetConfig(

@@ -1,8 +1,8 @@
 """Checks tokenised data early, without communication: .bin/.idx pairs, blends and splits.
 
-megatron-core finds mistakes in data late: as a traceback on the rank that built the index, as an endless loop (a split
-without documents), or as an out-of-range index on the GPU (tokens of another tokenizer). All checks raise
-`ValueError` with one line that names the flag and the file.
+megatron-core finds mistakes in data late: by a traceback on one rank, by an endless loop (a split without documents),
+or by an out-of-range index on the GPU (tokens of another tokenizer). All checks raise `ValueError` with one line that
+names the flag and the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenFile:
     prefix: str
     dtype: np.dtype
     lengths: np.ndarray
-    """Tokens of each sequence, int32 [num_sequences], mapped from the .idx file."""
+    """Number of tokens of each sequence, int32 [num_sequences], mapped from the .idx file."""
 
     def has_tokens(self, begin: int, end: int, minimum: int) -> bool:
         """Whether the sequences begin..end-1 hold at least `minimum` tokens; reading stops at `minimum` tokens."""
@@ -143,7 +143,7 @@ def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag:
 
 
 def fingerprint(lengths: np.ndarray) -> str:
-    """A short digest of the sequence lengths [num_sequences], from the last block of lengths and at most 64 others."""
+    """Return a short digest of sequence lengths [num_sequences], from the last block and at most 64 other blocks."""
     digest = hashlib.sha256(str(lengths.shape[0]).encode())
     block = 1 << 14
     starts = range(0, lengths.shape[0], max(block, math.ceil(lengths.shape[0] / 64)))

@@ -130,7 +130,7 @@ def build_data_iterator(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> MicrobatchIterator | None:
-    """An iterator over the microbatches after `consumed_samples` samples; None if there is no dataset.
+    """Return an iterator over the microbatches after `consumed_samples` samples; None if there is no dataset.
 
     Each model chunk that reads data needs an iterator of its own. The iterator yields CPU tensors [micro_batch_size,
     seq_length], or shorter tensors with `variable_seq_lengths`.

@@ -30,7 +30,7 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     if not args.kv_channels:
         require_multiple(args, "hidden_size", "num_attention_heads")
     of_the_model = {
-        # One tensor rank has whole sequences; Megatron's scripts give the flag there, too.
+        # A single tensor-parallel rank has whole sequences, although Megatron's scripts may give the flag.
         "sequence_parallel": args.sequence_parallel and args.tensor_model_parallel_size > 1,
         "kv_channels": args.kv_channels or args.hidden_size // args.num_attention_heads,
         "ffn_hidden_size": args.ffn_hidden_size or _mlp_width(args),
@@ -61,7 +61,7 @@ def _mlp_width(args: Arguments) -> int:
 
 
 def with_vocabulary(args: Arguments, vocab_size: int) -> Arguments:
-    """The flags with `padded_vocab_size` set for a tokenizer of `vocab_size` tokens.
+    """Return the flags with `padded_vocab_size` set for a tokenizer of `vocab_size` tokens.
 
     The vocabulary is padded as in Megatron-LM: each tensor-parallel rank gets a multiple of
     `--make-vocab-size-divisible-by`.
@@ -79,7 +79,7 @@ class LearningRateSteps(NamedTuple):
 
 
 def learning_rate_steps(args: Arguments) -> LearningRateSteps:
-    """The lengths of the learning rate's schedule; `args` must be complete."""
+    """Return the lengths of the learning rate's schedule; `args` must be complete."""
     assert args.global_batch_size is not None
     assert args.train_iters is not None
     decay = (args.lr_decay_iters or args.train_iters) * args.global_batch_size

@@ -69,7 +69,7 @@ class ExitReasons:
         return next((reason for reason, count in zip(self._reasons(), counts.tolist(), strict=True) if count), None)
 
     def _reasons(self) -> dict[str, bool]:
-        """All possible reasons to stop training, each with whether the reason holds on this rank."""
+        """Return all possible reasons to stop training; a reason is mapped to True if it holds on this rank."""
         limit, minutes = self._args.exit_duration_in_mins, (time.monotonic() - self._started) / 60.0
         return {
             "SIGTERM": self._signal == signal.SIGTERM,

@@ -65,12 +65,12 @@ def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callab
 
 
 def losses_of(reports: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """The summed loss of each microbatch; empty on a rank without the last stage."""
+    """Return the summed loss of each microbatch; empty on a rank without the last stage."""
     return [report["lm loss"][0] for report in reports]
 
 
 def mean_loss(reports: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> float | None:
-    """Mean loss of a token over all microbatches and the ranks of `group`; None on a rank without the last stage."""
+    """Return the mean token loss over microbatches and ranks of `group`; None on a rank without the last stage."""
     if not reports:
         return None
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)

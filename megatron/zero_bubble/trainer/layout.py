@@ -27,7 +27,7 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_i
 
 
 def unit_models(args: Arguments) -> UnitModels:
-    """The functions that build the units of a model and feed them with data, in order to measure the units.
+    """Return functions that build and feed the units of a model, so that the units can be measured.
 
     Call `unit_models` inside of `initialized`, with any placement on the job's pipeline ranks, after the size of the
     vocabulary is known.
@@ -43,7 +43,7 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
     config = unit_config(args, unit)
     if args.transformer_impl == "transformer_engine":
         defer_weight_gradients(config)
-    # No communication but that of the forward and backward: replicas neither gather nor reduce.
+    # Only the forward and the backward communicate: replicas neither gather nor reduce.
     sharing = ("use_distributed_optimizer", "use_torch_fsdp2", "overlap_grad_reduce", "overlap_param_gather")
     alone = args.changed({**dict.fromkeys(sharing, False), "num_distributed_optimizer_instances": 1})
     model = build_unit(alone, config, unit)
@@ -57,8 +57,8 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
     """Choose the parts of the layout that the flags leave open, and adopt the layout's placement; a collective call.
 
     Call `settle_layout` inside of `initialized`, before the model is built. `settle_layout` leaves the random states
-    equal to those of a run that started with the chosen layout. A job that continues from a checkpoint keeps
-    the layout of the checkpoint, so that the job's losses stay the same.
+    equal to the random states of a run that started with the chosen layout. A job that continues from a checkpoint
+    keeps the layout of the checkpoint, so that the job's losses stay the same.
 
     Returns:
         The flags with the chosen layout.
@@ -79,7 +79,7 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
 
 
 def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:
-    """The saved layout of the job whose checkpoint is loaded; None for a new job or another number of ranks."""
+    """Return the saved layout of the job whose checkpoint is loaded; None for a new job or another number of ranks."""
     if not args.load or args.finetune:
         return None
     folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))

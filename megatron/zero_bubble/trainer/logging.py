@@ -143,7 +143,7 @@ class TrainingLog:
         self._summary.record(self.progress.iteration, self._iterations, seconds * 1e3, measured, prediction)
 
     def _mean_losses(self, result: StepResult) -> list[float]:
-        """The mean loss of the iterations since the previous log line, then the mean losses of multi-token prediction.
+        """Return the mean losses since the last log line: the loss of the model, then losses of multi-token prediction.
 
         If replicas took steps on their own, `_mean_losses` is a collective call of all replicas' ranks with the loss.
         """
@@ -173,7 +173,7 @@ class TrainingLog:
 
 
 def memory_lines(iteration: int) -> list[str]:
-    """A line with this rank's allocated and reserved CUDA memory, in Megatron-LM's words; no line without CUDA."""
+    """Return a line with this rank's allocated and reserved CUDA memory, as in Megatron-LM; no line without CUDA."""
     if not torch.cuda.is_available():
         return []
     figures = {
@@ -187,7 +187,7 @@ def memory_lines(iteration: int) -> list[str]:
 
 
 def _now() -> float:
-    """The time in seconds; on a GPU, after all launched work has finished."""
+    """Return the time in seconds; on a GPU, after all launched work has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

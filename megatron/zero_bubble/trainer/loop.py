@@ -187,8 +187,9 @@ class Trainer:
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
         """Complete the last iteration once its step is settled, and zero its gradients.
 
-        The schedule calls this method while messages from neighbouring ranks may be in flight. The method may therefore
-        not wait for another rank or for the whole device, and the log line is printed after the schedule.
+        The schedule calls this method while messages from neighbouring ranks may be in flight.
+        `_complete_unsettled` may therefore not wait for another rank or for the whole device, and the log line is
+        printed after the schedule has run.
         """
         assert self._unsettled is not None
         result, self._unsettled = self._unsettled, None
@@ -289,5 +290,5 @@ class Trainer:
 
 
 def _all_replicas() -> dist.ProcessGroup:
-    """The data- and context-parallel ranks, which hold the same part of the model."""
+    """Return the group of data- and context-parallel ranks, which hold the same part of the model."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)

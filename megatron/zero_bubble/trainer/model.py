@@ -93,7 +93,7 @@ def build_model(
     """Build the model chunks of a pipeline rank, wrapped in DDP or FSDP.
 
     Args:
-        rank: the pipeline rank; by default the rank of this process. A process can stand in for another rank.
+        rank: the pipeline rank; by default the rank of this process. A process can build another rank's chunks, too.
 
     Raises:
         ValueError: megatron-core refuses the model, or the vocabulary cannot be cut into shards.
@@ -180,7 +180,7 @@ def build_stage(
 
 
 def _finished(model: Any) -> Any:
-    """The built model on its device, with the attributes of parameters that megatron-core's optimizer reads.
+    """Return the built model on its device, with the attributes of parameters that megatron-core's optimizer reads.
 
     With multi-token prediction and tied embeddings, the output layer of the last stage uses the stage's copy of the
     embedding, and loses its own weight, which megatron-core neither uses nor saves.
@@ -201,13 +201,13 @@ _PATTERNS = {
 
 
 def layer_kinds(args: Arguments) -> list[int]:
-    """The number of every layer's kind; kinds are numbered in the order in which they first occur."""
+    """Return the number of each layer's kind; kinds are numbered in the order in which they first occur."""
     distinct = list(dict.fromkeys(_differences(args)))
     return [distinct.index(layer) for layer in _differences(args)]
 
 
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """For every layer: its symbol in a hybrid model, or the values of the flags in `_PATTERNS` in another model.
+    """Return for every layer its symbol in a hybrid model, or the values of the flags in `_PATTERNS` in another model.
 
     Raises:
         ValueError: the list that a flag gives does not have one entry for each layer.

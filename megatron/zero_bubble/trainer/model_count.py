@@ -98,7 +98,7 @@ class UnitCount:
     flops: Flops
     activations: Activations
     whole: int
-    """Number of a unit's distinct parameters on tensor- and expert-parallel ranks, without multi-token prediction."""
+    """Number of distinct parameters on all tensor- and expert-parallel ranks, without multi-token prediction."""
     further: int
     """Number of distinct parameters of multi-token prediction on all tensor- and expert-parallel ranks."""
 
@@ -150,7 +150,7 @@ def flops_of_sequence(args: Arguments) -> float:
 
 
 def attention_kernel(args: Arguments) -> AttentionKernel:
-    """The attention kernel that a training with these completed flags runs.
+    """Return the attention kernel that a training with these completed flags runs.
 
     Transformer Engine has no fused attention kernel in fp32. Torch has no fused attention kernel for grouped queries
     with an explicit mask or in fp32.
@@ -168,7 +168,7 @@ def attention_kernel(args: Arguments) -> AttentionKernel:
 
 
 def rank_tokens(args: Arguments) -> int:
-    """Tokens of a microbatch on one context-parallel rank."""
+    """Return the number of tokens of a microbatch on one context-parallel rank."""
     return args.micro_batch_size * args.seq_length // args.context_parallel_size
 
 
@@ -183,7 +183,7 @@ def _place(args: Arguments) -> Any:
 
 
 def _plain(args: Arguments) -> Arguments:
-    """The flags of the model that is counted, which has local layers."""
+    """Return the flags of the counted model, which has local layers."""
     is_engine = args.transformer_impl == "transformer_engine"
     return args.changed({**_PLAIN, **({"attention_backend": "local"} if is_engine else {})})
 
@@ -228,7 +228,7 @@ def _counted(operations: list[float]) -> Iterator[None]:
 
 
 def _microbatch(args: Arguments, model: Any) -> dict[str, Any]:
-    """The inputs of a unit for one microbatch; a unit without the embedding also gets the hidden states."""
+    """Return the inputs of a unit for one microbatch; a unit without the embedding also gets the hidden states."""
     batch, tokens = args.micro_batch_size, rank_tokens(args) // args.micro_batch_size
     numbers = torch.zeros(batch, tokens, dtype=torch.long)
     if not model.pre_process:
@@ -251,7 +251,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Numbers of a unit's distinct parameters on all ranks, first without and then only of multi-token prediction."""
+    """Return the numbers of a unit's distinct parameters on all ranks: outside of multi-token prediction, and in it."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

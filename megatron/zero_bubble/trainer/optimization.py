@@ -20,7 +20,7 @@ from megatron.zero_bubble.trainer.defaults import learning_rate_steps
 
 
 def parameter_dtype(args: Arguments) -> torch.dtype:
-    """The data type in which the model computes."""
+    """Return the data type in which the model computes."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
@@ -34,7 +34,7 @@ def reduces_in_fp32(args: Arguments) -> bool:
 def in_mixed_precision(
     args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """The chunks, wrapped so that they compute in the data type that the flags name."""
+    """Return the model chunks, wrapped so that they compute in the data type that the flags name."""
     return [Float16Module(config, chunk) if args.bf16 or args.fp16 else chunk for chunk in chunks]
 
 
@@ -98,7 +98,7 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
 
 
 def build_lr_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The scheduler of the learning rate's warm-up and decay, which counts samples as in Megatron-LM."""
+    """Build the scheduler of the learning rate's warm-up and decay, which counts samples as in Megatron-LM."""
     steps = learning_rate_steps(args)
     return OptimizerParamScheduler(
         optimizer,

@@ -94,7 +94,7 @@ def _iteration_of(line: str) -> float:
 
 
 class RunSummary:
-    """Averages the log lines since the schedule was planned, except the first line, whose time includes planning.
+    """Averages the log lines since the last plan of the schedule, except the first line, whose time includes planning.
 
     Attributes:
         line: the text of the summary; None until the second log line after the first plan.
@@ -132,7 +132,7 @@ class RunSummary:
         milliseconds, in_pipeline, bubble = (each / self._iterations for each in sums)
         gain = prediction.gain
         # If operations now take longer than they did for the prediction, they also take longer under 1F1B. The time
-        # outside of the pipeline, such as the optimizer's, is the same under both.
+        # outside of the pipeline, such as the optimizer's, is the same under both schedules.
         work, predicted_work = in_pipeline * (1 - bubble), prediction.milliseconds * (1 - prediction.idle.bubble)
         other = gain.times * prediction.milliseconds * work / predicted_work + milliseconds - in_pipeline
         line = (

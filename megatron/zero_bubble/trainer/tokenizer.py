@@ -108,10 +108,10 @@ class HuggingFaceTokenizer(LocalTokenizer):
 
 
 class NullTokenizer(LocalTokenizer):
-    """Tokens are the numbers below a vocabulary size, separated by one space; the size itself ends a document."""
+    """A tokenizer of numbers below a vocabulary size, separated by one space; the size itself ends a document."""
 
     def __init__(self, num_tokens: int) -> None:
-        # The last token is enough to know the size, which may be too large to list all.
+        # Only the last token is listed: it determines the size, and the vocabulary may be too large to list.
         super().__init__("null", "null", {str(num_tokens): num_tokens}, num_tokens, str(num_tokens).encode())
 
     @property
@@ -126,7 +126,7 @@ class NullTokenizer(LocalTokenizer):
 
 
 def load_tokenizer(args: Arguments) -> LocalTokenizer:
-    """The tokenizer that the flags name. Raises `ValueError` if the tokenizer cannot be read."""
+    """Load the tokenizer that the flags name. Raises `ValueError` if the tokenizer cannot be read."""
     assert args.tokenizer_type is not None
     return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
 
@@ -143,9 +143,9 @@ def build_tokenizer(
     - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or the folder of one (the end-of-document token is
       then the `eos_token` of the folder's tokenizer_config.json, if it has one).
     - `GPT2BPETokenizer`: `vocab_file` (vocab.json) and `merge_file` (merges.txt).
-    - `NullTokenizer`: a text is integers below `vocab_size`, separated by one space; `vocab_size` ends a document.
+    - `NullTokenizer`: a text holds integers below `vocab_size`, separated by one space; `vocab_size` ends a document.
 
-    Raises ValueError, in one line that names the flag, if a flag is missing or a file cannot be used.
+    Raises a `ValueError` with one line that names the flag, if a flag is missing or a file cannot be used.
     """
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:

@@ -8,19 +8,20 @@ from statistics import median
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
 FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
-"""Smallest numbers of rounds, and of iterations a turn, after which the benchmark recommends a schedule."""
+"""Smallest numbers of rounds, and of measured iterations in a round, with which the benchmark recommends a schedule."""
 _MIB = 2**20
 
 
 def advice(results: Sequence[TrainResult], iterations: int) -> str:
-    """Return the name of the schedule to use, its speedup over every other schedule, and its memory, in words.
+    """Return the recommendation as text: a schedule, its speedup over every other schedule, and its memory.
 
-    The speedups compare turns of the same round. A schedule other than megatron-core's 1F1B is recommended only if the
-    95% interval of its speedup over 1F1B is above 1. Schedules that are not clearly slower than the fastest are named.
+    Speedups compare trainings of the same round. A schedule other than megatron-core's 1F1B is recommended only if the
+    95% interval of its speedup over 1F1B is above 1. The text also names schedules that are not clearly slower than the
+    fastest schedule.
 
     Args:
         results: one result for each schedule, megatron-core's 1F1B first.
-        iterations: measured iterations of a turn.
+        iterations: number of measured iterations of each schedule in a round.
     """
     best = max(results, key=lambda result: result.ratio)
     others = [result for result in results if result is not best]

@@ -15,7 +15,7 @@ from megatron.zero_bubble.session.flag_parser import flag
 DEFAULT_SCHEDULES = ("zb-h1", "zb-2p", "zb-v")
 PROG = "zero-bubble benchmark"
 TRAINER = ("-m", "megatron.zero_bubble.trainer")
-"""Words with which a launcher starts the installed pretrain_gpt.py."""
+"""Command-line words with which a launcher starts the installed pretrain_gpt.py."""
 _SET_HERE = ("--pipeline-model-parallel-size", "--global-batch-size", "--train-iters", "--log-interval")
 
 
@@ -97,7 +97,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Words with which the launcher of ranks starts the training."""
+        """Command-line words with which the launcher starts the training on each rank."""
         return TRAINER if self.script is None else ("-m", "megatron.zero_bubble", str(self.script))
 
     @property

@@ -27,7 +27,7 @@ class Contestant:
 
     name: str
     program: tuple[str, ...]
-    """Words with which the launcher starts the program that trains."""
+    """Command-line words with which the launcher starts the program that trains."""
     words: tuple[str, ...]
     """Flags of this schedule, which come before the flags that all schedules share."""
     placement: Placement | None
@@ -130,7 +130,7 @@ def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Cont
 
 
 def _chunks_in(words: Sequence[str]) -> int | None:
-    """Return the number of model chunks a rank in a training's flags; None without the flag or without a number."""
+    """Return the number of model chunks a rank that a training's flags give; None if the flags give no number."""
     value = next((after for before, after in pairwise(words) if before == CHUNKS_FLAG), "")
     return int(value) if value.isdigit() else None
 

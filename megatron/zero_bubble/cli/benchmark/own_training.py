@@ -1,4 +1,4 @@
-"""Prepares the benchmark of a user's own training, whose flags, or whose script and flags, follow `--`."""
+"""Prepares the benchmark of a user's own training: the flags, or the script and flags, that follow `--`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
-"""Numbers of chunks a rank of megatron-core's interleaved schedules; the number in the training's flags is added."""
+"""Chunks a rank of the compared megatron-core interleaved schedules; the number in the training's flags is added."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
     *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),
@@ -35,16 +35,16 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     """Return the benchmark's flags for the user's own training, and the schedules to compare with megatron-core's 1F1B.
 
     The training keeps its model, its data, its learning rates and its parallel sizes, but loads no checkpoint, writes
-    and evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the planned
-    training, which runs `--zero-bubble` if the flags name no schedule. A script of Megatron-LM runs under the launcher,
-    which changes nothing in trainings under megatron-core's own schedules.
+    and evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the training
+    under this project's schedule; if the flags name no schedule, this training runs with `--zero-bubble`. A script of
+    Megatron-LM runs under the launcher, which changes nothing in trainings under megatron-core's own schedules.
 
     Args:
         num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit on the
             GPUs, at least one.
 
     Raises:
-        ValueError: the training would refuse its flags, has one pipeline rank, or its script is not a file.
+        ValueError: the training would refuse its flags or has one pipeline rank, or its script is not a file.
     """
     script, given = split_script(flags.training_flags)
     words = tuple(_apart(given))

@@ -1,4 +1,4 @@
-"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other load slows all trainings alike."""
+"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other programs slow all trainings alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads and checks the arguments of a Megatron-LM script of the user's own, which trains under the launcher."""
+"""Reads and checks the arguments of a user's own Megatron-LM script, which trains under the launcher."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_script_arguments(words: Sequence[str]) -> ScriptArguments:
 
 
 def checked_script_arguments(script: Path, words: Sequence[str], world_size: int) -> ScriptArguments:
-    """Return the arguments of a job on `world_size` ranks after the checks that the launcher makes before it starts.
+    """Check a script's flags as the launcher would, and return the script's arguments for `world_size` ranks.
 
     Raises:
         ValueError: the launcher would refuse the flags; the message is the launcher's message.

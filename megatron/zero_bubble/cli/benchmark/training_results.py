@@ -91,7 +91,7 @@ class TrainResult:
 
     @property
     def ratios(self) -> list[float]:
-        """For every round, how many times as fast this schedule was as megatron-core's 1F1B in the same round."""
+        """For every round, the speedup of this schedule over megatron-core's 1F1B in the same round."""
         return self._ratios(median(turn.iteration_ms) for turn in self.baseline)
 
     @property
@@ -99,14 +99,14 @@ class TrainResult:
         return median(self.ratios)
 
     def ratios_to(self, other: TrainResult) -> list[float]:
-        """For every round, how many times as fast this schedule was as `other` in the same round."""
+        """For every round, the speedup of this schedule over the schedule `other` in the same round."""
         return self._ratios(other.rounds)
 
     def _ratios(self, rounds: Iterable[float]) -> list[float]:
         return [theirs / mine for theirs, mine in zip(rounds, self.rounds, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures under the keys of `benchmarks.emulate` and further keys; unmeasured figures are null."""
+        """Return the figures as JSON, with the keys of `benchmarks.emulate` and others; unmeasured figures are null."""
         placement = self.contestant.placement
         interval = bootstrap_interval(self.ratios)
         return {
@@ -161,7 +161,8 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
 def loss_agreement(results: Sequence[TrainResult]) -> str:
     """Return a line for each schedule with the largest relative difference between its losses and the baseline's.
 
-    The losses of each schedule's last turn are compared, as means over the iterations of a log line, in seven digits.
+    The compared losses come from each schedule's last training; a loss is a mean over the iterations of a log line, in
+    seven digits.
 
     Args:
         results: one result for each schedule, the baseline first.
@@ -185,7 +186,7 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% interval of the median of `values`, one for each round, by the percentile bootstrap (Efron 1979).
 
-    The interval comes from resampling the rounds with replacement. The interval is None for fewer than three rounds.
+    The interval comes from resampling the rounds with replacement, and is None for fewer than three rounds.
     """
     if len(values) < 3:
         return None

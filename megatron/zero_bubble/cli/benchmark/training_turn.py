@@ -47,7 +47,7 @@ class Turn:
     is_device_memory: bool = False
     """Whether the allocator measured `peak_bytes`."""
     tflops: tuple[float, ...] = ()
-    """TFLOP/s/GPU that the training printed in every logging interval; empty if it printed no TFLOP/s/GPU, or a 0."""
+    """TFLOP/s/GPU that the training printed in every logging interval; empty if no value, or a 0, was printed."""
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:
@@ -124,7 +124,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
     """Set `late` and end the launcher if `over` is not set within `timeout` seconds.
 
-    SIGTERM comes first, so that torchrun ends its ranks. After SIGKILL of torchrun, the ranks would go on running.
+    The launcher gets SIGTERM first, so that torchrun ends its ranks. After SIGKILL of torchrun, ranks would run on.
     """
     if not over.wait(timeout):
         late.set()

@@ -1,4 +1,4 @@
-"""The trainings of `zero-bubble check` on four ranks: each layout under megatron-core's own and other schedules."""
+"""The trainings of `zero-bubble check` on four ranks: each layout under megatron-core's schedule and under others."""
 
 from __future__ import annotations
 

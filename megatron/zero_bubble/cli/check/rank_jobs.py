@@ -17,7 +17,7 @@ from megatron.zero_bubble.cli.check.rank import BEGINS
 from megatron.zero_bubble.cli.trainings import failure_reason
 
 _SECONDS_FOR_THE_OTHERS = 5.0
-"""Seconds that the other ranks have to end after a rank has failed, because their logs may contain the reason."""
+"""Seconds to wait for the other ranks after a rank has failed, because their logs may contain the reason."""
 _LOG_SIZE = 4000
 """Number of last characters of each rank's log that are kept after a failure."""
 
@@ -42,7 +42,7 @@ class Backend:
         return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
 
     def environment(self) -> dict[str, str]:
-        """Return the ranks' environment; variables that are set keep their values, except the number of queues."""
+        """Return the ranks' environment: variables of this process keep their values, except the number of queues."""
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
             # All ranks are on this machine, which may have no network.
@@ -57,7 +57,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training ended."""
+    """Outcome of a training."""
 
     seconds: float
     error: str | None = None

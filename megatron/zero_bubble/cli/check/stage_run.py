@@ -31,7 +31,7 @@ NUM_MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Measured times of a stage in milliseconds, one a microbatch, and memory of one microbatch in bytes."""
+    """Measured times of a stage in milliseconds, one for each microbatch, and memory of one microbatch in bytes."""
 
     times: Mapping[OpKind, Sequence[float]]
     """Times of F, B and W of the split stage, and of BW, the fused backward of the stage that is not split."""

@@ -148,7 +148,7 @@ class EstimatedJob:
         return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 
     def flops(self, placement: Placement) -> Flops:
-        """Return the operations of F, B, W and R of one microbatch on one tensor-parallel rank, over all stages."""
+        """Return the operations in F, B, W and R of one microbatch on one tensor-parallel rank, summed over stages."""
         f, b, w = (sum(unit.flops[kind] for unit in self.count.units) for kind in range(3))
         layers = zip(self.count.layers, self._recomputed(self.partition(placement)), strict=True)
         return Flops(f, b, w, sum((layer.flops.f for layer, is_recomputed in layers if is_recomputed), 0.0))
@@ -157,7 +157,7 @@ class EstimatedJob:
     def costs(self) -> ModelCosts:
         """The costs of the units in milliseconds and bytes, from the profile if there is one.
 
-        The costs of F and B are their costs without full recomputation; R recomputes one layer at a time.
+        The costs of F and B exclude full recomputation; R recomputes one layer at a time.
         """
         input_bytes = self.count.input_bytes
         embedding, *layers, output = map(self._unit_costs, self.count.units)
@@ -227,7 +227,7 @@ class EstimatedJob:
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _recomputed(self, partition: Partition) -> list[bool]:
-        """Layer -> whether R recomputes it. With the method `block`, R recomputes the first layers of every stage."""
+        """For every layer, whether R recomputes it. With the method `block`, R recomputes a stage's first layers."""
         most = 0 if self.flags.recompute is Recompute.NONE else max(partition)
         if self.flags.recompute is Recompute.FULL and self.flags.recompute_method == "block":
             most = self.flags.recompute_num_layers or 0

@@ -15,7 +15,7 @@ _LEGEND = {"computes": _COMPUTES, "straggles": _STRAGGLES, "waits": LANE}
 
 
 class ReplicaStep(NamedTuple):
-    """One step of one replica: it computes from `start` to `end`, then waits for its group until `resumed`."""
+    """One step of one replica, which computes from `start` to `end` and then waits for its group until `resumed`."""
 
     start: float
     end: float
@@ -29,7 +29,7 @@ def to_replica_lanes(panels: Mapping[str, Sequence[Sequence[ReplicaStep]]], *, t
     """Return the drawing of the replicas' steps as the text of an SVG file.
 
     Args:
-        panels: name of a panel -> steps, each with the `ReplicaStep` of every replica.
+        panels: name of a panel -> list of steps; each step is a list with the `ReplicaStep` of every replica.
     """
     end = max(step.resumed for steps in panels.values() for step in steps[-1])
     scale = (_WIDTH - _LEFT - _RIGHT) / end

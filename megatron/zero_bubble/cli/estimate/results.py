@@ -27,7 +27,7 @@ from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons
 SMALL_JOB = 1000
 """Smallest product of pipeline ranks and microbatches for which schedules are estimated in several processes."""
 LARGE_JOB = 2000
-"""Smallest product of pipeline ranks and microbatches for which, without --schedule, planning takes little effort."""
+"""Smallest product of pipeline ranks and microbatches that is planned with little effort if --schedule is not given."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
 """Names of the two searches for a layout, used as keys beside the names of schedules."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
@@ -50,7 +50,7 @@ class Remedy(NamedTuple):
     best: Estimate
     """The fastest schedule that fits with `flags` or, if no schedule fits, the schedule with the least memory."""
     slowdown: float
-    """Iteration time of `best` over the shortest iteration time without `flags` on devices with enough memory."""
+    """Iteration time of `best`, divided by the shortest iteration time without `flags` if memory were sufficient."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Results:
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if the flags fix a layout, or no layout is possible."""
     freed: LayoutEstimate | None = None
-    """The layout that the training would choose without Megatron's layout flags; None without such flags."""
+    """The layout that the training would choose without Megatron's layout flags; None if the job has no such flags."""
     remedies: Sequence[Remedy] = ()
     """The outcomes of other layouts and of recomputation where no schedule fits; otherwise empty."""
     added_flags: Mapping[str, Any] = field(default_factory=dict)
@@ -126,7 +126,7 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
 
 
 def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
-    """Estimate the schedules, the layout if the flags leave it open and, if asked, the layout without layout flags."""
+    """Estimate the schedules, an open layout and, with `frees_layout`, the layout without Megatron's layout flags."""
     for name in names:
         entry_of(name)
     tasks: dict[str, Callable[[], Estimate]] = {}
@@ -169,7 +169,7 @@ def _remedies(results: Results) -> Iterator[Remedy]:
     if layout is not None:
         yield Remedy(flags_text(layout.layout_flags), layout, layout.iteration_ms / fastest)
         return
-    if job.profile is not None:  # it measures no recomputation that its run did not have
+    if job.profile is not None:  # a profile lacks recomputation that its run did not have
         return
     for kind, flags in _FLAGS_OF.items():
         if kind is job.flags.recompute:

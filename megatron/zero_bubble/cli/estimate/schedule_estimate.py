@@ -46,7 +46,7 @@ class Estimate:
     A schedule exceeds this limit only if the limit is `auto`, and too small for the plan with the least memory.
     """
     without_pairs: Timeline | None = None
-    """The same schedule planned without pairs; None if the schedule is not planned with pairs."""
+    """The same schedule planned without pairs of F and B; None if the schedule is not planned with pairs."""
 
     @property
     def schedule(self) -> Schedule:
@@ -107,12 +107,12 @@ class Estimate:
 
     @cached_property
     def iteration_ms(self) -> float:
-        """Time from one iteration to the next: forward, backward and the reduction, without the optimizer's step."""
+        """Time from one iteration to the next: F, B, W and gradient reduction, without the optimizer's step."""
         return self._time_of(self.timeline)
 
     @property
     def gain_of_pairs(self) -> float | None:
-        """How many times as fast the schedule is with pairs as without; None if it is not planned with pairs."""
+        """Speedup from pairs of F and B over a plan without pairs; None if the schedule is not planned with pairs."""
         return None if self.without_pairs is None else self._time_of(self.without_pairs) / self.iteration_ms
 
     def _time_of(self, timeline: Timeline) -> float:
@@ -196,7 +196,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     states = tuple(map(job.bytes_of, job.parameters(placement)))
     limit = limits = None
     if not entry.has_own_limit:
-        # As in training, the fullest rank's limit holds for all; the limit is negative if the rank's states do not fit.
+        # As in training, all ranks have the fullest rank's limit, which is negative if this rank's states do not fit.
         free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - max(states))
         inside = (0.0,) * num_ranks if job.profile is None else job.profile.inside_ranks
         limit = _memory_limit(job, placement).in_bytes(
@@ -240,7 +240,7 @@ def _memory_limit(job: EstimatedJob, placement: Placement) -> MemoryLimit:
 
 
 def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutEstimate:
-    """Search the layouts that the job's flags leave open, as its training would, with the costs of an estimate.
+    """Search the layouts that the job's flags leave open, as the training would, but with estimated costs.
 
     Args:
         frees_layout: search all layouts, even if Megatron's flags fix a layout. The layout of Megatron's flags is taken

@@ -6,11 +6,11 @@
 
 In each step at most one replica straggles. With synchronous SGD, all replicas wait for the straggler in every step.
 With hierarchical SGD, replicas average their parameters in the groups of --hierarchical-sgd. With local SGD, all
-replicas average once in the longest period of --hierarchical-sgd, and no replica waits in between. The table shows the
-mean time of a step, where a step without a straggler takes 1. The table says nothing about convergence: the longer
-replicas step alone, the more their parameters differ.
+replicas average their parameters once in the longest period of --hierarchical-sgd, and no replica waits between two
+averages. The table shows the mean time of a step, where a step without a straggler takes 1. The table says nothing
+about convergence: the longer replicas step alone, the more their parameters differ.
 
-A mistake in the flags ends the command with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def simulate_replicas(times: Times, hierarchy: Hierarchy | None) -> list[list[Re
 
 
 def time_per_step(times: Times, hierarchy: Hierarchy | None) -> float:
-    """Return the mean time of a step: the time until all replicas have ended all steps, over the number of steps."""
+    """Return the mean time of a step: the time until all replicas end the last step, divided by the number of steps."""
     return max(step.resumed for step in simulate_replicas(times, hierarchy)[-1]) / len(times)
 
 
@@ -100,7 +100,7 @@ class ReplicasFlags(CommandFlags):
 
     @property
     def methods(self) -> dict[str, Hierarchy | None]:
-        """Name of the SGD method -> groups that average parameters; None for synchronous SGD, which averages none."""
+        """SGD method -> groups that average parameters; None for synchronous SGD, which averages gradients instead."""
         local = Hierarchy((Level(self.hierarchical_sgd.levels[-1].period, self.num_replicas),))
         return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
 

@@ -1,4 +1,4 @@
-"""Answers the requests of the playground's page: to draw, plot, save and open.
+"""Answers the requests of the playground's page: to draw and plot schedules, and to save and open files.
 
 A request contains flags of `zero-bubble schedule`, which the code of the command line reads, so that the page shows the
 same numbers and the same messages as the command. The browser calls `answer`; tests call `answer` without a browser.
@@ -52,7 +52,7 @@ def run(file: str, planned: bool) -> dict[str, Any]:
 
 
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
-    """Return one point of the plot: bubble rate and time under a memory limit, or the smallest possible limit.
+    """Return one point of the plot: bubble rate and time under a memory limit; if no plan fits, the smallest limit.
 
     If `of_dial` is set, plans are compared by makespan, as in `memory-curve --dial`.
     """

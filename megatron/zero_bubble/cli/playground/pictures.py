@@ -79,7 +79,7 @@ def picture_of(figures: ScheduleFigures, recompute: Recompute, unit: str) -> dic
 
 
 def picture_of_run(timeline: Timeline, memory: Mapping[int, Steps]) -> dict[str, Any]:
-    """Return a recorded timeline for the page; `memory` maps ranks to memory over time, if it was recorded."""
+    """Return a recorded timeline for the page; `memory` maps ranks to memory over time, if memory was recorded."""
     figures = {
         "schedule": timeline.schedule.name,
         "cost": timeline.cost,
@@ -140,7 +140,7 @@ def _drawn(timeline: Timeline, steps: int) -> dict[str, Any]:
 
 
 _MICROSECONDS = 1000
-"""Microseconds in a millisecond, the unit of a recorded timeline."""
+"""Microseconds in a millisecond. Traces have times in microseconds, timelines in milliseconds."""
 
 
 def is_trace(text: str) -> bool:

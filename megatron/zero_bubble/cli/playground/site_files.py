@@ -26,7 +26,7 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 """The files of the npm package pyodide that a browser loads."""
 
 PYODIDE = _HERE / "npm" / "node_modules" / "pyodide"
-"""Folder into which `make playground` installs the npm package pyodide, and which a wheel built afterwards contains."""
+"""Folder into which `make playground` installs the npm package pyodide; wheels built afterwards contain the folder."""
 
 START: dict[str, Any] = {
     "shared": {
@@ -61,9 +61,9 @@ def write_site(folder: Path, pyodide: Path) -> None:
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
     """Write a memory snapshot from which Python starts in the browser without importing modules.
 
-    The snapshot is made by node, which npm needs, within ten seconds. The snapshot is kept beside Python for the
-    browser, so that a wheel contains both. Without a snapshot, and in browsers that cannot load a snapshot, Python
-    starts seconds later.
+    Node, which npm needs anyway, makes the snapshot within ten seconds. A copy of the snapshot is kept in the folder of
+    Pyodide, so that a wheel contains the snapshot. Without a snapshot, and in browsers that cannot load a snapshot,
+    Python starts seconds later.
     """
     written, kept = folder / "python.snapshot", pyodide / f"snapshot-{_digest()}"
     if kept.is_file():
@@ -76,7 +76,7 @@ def _write_snapshot(folder: Path, pyodide: Path) -> None:
         print(f"the page will take seconds longer to load: {reason}, which prepares it", file=sys.stderr)
         written.write_bytes(b"")
         return
-    with suppress(OSError):  # a folder that cannot be written: it is made again the next time
+    with suppress(OSError):  # if the folder cannot be written, the next call makes the snapshot again
         for old in pyodide.glob("snapshot-*"):
             old.unlink()
         new = pyodide / f"new-{os.getpid()}"

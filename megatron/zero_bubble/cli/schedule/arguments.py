@@ -37,7 +37,7 @@ _NOT_WITH_INPUT = (
 
 
 FORMATS = MappingProxyType({"": "grid", ".txt": "grid", ".json": "json", ".csv": "csv"})
-"""Suffix of a file -> the format in which `generate` writes a schedule to it."""
+"""Suffix of a file name -> the format in which `generate` writes a schedule to the file."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
 
     @property
     def relative_lengths(self) -> tuple[float, ...]:
-        """The lengths of --lengths, divided by their mean."""
+        """The microbatch lengths of --lengths, divided by their mean."""
         return tuple(length * len(self.lengths) / sum(self.lengths) for length in self.lengths)
 
 

@@ -1,6 +1,6 @@
 """Computes a schedule's bubble rate for each memory limit, or the times of plans that keep, drop or copy activations.
 
-In the bubble rate, time for R counts as bubble.
+The bubble rate of a memory curve includes the time of R.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
 """Longest relative time in the plot of --dial. On a longer axis, short times would look alike."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Fractions of the fastest plan's memory; sentences give the times of plans at the nearest smaller memory limits."""
+"""Fractions of the fastest plan's memory. The output states the times of plans at the nearest smaller memory limits."""
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """The figures of one schedule under every memory limit in which it fits; with --dial, for one of `WAYS`."""
+    """The figures of one schedule under every memory limit that it fits into; with --dial, for one entry of `WAYS`."""
 
     name: str
     schedule: str
@@ -100,7 +100,11 @@ def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> 
 
 
 def _fastest(curves: Sequence[_Curve]) -> ScheduleFigures:
-    """Return the fastest plan that keeps all activations, else the fastest. Raises `ScheduleError` if nothing fits."""
+    """Return the fastest plan of the `keep` curves or, if these curves are empty, of all curves.
+
+    Raises:
+        ScheduleError: no plan fits under any memory limit of the curves.
+    """
     keeping = [point for curve in curves if curve.way == "keep" for point in curve.points.values()]
     points = keeping or [point for curve in curves for point in curve.points.values()]
     if not points:
@@ -129,7 +133,7 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield sentences on the time that the table shows as 1, and on the relative times of plans in less memory."""
+    """Yield sentences on the time that the table shows as 1, and on relative times under smaller memory limits."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)

@@ -59,7 +59,7 @@ def make_schedule(
 
 
 def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
-    """Return the reason why recomputation or offload in the flags frees no memory with these costs, or None."""
+    """Return an error message if `costs` lacks the memory that recomputation or offload would free, else None."""
     for is_asked, flag, name, effect in (
         (flags.recomputation is not Recompute.NONE, f"--recompute {flags.recompute}", "memory_r", "dropped"),
         (flags.offloads, "--offload auto", "memory_d", "copied to the host"),

@@ -94,7 +94,7 @@ class Drawing:
 
     @cached_property
     def has_memory(self) -> bool:
-        """Whether the timeline has costs of memory; a timeline of a measured step without a profile has none."""
+        """Whether the timeline has costs of memory, which a timeline of a measured step without a profile lacks."""
         return max(self.timeline.peak_memory, default=0) > 0
 
     @property
@@ -107,7 +107,7 @@ class Drawing:
 
     @cached_property
     def _label_sizes(self) -> dict[OpKind, float]:
-        """Kind -> font size in which nine of ten labels of the kind fit on their operations; only readable sizes."""
+        """Kind -> font size in which nine of ten labels of the kind fit on their operations, if it is readable."""
         scale = (self.width - LEFT - RIGHT) / self.duration
         sizes: dict[OpKind, list[float]] = defaultdict(list)
         for kind, time, width in self._labels():

@@ -117,7 +117,7 @@ def parsed(text: str, wanted: str) -> dict[str, Any]:
     """Parse JSON of the format `wanted` in a known version.
 
     Raises:
-        ScheduleError: the text is not JSON of this format and version.
+        ScheduleError: the text is not JSON of the format `wanted` in a known version.
     """
     try:
         document = json.loads(text)

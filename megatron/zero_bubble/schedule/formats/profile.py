@@ -56,7 +56,7 @@ class Profile:
             recompute: the microbatches of the run that have an R.
 
         Raises:
-            ScheduleError: the profile does not fit. The message names the first difference.
+            ScheduleError: the profile does not fit the run. The message names the first difference.
         """
         for name, ours in asdict(placement).items():
             theirs = getattr(self.placement, name)

@@ -106,7 +106,7 @@ def placement_of(stages: list[list[int]]) -> Placement:
     """The placement in which rank r has the stages `stages[r]`.
 
     Raises:
-        ScheduleError: no placement has these stages.
+        ScheduleError: no placement has the given stages.
     """
     num_ranks, num_chunks = len(stages), len(stages[0])
     kinds: tuple[PlacementKind, ...] = ("linear",) if num_chunks == 1 else ("interleaved", "v")

@@ -17,8 +17,9 @@ def interleaved_1f1b(
 
     Microbatches pass through the chunks in groups: a group runs through all chunks of a rank before the next group
     starts. Rank r (from 0) runs a warmup of 2(p-r-1) + (v-1) group_size forwards, then one forward and one backward in
-    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory (1 + (p-1)/(pv)) p M_B. F, B,
-    W and M_B are for all chunks of a rank together. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
+    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory (1 + (p-1)/(pv)) p M_B. The
+    symbols F, B, W and M_B stand for all chunks of a rank together. Source: Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2.
 
     Args:
         num_ranks: number of ranks p.
@@ -38,8 +39,8 @@ def interleaved_pairs(
 ) -> Schedule:
     """Generate megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`.
 
-    The warmup has one forward more than in interleaved 1F1B, so that each forward and the backward right after it are
-    of different microbatches or stages, and can run as a pair (see `schedule.pairs`).
+    The warmup has one forward more than in interleaved 1F1B. In the steady state, each forward and the backward right
+    after it belong to different microbatches or stages, and can run as a pair (see `schedule.pairs`).
 
     Args:
         num_ranks: number of ranks p.
