@@ -18,7 +18,7 @@ from megatron.zero_bubble.runtime.exchange_lane import new_lane
 from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
 from megatron.zero_bubble.schedule import Placement
 
-_ROUNDS, _CALLS, _PRODUCTS = 7, 4, 2
+_ROUNDS, _CALLS, _PRODUCTS = 12, 4, 2
 """Numbers of rounds of a measurement, of communication calls in a round, and of matrix products beside each call."""
 
 
@@ -79,7 +79,8 @@ def measure_beside_compute(
     computation. All ranks compute and communicate at the same time, as in training.
 
     Returns:
-        Additional milliseconds for one call of `communicate`, as the median over rounds and ranks.
+        Additional milliseconds for one call of `communicate`: the median over ranks of the mean over rounds. Rounds are
+        averaged because every delay counts: one collective in ten can take several times as long as the others.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
@@ -105,5 +106,5 @@ def measure_beside_compute(
     milliseconds(communicates=True)
     rounds = [milliseconds(communicates=True) - milliseconds(communicates=False) for _ in range(_ROUNDS)]
     everyone = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, statistics.median(rounds))
+    dist.all_gather_object(everyone, statistics.fmean(rounds))
     return max(0.0, statistics.median(everyone))
