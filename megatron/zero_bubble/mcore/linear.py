@@ -169,7 +169,7 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute B of one layer, the gradients of its input and bias, and put its W into the store."""
+    """Compute B of one layer, that is, the gradients of its input and bias; put its W into the store."""
     saved_input, weight = ctx.saved_tensors
     grad_input = grad_output.matmul(weight)
     handle = None

@@ -184,7 +184,11 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
 
 
 def _agreed_passes(fitting: float) -> int:
-    """Return the number of further passes, the minimum of `fitting` over ranks, within limits; a collective call."""
+    """Return the number of further passes that every rank has time for; a collective call of all ranks.
+
+    Args:
+        fitting: number of passes that this rank has time for; it counts as 0 below 0, and as `_MOST_PASSES - 1` above.
+    """
     passes = torch.tensor(max(0, min(_MOST_PASSES - 1, math.floor(fitting))), device=torch.cuda.current_device())
     dist.all_reduce(passes, op=dist.ReduceOp.MIN)
     return int(passes.item())

@@ -267,8 +267,8 @@ class _Rank:
         """Least span of the rank: the integral of the memory of all microbatches over time, divided by the limit.
 
         Memory is below the limit at the start and at the end of the span: it grows no faster than F allocates, and
-        shrinks no faster than B and W release memory. With recomputation the returned span is zero, because R and
-        dropped activations change how fast memory grows and shrinks.
+        shrinks no faster than B and W release memory. With recomputation these rates do not hold, because R allocates
+        memory and dropped activations release memory; the returned span is then zero.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:

@@ -139,7 +139,7 @@ def _plan(loop: _PairedRanks) -> Schedule | None:
 
 
 def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
-    """The operations of a rank, where a B in a pair has the kind of the pair, and a W in a pair is left out."""
+    """The operations of a rank after its pairs are formed: PB or PBW takes the place of B, and PBW also of its W."""
     return tuple(
         op._replace(kind=paired.get(op, op.kind))
         for op in ops

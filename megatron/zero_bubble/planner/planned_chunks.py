@@ -172,9 +172,9 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
 def _slopes(problem: Problem) -> tuple[float, ...]:
     """The slopes to try, the most promising first: numbers of F by which a rank's warmup exceeds the next rank's.
 
-    Megatron's slope of the warmup is 2: with F = B, a rank then has no idle time before its first B. A second slope
-    of the warmup removes the idle time before the first B for the costs and messages of the problem. A third slope of
-    the warmup fills the memory of rank 0.
+    The first slope is Megatron's slope of 2: if F takes as long as B, no rank is idle before its first B. Another slope
+    leaves no idle time before the first B with the durations and message times of the problem. Another slope fills the
+    memory of rank 0 with the forwards of its warmup.
     """
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])

@@ -18,7 +18,8 @@ class ByPriority(EventLoop):
     Args:
         problem: a problem of a V, without recomputation.
         priorities: F0, F1, B1 and B0 (F and B of chunks 0 and 1), the highest priority first.
-        leads: rank -> largest number of microbatches between the start of F0 and the end of B0.
+        leads: rank -> largest number of microbatches in flight at once, that is, with F of chunk 0 started and B of
+            chunk 0 not yet ended.
     """
 
     weight = 2

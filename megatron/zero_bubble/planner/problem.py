@@ -43,7 +43,7 @@ class Problem:
     takes_makespan: bool = False
     """Whether an iteration takes the makespan, because it does not interlock with the next iteration."""
     budget: int = EFFORT
-    """Number of operations to plan in all candidate orders together; a few candidates are tried in any case."""
+    """Largest number of operations that all candidate orders may have together; a few orders are tried in any case."""
     spread: float = 0.0
     """Half the interquartile range of a duration divided by its median, as in `PlanRequest`."""
     time_between: float = 0.0

@@ -47,7 +47,9 @@ class RunSchedules:
     def named(
         cls, name: str, num_ranks: int, num_chunks: int | None = None, kind: PlacementKind | None = None
     ) -> RunSchedules:
-        """The schedules with a name of the registry; `placement_for` describes the arguments.
+        """The schedules of a run by their name in the registry, such as `zb-h1`.
+
+        The arguments are as in `placement_for`.
 
         Raises:
             ScheduleError: no schedule has this name, or the schedule does not support the ranks, chunks or placement.

@@ -44,7 +44,7 @@ _OF_SMALL = Extent(((12, 10), (3, 2)), PROMISING**2, num_moved=8, worth_moving=1
 
 
 def extent_of(request: PlanRequest) -> Extent:
-    """The extent of the search for the layout of a request."""
+    """How many layouts a search plans for a request; larger problems get fewer layouts."""
     num_operations = 6 * request.num_ranks * request.num_microbatches
     if num_operations <= _SMALL:
         return _OF_SMALL

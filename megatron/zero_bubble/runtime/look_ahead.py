@@ -13,8 +13,8 @@ T = TypeVar("T")
 class LookAhead(Iterator[T]):
     """An iterator over an iterable that can show its next items before they are taken.
 
-    While a training step with a `LookAhead` as its data runs, the next step is planned from the lengths of the next
-    microbatches. All steps have to use the same `LookAhead`.
+    If the data of a training step is a `LookAhead`, the next step is planned during this step, from the lengths of the
+    next microbatches. All steps have to use the same `LookAhead`.
 
     Args:
         items: an iterable, whose items are read when they are shown or taken.

@@ -88,7 +88,10 @@ def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) 
 
 
 def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
-    """Return the bytes of saved tensors that are still alive; masks of dropout without a gradient are already freed."""
+    """Return the bytes of the saved tensors that are still alive.
+
+    A dropout whose input needs no gradient has freed its mask by then, so that the mask does not count.
+    """
     tensors = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

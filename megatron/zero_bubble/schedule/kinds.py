@@ -136,7 +136,7 @@ class KindFacts:
     """Properties of one kind of operation: a row of `KINDS`."""
 
     makes: tuple[OpKind, ...] = ()
-    """The results of the operation. A result is named by the kind of operation that makes this result alone."""
+    """The results of the operation. The name of a result is the kind of the operation that makes only this result."""
     needs: tuple[Need, ...] = ()
     """The results that the operation needs before it starts."""
     receives: OpKind | None = None

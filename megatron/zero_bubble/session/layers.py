@@ -79,7 +79,7 @@ def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: st
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """The number of layers that flags give to the first and the last rank; each key is a flag with its value."""
+    """Flag with its value, as on the command line -> number of layers that it gives to the first or the last rank."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}

@@ -38,8 +38,8 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     signal handler refers to the iterator, and Python waits for these workers at its exit.
 
     If a worker has ended by itself, for example because the system killed it, the next read that fails, or any error
-    inside the `with` block, becomes a `SessionError` about that worker. torch's SIGCHLD handler, which raises an error
-    at an arbitrary instruction when a worker ends, is not installed: such an error can be lost, or leave a lock taken.
+    inside the `with` block, becomes a `SessionError` about that worker. torch's SIGCHLD handler is not installed. The
+    handler raises an error at an arbitrary instruction when a worker ends; the error can be lost, or leave a lock taken.
     """
 
     def __init__(self, loader: DataLoader) -> None:
