@@ -180,7 +180,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`, which takes the step unless the schedule has taken it; may average replicas."""
+        """Hook around `optimizer.step()`: take the step unless the schedule took it; average replicas if needed."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)

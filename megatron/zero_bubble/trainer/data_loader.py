@@ -39,7 +39,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
 
     If a worker has ended by itself, for example because the system killed it, the next read that fails, or any error
     inside the `with` block, becomes a `SessionError` about that worker. torch's SIGCHLD handler is not installed. The
-    handler raises an error at an arbitrary instruction when a worker ends; the error can be lost, or leave a lock taken.
+    handler raises an error at an arbitrary instruction when a worker ends; the error can be lost or leave a lock taken.
     """
 
     def __init__(self, loader: DataLoader) -> None:
