@@ -19,15 +19,13 @@ PLACEMENTS = [("linear", 1), ("interleaved", 2), ("interleaved", 3), ("v", 2)]
 
 def model(placement: Placement, recompute: Recompute, *, has_shards: bool) -> StageCosts:
     """Stages of 1.6 units of memory, whose times differ by a factor of two."""
-    size, p = placement.num_stages, placement.num_ranks
+    size = placement.num_stages
     times = [tuple(1 + (stage * step % 5) / 4 for stage in range(size)) for step in (1, 2, 3)]
     costs = StageCosts(*times, (0.1,) * (size - 1), (1.6,) * size, (-0.9,) * size, (-0.7,) * size)
     if recompute is not Recompute.NONE:
         costs = replace(costs, time_r=costs.time_f, memory_r=(1.4,) * size, num_blocks=(2,) * size)
-    if has_shards:
-        on_ranks = {"time_e": 0.1, "time_s": 0.5, "time_t": 0.3, "time_ew": 0.1, "memory_s": 0.4, "memory_t": -0.4}
-        costs = replace(costs, **{name: (value,) * p + (0,) * (size - p) for name, value in on_ranks.items()})
-    return costs
+    shard = {"time_e": 0.1, "time_ew": 0.1, "time_s": 0.5, "time_t": 0.3, "memory_s": 0.4, "memory_t": -0.4}
+    return costs.with_shards(placement, shard) if has_shards else costs
 
 
 @st.composite

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,9 +93,8 @@ def test_forwards_keep_the_order_of_given_groups_where_that_fits(group_size):
 @pytest.mark.parametrize("group_size", [2, 4])
 def test_with_vocabulary_shards_other_groups_are_planned_where_the_given_groups_do_not_fit(group_size):
     """Rank 0 has less memory than the five forwards of megatron-core's order keep."""
-    shards = {"time_s": (0.4, 0.4, 0, 0), "time_t": (0.2, 0.2, 0, 0), "time_e": (0.1, 0.1, 0, 0)}
-    memory = {"time_ew": (0.1, 0.1, 0, 0), "memory_s": (0.2, 0.2, 0, 0), "memory_t": (-0.2, -0.2, 0, 0)}
-    costs = replace(StageCosts.uniform(4, 1, 1, 0.4, 0.05, 1, -0.6, -0.4), **shards, **memory)
+    shard = {"time_e": 0.1, "time_ew": 0.1, "time_s": 0.4, "time_t": 0.2, "memory_s": 0.2, "memory_t": -0.2}
+    costs = StageCosts.uniform(4, 1, 1, 0.4, 0.05, 1, -0.6, -0.4).with_shards(Placement("interleaved", 2, 2), shard)
     options = {"num_chunks": 2, "costs": costs, "vocabulary_parallel": True, "group_size": group_size}
     planned = generate("auto", 2, 6, memory_limit=4.5, **options)
     assert max(peak_memory(planned, costs)) <= 4.5

@@ -144,7 +144,7 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
             _try_alternating(portfolio, problem, groups, ALL_RULES)
         if problem.recompute is Recompute.PLANNED:
             if problem.budget > 0:
-                portfolio.fit(problem, lambda larger: plan_chunks(larger).plans)
+                portfolio.fit(problem, plan_chunks)
             portfolio.drop_into_idle_time(problem)
         return
     tried = [(portfolio.run(InGroups(problem, choices[0])), choices[0])]

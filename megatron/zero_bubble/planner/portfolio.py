@@ -140,13 +140,13 @@ class Portfolio:
                         [inserted] = with_vocabulary(schedule, problem.costs, [delay])
                         self.in_order(problem, orders_of_schedule(problem, inserted))
 
-    def fit(self, problem: Problem, search: Callable[[Problem], Sequence[PlannedOrders]]) -> None:
+    def fit(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
         """Offer plans without R that `search` makes for more memory, with activations dropped until the plans fit."""
         for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
             if larger.is_feasible:
-                for plan in search(larger):
+                for plan in search(larger).plans:
                     orders = dropped_to_fit(problem, plan)
                     if orders is not None:
                         self.in_order(problem, orders)

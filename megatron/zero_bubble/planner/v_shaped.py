@@ -88,7 +88,7 @@ def _search(problem: Problem) -> Portfolio:
         _vary(portfolio, problem, tried)
     if problem.recompute is Recompute.PLANNED:
         portfolio.drop_into_idle_time(problem)
-        portfolio.fit(problem, lambda larger: _search(larger).plans)
+        portfolio.fit(problem, _search)
     if problem.has_shards and problem.budget > 0:
         portfolio.insert_shards(problem, _search)
     if problem.budget > 0:
