@@ -118,6 +118,12 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
             "in a V, stages take their layers in another order; use a linear schedule",
         ),
         (
+            {"schedule": "zb-v"},
+            {"iterations_to_skip": [3]},
+            "a V placement (zb-v, v-half, v-min) does not work with --iterations-to-skip [3]: Megatron-LM skips "
+            "iterations of one model chunk a rank; use a linear schedule",
+        ),
+        (
             {},
             {"moe_paged_stash": True},
             "--moe-paged-stash does not work with --zero-bubble-schedule zb-h1: it records the order of operations of "

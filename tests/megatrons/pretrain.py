@@ -96,7 +96,7 @@ def build_model(
     if args.hybrid_layer_pattern:
         spec = import_module(args.spec)
         return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=args.hybrid_layer_pattern, **options)
-    return GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(), **options)
+    return GPTModel(transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts), **options)
 
 
 def model_config(args: Namespace) -> Any:

@@ -48,8 +48,13 @@ DATA_ORDER = "--zero-bubble-microbatch-order data"
 ORDER_FREE = f"{LENGTHS} --optimizer sgd --hidden-dropout 0 --attention-dropout 0"
 """In another order of microbatches dropout draws other numbers, and Adam makes large steps of gradients near zero."""
 PLANNED_ORDER = f"{ZB_H1} --zero-bubble-profile-iters 1 2"
+BALANCED_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+)
 CASES = {
     "zb-h1": Case(GPT, ZB_H1),
+    "balanced experts": Case(f"{GPT} {BALANCED_EXPERTS}", ZB_H1),
     "zb-2p, post-validated": Case(
         f"{GPT} --log-interval 3", "--zero-bubble-schedule zb-2p --zero-bubble-post-validation"
     ),
@@ -86,6 +91,16 @@ def test_a_schedule_computes_what_megatrons_computes(trainings: MegatronTraining
     assert trainings.losses(ours) == trainings.losses(base)
     assert trainings.norms(ours) == trainings.norms(base)
     assert different(trainings.tensors(ours), trainings.tensors(base)) == []
+
+
+@pytest.mark.parametrize("flags", [ZB_H1, "--zero-bubble --zero-bubble-post-validation", "--zero-bubble-schedule zb-v"])
+def test_a_run_that_only_evaluates_has_megatrons_losses(flags: str) -> None:
+    only_evaluations = MegatronTrainings(("--global-batch-size", "4", "--skip-train", "--train-iters", "6"))
+    seeds = BY_LAYER if "zb-v" in flags else ""
+    base = f"{GPT} --zero-bubble-schedule 1f1b {seeds}" if seeds else GPT
+    ours, expected = (losses(only_evaluations.output(case)) for case in (f"{GPT} {flags} {seeds}", base))
+    assert expected
+    assert ours == expected
 
 
 @pytest.mark.parametrize("precision", [pytest.param("", id="fp32", marks=pytest.mark.exhaustive), "--bf16"])

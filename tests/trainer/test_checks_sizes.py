@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.zero_bubble.session import plans
+from megatron.zero_bubble.planner import run_schedules
+from megatron.zero_bubble.session import progress_lines
 from megatron.zero_bubble.session.plans import choose_plan, make_schedules
 from tests.checked_flags import checked, checked_job
 
@@ -42,16 +43,18 @@ def test_a_size_that_cannot_work(changes: dict[str, str | None], words: str) -> 
     assert time.monotonic() - start < 5
 
 
-def test_planning_that_takes_long_is_announced_once(
+def test_planning_that_takes_long_is_announced_by_the_first_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = checked_job(PLANNED).flags
+    slow = run_schedules.schedule_of
+    monkeypatch.setattr(run_schedules, "schedule_of", lambda request: (time.sleep(0.2), slow(request))[1])
     for seconds, rank, said in (
         (5.0, 0, ""),
         (0.0, 1, ""),
-        (0.0, 0, " > planning schedule auto for up to 8 microbatches\n"),
+        (0.0, 0, " > planning schedule auto for 8 microbatches ...\n"),
     ):
-        monkeypatch.setattr(plans, "SILENT_SECONDS", seconds)
+        monkeypatch.setattr(progress_lines, "SILENT_SECONDS", seconds)
         asked = replace(flags, rank=rank)
         make_schedules(asked, choose_plan(asked))
         assert capsys.readouterr().out == said

@@ -41,6 +41,8 @@ class Run:
 
     def __init__(self, script: Namespace, flags: LaunchFlags) -> None:
         self._script = script
+        if getattr(script, "skip_train", False):
+            flags = replace(flags, zero_bubble_post_validation=False, hierarchical_sgd=None)
         has_cuda = torch.cuda.is_available()
         with users_mistakes():
             job = job_settings(flags_of(script, flags), os.environ, has_cuda, chooses_layout=True)
@@ -131,21 +133,24 @@ class Run:
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk.
 
-        Scripts wrap model chunks in DDP after building all chunks. Before the first chunk is wrapped, the vocabulary is
-        spread over the ranks.
+        Scripts wrap model chunks in DDP after building all chunks.
         """
         if self.units.is_building:
             self.units.wrap_in_ddp(call)
             return
         self._keep_layout()
         with users_mistakes():
-            if not self._chunks:
-                self.session.shard(self._built, self._script.padded_vocab_size)
-            self.session.split([call["module"]])
+            self._split([call["module"]])
         # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
         call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True)
         call.proceed()
         self._chunks.append(call["self"])
+
+    def _split(self, chunks: list[torch.nn.Module]) -> None:
+        """Split the linear layers of chunks; before the first, spread the vocabulary over the ranks."""
+        if not self._chunks:
+            self.session.shard(self._built, self._script.padded_vocab_size)
+        self.session.split(chunks)
 
     def forward_backward_func(self, call: Call) -> Any:
         """Hook around `get_forward_backward_func`: return a function that runs the schedule."""
@@ -198,6 +203,9 @@ class Run:
         """Start the session, after the model is built and any checkpoint is loaded; a collective call."""
         iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
+            if not self._chunks:  # A run that only evaluates wraps no chunk in DDP.
+                self._split(self._built)
+                self._chunks = self._built
             self.session.start(self._chunks, self._optimizer, iteration, self._write_plan)
         self.post_validation.start(self.session.post_validation, self._optimizer, self._chunks)
 

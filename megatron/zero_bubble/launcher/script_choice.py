@@ -109,7 +109,9 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
     if reason is not None:
         keep_megatrons_layout(script, session, reason)
         return False
-    restrictions = {} if _builds_chunks(setup) else {"zero_bubble_placement": "linear"}
+    # Megatron-LM skips iterations of one model chunk a rank.
+    has_chunks = _builds_chunks(setup) and not getattr(script, "iterations_to_skip", None)
+    restrictions = {} if has_chunks else {"zero_bubble_placement": "linear"}
     spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
     if not spreads and not session.job.flags.vocabulary_parallel:
         restrictions["zero_bubble_vocabulary_parallel"] = "off"
@@ -166,6 +168,8 @@ def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
 
 def _reason_to_keep(script: Namespace) -> str | None:
     """The reason why a script's model needs Megatron's layout; None if another layout may be chosen."""
+    if getattr(script, "skip_train", False):
+        return "the run only evaluates"
     if (name := _other_source(script)) is not None:
         return f"with {flag_name(name)} no other is known to work"
     for name in ("load", "pretrained_checkpoint"):

@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
+from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, HYBRID
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, keep_unit, random_microbatch
 from megatron.zero_bubble.mcore.placement import StagePosition
@@ -130,6 +130,8 @@ class ScriptUnits:
         microbatch = {name: tensor.to(torch.cuda.current_device()) for name, tensor in microbatch.items()}
         models = units_of(settings, config, partial(self._build, setup), _forward_step, microbatch)
         layers = _layers(arguments)
+        if not layers and isinstance(arguments["self"], HYBRID):
+            raise SessionError("the model has no layers without --hybrid-layer-pattern")
         distinct = _distinct(layers)
         return models, [distinct.index(layer) for layer in layers] or [0] * script.num_layers
 

@@ -123,7 +123,7 @@ def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[t
     if sum(built) != num_layers:
         raise ValueError(
             f"--num-layers {num_layers}, but stages of {', '.join(map(str, built))} layers were built, {sum(built)} in "
-            "all: check the flags that say how layers are spread over stages"
+            "all: check the flags that give the layers, such as --hybrid-layer-pattern, and spread them over stages"
         )
 
 

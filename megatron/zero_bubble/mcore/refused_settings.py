@@ -303,6 +303,9 @@ WITH_FEATURES = (
             "use --num-virtual-stages-per-pipeline-rank 2",
         ),
         Refusal(
+            "iterations_to_skip", "Megatron-LM skips iterations of one model chunk a rank", "use a linear schedule"
+        ),
+        Refusal(
             "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json",
             "in a V, stages take their layers in another order",
             "use a linear schedule",

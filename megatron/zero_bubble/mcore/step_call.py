@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,12 @@ from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.refusals import unsupported
 from megatron.zero_bubble.schedule.recomputation import recomputes_blocks
+
+_GROUPS = (
+    *("tp", "pp", "cp", "embd", "pos_embd", "dp_cp", "tp_dp_cp", "dp"),
+    *("gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),
+)
+"""The process groups of megatron-core's own schedules in any supported version; the oldest version lacks the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,5 +149,5 @@ def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:
 
 def default_groups() -> ProcessGroupCollection:
     """Return the process groups that megatron-core's own schedules use by default."""
-    names = ["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"]
-    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=names)
+    known = {field.name for field in fields(ProcessGroupCollection)}
+    return ProcessGroupCollection.use_mpu_process_groups(required_pgs=[name for name in _GROUPS if name in known])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,10 @@ _CANDIDATES = 20
 """Number of candidate orders for a schedule in less memory: few, because a step waits for the schedule."""
 
 
+def _unwatched(name: str, num_microbatches: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass(frozen=True)
 class RunSchedules:
     """The schedules of a training run: one for each number of microbatches, from a request or a file.
@@ -35,11 +40,13 @@ class RunSchedules:
         request: a request for one layout; its number of microbatches is replaced for each schedule.
         given: a schedule that was read from a file, for one number of microbatches; None to make schedules.
         shared: number of microbatches -> schedule that one rank has made and all ranks have received.
+        watch: (name of the schedule, number of microbatches) -> context in which this process makes the schedule.
     """
 
     request: PlanRequest
     given: Schedule | None = None
     shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
+    watch: Callable[[str, int], AbstractContextManager[Any]] = field(default=_unwatched, repr=False, compare=False)
     _cache: dict[tuple[int, int], Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
     """(number of microbatches, level of memory) -> schedule that this process has made."""
 
@@ -111,7 +118,8 @@ class RunSchedules:
             return self.shared[num_microbatches]
         key = num_microbatches, 0
         if key not in self._cache:
-            self._cache[key] = prepare(self._make(num_microbatches), self.costs)
+            with self.watch(self.name, num_microbatches):
+                self._cache[key] = prepare(self._make(num_microbatches), self.costs)
         return self._cache[key]
 
     def in_less_memory(self, num_microbatches: int, level: int) -> Schedule | None:

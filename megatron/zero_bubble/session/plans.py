@@ -21,12 +21,9 @@ from megatron.zero_bubble.session.features import check_offload, check_pairs, pl
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.profiling import profile_window
-from megatron.zero_bubble.session.progress_lines import SILENT_SECONDS
-from megatron.zero_bubble.session.reports import print_line
+from megatron.zero_bubble.session.progress_lines import announced
 
 _FILE = "file:"
-_SECONDS_PER_OPERATION = 4e-5
-"""Seconds that planning takes for each operation of a schedule."""
 
 
 def choose_plan(flags: JobFlags) -> RunSchedules | None:
@@ -49,6 +46,8 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
         if not name.startswith(_FILE):
             kind = cast("PlacementKind | None", flags.zero_bubble_placement)
             plan = RunSchedules.named(name, num_ranks, num_chunks, kind)
+            if flags.rank == 0:
+                plan = replace(plan, watch=announced)
             limit = _limit_before_measuring(flags, plan.placement)
             return plan.requesting(
                 costs=_costs_before_measuring(flags, plan.placement),
@@ -126,14 +125,11 @@ def _all_microbatches(flags: JobFlags) -> int:
 
 
 def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
-    """Make every schedule that the run needs, and keep it in the plan; print a line first if planning takes seconds.
+    """Make every schedule that the run needs, and keep it in the plan.
 
     Raises:
         ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
     """
-    seconds = _all_microbatches(flags) * 3 * plan.placement.num_stages * _SECONDS_PER_OPERATION
-    if plan.given is None and seconds > SILENT_SECONDS and flags.rank == 0:
-        print_line(f" > planning schedule {plan.name} for up to {flags.most_microbatches} microbatches")
     with _as_users_mistake(flags, str(flags.schedule)):
         for size in flags.batch_sizes:
             plan.schedule(flags.num_microbatches(size))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+
+from megatron.zero_bubble.session.reports import print_line
 
 SILENT_SECONDS = 2.0
 """Seconds that may pass without a printed line."""
@@ -21,3 +25,15 @@ class ProgressLines:
         if now - self._last > SILENT_SECONDS:
             self._last = now
             self._say(text)
+
+
+@contextmanager
+def announced(name: str, num_microbatches: int) -> Iterator[None]:
+    """Print a line if the schedule that is planned in this context takes longer than `SILENT_SECONDS`."""
+    timer = Timer(SILENT_SECONDS, print_line, [f" > planning schedule {name} for {num_microbatches} microbatches ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
