@@ -52,6 +52,18 @@ def test_half_of_the_memory_of_a_v_costs_little_where_the_link_is_fast():
     assert half.makespan - whole.makespan <= 0.5 * (kept.makespan - whole.makespan)
 
 
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), (8, 16)])
+def test_w_runs_while_a_rank_waits_for_copies(num_ranks, num_microbatches):
+    """In the memory of V-Min, with a link as fast as F, a V takes the time that it takes without a limit."""
+    costs = replace(default_costs(placement_for("zb-v", num_ranks)), memory_d=(0.45,) * 2 * num_ranks)
+    costs = replace(costs, time_d=(0.45,) * 2 * num_ranks, time_h=(0.45,) * 2 * num_ranks)
+    smallest = max(simulate(generate("v-min", num_ranks, num_microbatches), costs).peak_memory)
+    options = {"costs": costs, "memory_limit": smallest, "offloads": True}
+    copied = simulate(generate("zb-v", num_ranks, num_microbatches, **options), costs)
+    work = num_microbatches * 2 * (costs.time_f[0] + costs.time_b[0] + costs.time_w[0])
+    assert copied.makespan <= 1.02 * (work + (num_ranks - 1) * costs.time_f[0])
+
+
 def test_a_poor_plan_under_one_limit_does_not_end_the_search_of_larger_ones():
     costs = replace(default_costs(placement_for("zb-v", 8)), time_d=(0.375,) * 16, time_h=(0.375,) * 16)
     costs = replace(costs, memory_d=tuple(15 / 16 * held for held in costs.memory_f))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -24,7 +25,7 @@ _STEP = 2**0.5
 """Factor between successive memory limits above the given limit, under which schedules are planned without copies."""
 _MOST_LIMITS = 5
 """Number of larger memory limits that are tried at most."""
-_ROUNDS = 2
+_ROUNDS = 3
 """Number of times that the copies of a schedule are placed, each time with the times of the previous simulation."""
 _NEAR = 1.05
 """Copies to the host are placed again in schedules that take at most this factor times the shortest time."""
@@ -132,15 +133,43 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
     Returns:
         The schedule with copies; None if copies cannot keep the memory limits.
     """
-    schedule = without_copies(timed.schedule)
+    lanes = [_with_weights_in_gaps([timed for timed in lane if timed.op.kind not in COPIES]) for lane in timed.lanes]
+    schedule = replace(without_copies(timed.schedule), ops=tuple(tuple(timed.op for timed in lane) for lane in lanes))
     ranks = []
-    for rank, lane in enumerate(timed.lanes):
-        computed = [timed for timed in lane if timed.op.kind not in COPIES]
-        ops = _RankCopies(schedule, problem, rank, computed, rule).ops()
+    for rank, lane in enumerate(lanes):
+        ops = _RankCopies(schedule, problem, rank, lane, rule).ops()
         if ops is None:
             return None
         ranks.append(ops)
     return replace(schedule, ops=tuple(ranks))
+
+
+def _with_weights_in_gaps(lane: Sequence[TimedOp]) -> list[TimedOp]:
+    """Move W into the gaps of a rank, such as the waits for copies, that are as long as the W."""
+    waiting: dict[int, deque[TimedOp]] = {}
+    for timed in lane:
+        if timed.op.kind is OpKind.W:
+            waiting.setdefault(timed.op.chunk, deque()).append(timed)
+    moved, done, filled, free = set[Op](), set[_Key](), list[TimedOp](), inf
+    for timed in lane:
+        op, start, end = timed
+        if op in moved:
+            continue
+        while True:
+            able = [each[0] for each in waiting.values() if each and each[0].op[1:] in done and each[0].op != op]
+            first = min(able, key=lambda each: each.start, default=None)
+            if first is None or first.end - first.start > (start - free) * (1 + 1e-9):
+                break
+            waiting[first.op.chunk].popleft()
+            moved.add(first.op)
+            filled.append(TimedOp(first.op, free, free := free + first.end - first.start))
+        if op.kind is OpKind.W:
+            waiting[op.chunk].popleft()
+        elif op.kind in BACKWARDS:
+            done.add(op[1:])
+        filled.append(timed)
+        free = end
+    return filled
 
 
 class _Kept(NamedTuple):
