@@ -236,6 +236,8 @@ class EventLoop(ABC):
             return code
         if keeps and not self.keeping.defers_weights and without_weights + keep + for_r <= limit:
             return -1
+        if not self.keeping.may_drop(self.done[code], self.num_microbatches):
+            return -1
         return dropping if memory + drop <= limit and before_r + drop + max(restored, for_r) <= limit else -1
 
     def will_keep(self, rank: int, code: int) -> bool:

@@ -27,20 +27,28 @@ class Keeping:
     """Whether an F drops its activations rather than wait for a W to release memory."""
     drops: AbstractSet[tuple[int, int]] = frozenset()
     """(stage, microbatch) of the activations that are dropped in any case."""
+    most_dropped: int | None = None
+    """Number of microbatches, at the beginning and again at the end, that may be dropped; None if all may."""
 
     @classmethod
     def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
         """The rules to try for dropping activations: one rule without recomputation, several rules with recomputation.
 
         With `Recompute.PLANNED` some rules drop the activations of the first microbatch, because R of the first
-        microbatch can run before any B is ready, and every later R can reuse the memory of this R.
+        microbatch can run before any B is ready, and every later R can reuse the memory of this R. One rule drops
+        activations in the warmup and in the cooldown alone, where ranks wait.
         """
         if not problem.recomputes:
             return (cls(),)
         if problem.recompute is Recompute.FULL:
             return cls(), cls(True)
         first = frozenset((stage, 0) for stage in range(problem.num_stages - 1))
-        return cls(True, first), cls(), cls(True), cls(False, first)
+        return cls(True, first), cls(), cls(True), cls(False, first), cls(True, first, max(1, problem.num_ranks // 2))
+
+    def may_drop(self, microbatch: int, num_microbatches: int) -> bool:
+        """Whether a microbatch may drop its activations."""
+        most = num_microbatches if self.most_dropped is None else self.most_dropped
+        return microbatch < most or microbatch >= num_microbatches - most
 
 
 KEEPS_WHAT_FITS = Keeping()
