@@ -146,6 +146,11 @@ def test_it_says_how_far_it_is(costs, capsys, monkeypatch):
         ({"output": {"time_f": "1", "time_b": 1, "time_w": 1}}, 'time_f of the output must be a number, got "1"'),
         ({"output": {"time_f": -1, "time_b": 1, "time_w": 1}}, "time_f of the output must not be negative, got -1"),
         ({"time_comm": True}, "time_comm must be a number, got true"),
+        ({"time_comm": 10**30}, f"time_comm must be a number, got {10**30}"),
+        (
+            {"time_comm": 10**400},
+            "costs of units must be JSON: the integer 100000000000... has 401 digits, at most 60 are allowed",
+        ),
         ({"ties_output": 1}, "'ties_output' must be true or false, got 1"),
         ({"embeding": {}}, "costs of units have no entry 'embeding'"),
     ],
