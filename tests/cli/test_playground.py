@@ -191,6 +191,43 @@ def test_another_trace_is_refused_in_one_line(tmp_path):
     )
 
 
+ARGS = ("stage", "chunk", "microbatch")
+DAMAGES = (None, "x", {}, -1, 10**18, 10**400, float("nan"), float("inf"))
+
+
+@pytest.mark.parametrize("names", [("ts",), ("dur",), ("cat",), ("tid",), ("args",), *(("args", n) for n in ARGS)])
+def test_a_damaged_trace_is_an_error_or_a_picture(tmp_path, names):
+    trace = to_chrome_trace(simulate(generate("zb-h1", 2, 4), StageCosts.uniform(2, 1.5, 2.25, 1, 0.5)))
+    file = tmp_path / "damaged.trace.json"
+    for damage in DAMAGES:
+        document = json.loads(trace)
+        at = next(event for event in document["traceEvents"] if event["ph"] == "X")
+        for name in names[:-1]:
+            at = at[name]
+        at[names[-1]] = damage
+        file.write_text(json.dumps(document))
+        for planned in (False, True):
+            found = ask("run", file=str(file), planned=planned)
+            assert "lanes" in found or found["error"].startswith("not a trace that --zero-bubble-timeline wrote: ")
+
+
+def test_a_damaged_memory_counter_is_an_error(tmp_path):
+    timeline = simulate(generate("zb-h1", 2, 4), StageCosts.uniform(2))
+    document = json.loads(to_chrome_trace(timeline))
+    document["traceEvents"].append({"ph": "C", "name": "memory of rank x", "ts": 1, "args": {"value": 1}})
+    (tmp_path / "trace.json").write_text(json.dumps(document))
+    assert "invalid literal" in ask("run", file=str(tmp_path / "trace.json"), planned=False)["error"]
+
+
+def test_a_trace_without_operations_is_said_to_have_none(tmp_path):
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    assert ask("opened", file=str(tmp_path / "trace.json"))["error"].endswith(": it has no operations")
+
+
+def test_help_among_the_words_is_a_mistake():
+    assert ask("picture", words=["--schedule=zb-h1", *SIZE, "-h"])["error"] == "unrecognized arguments: -h"
+
+
 def test_a_draft_is_a_plan_too_and_not_better_than_the_whole():
     words = [
         "--schedule=auto",
