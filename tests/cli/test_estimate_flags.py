@@ -192,6 +192,14 @@ def test_where_recomputation_does_not_help_either_the_line_says_what_is_missing(
     assert any(line.startswith("less memory is needed with --use-distributed-optimizer") for line in output)
 
 
+def test_a_memory_limit_in_which_nothing_fits_is_named(capsys):
+    limit = [LIMIT, "1KiB", "--zero-bubble"]
+    assert main([*TOOL, "--schedule", "auto", "--", *JOB, *limit]) == 2
+    layout, schedule = capsys.readouterr().err.removeprefix("zero-bubble estimate: error: ").split("; ", 1)
+    assert layout.startswith(f"{LIMIT} 1KiB: no layout of the layers fits: ")
+    assert schedule.startswith(f"--schedule auto: {LIMIT} 1KiB: rank 0 needs at least ")
+
+
 def test_a_schedule_that_cannot_be_is_a_line_if_others_are_shown_and_an_error_if_nothing_is(capsys):
     odd = [*JOB, "--num-layers", "12"]
     output = lines_of(capsys, "--schedule", "zb-v", "--schedule", "1f1b", "--", *odd)
