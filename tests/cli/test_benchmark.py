@@ -166,6 +166,7 @@ def test_peers_of_torch_can_be_left_out(monkeypatch, flags, has_megatrons, has_t
         ([*SIZE, "--baseline-flags", '"', "--", *TINY], "--baseline-flags: expected words as in a shell"),
         ([*SIZE, "--launch", "", "--", *TINY], "--launch: expected at least one word, got ''"),
         ([*SIZE[:2], "--", *TINY], "--num-microbatches is required with --pipeline-size"),
+        (["--num-chunks", "2", "--", *TINY], "--num-chunks: needs --pipeline-size or --schedule"),
         (["--", *TINY], "--pipeline-model-parallel-size: must be at least 2 after --, got 1"),
         (["--", *TINY, "--pipeline-model-parallel-size", "2", "--no-such-flag"], "--no-such-flag"),
         (

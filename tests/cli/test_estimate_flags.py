@@ -56,6 +56,15 @@ def test_what_the_job_takes_is_taken_where_it_will_not_run(flags, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("nothing", ["0", "0B", "0.0GiB"])
+def test_a_device_may_reserve_nothing_and_messages_may_have_no_latency(nothing):
+    words = [*TOOL, "--reserved-memory", nothing, "--interconnect-latency", "0", "--", *JOB]
+    cluster = EstimatedJob.of(read_flags(EstimateFlags, words, "estimate", "")).cluster
+    assert (cluster.reserved_memory, cluster.message_ms(25e6)) == (0, 1)
+    with pytest.raises(ValueError, match="argument --device-memory: expected bytes such as 80GiB, got '0B'"):
+        read_flags(EstimateFlags, [*TOOL, "--device-memory", "0B", "--", *JOB], "estimate", "")
+
+
 def test_what_is_given_is_not_given_again():
     args = job("--train-iters=500000", "--lr=6e-4", "--data-path=prefix", "--tokenizer-type=NullTokenizer").args
     assert (args.train_iters, args.lr, args.data_path, args.mock_data) == (500000, 6e-4, ["prefix"], False)

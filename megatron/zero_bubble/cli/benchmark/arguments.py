@@ -147,6 +147,8 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
             missing, given = ("--num-microbatches", "--pipeline-size")[:: -1 if self.pipeline_size is None else 1]
             raise ValueError(f"argument {missing} is required with {given}")
 
+        if self.num_chunks is not None and self.pipeline_size is None and self.schedule is None:
+            raise ValueError("argument --num-chunks: needs --pipeline-size or --schedule, whose chunks it sets")
         quotes = [("--schedule", shlex.split(text)) for text in self.schedule or ()]
         for name, words in (*quotes, ("--baseline-flags", self.baseline_flags or [])):
             for word in (*_SET_HERE, *_ENDS_AND_MEMORY):
