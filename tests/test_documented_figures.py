@@ -28,6 +28,13 @@ def slug(title: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name)
+def test_links_lead_to_headings_of_the_pages_in_the_repository(page: Path) -> None:
+    """`make docs` checks the links of the site, whose generated tables have further headings."""
+    for path, anchor in re.findall(r"\]\(((?:[\w/.-]+\.md)?)#([^)\s]+)\)", page.read_text()):
+        assert anchor in sections(page.parent / path if path else page)
+
+
 BENCHMARKS = sections(ROOT / "docs" / "benchmarks.md")
 
 

@@ -21,6 +21,7 @@ from megatron.zero_bubble.cli.benchmark.training_results import bootstrap_interv
 from megatron.zero_bubble.cli.benchmark.training_turn import Turn, read_log, take_turn
 from megatron.zero_bubble.cli.benchmark_command import main
 from megatron.zero_bubble.cli.invocation import read_flags
+from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.schedule import Idle, Placement, simulate
 from megatron.zero_bubble.schedule.formats import Profile, profile_to_json
@@ -120,6 +121,20 @@ def test_the_baseline_alone_gets_its_flags():
     assert "--recompute-activations" not in ours.words
 
 
+def test_zero_bubble_flags_after_the_dashes_reach_no_baseline_and_a_quote_replaces_them():
+    words = ["--zero-bubble-memory-limit=2", "--enable-optimizer-post-validation", "--lr", "1e-3"]
+    quotes = ["--schedule", "auto --zero-bubble-memory-limit 1.5 --lr 1e-2", "--schedule", "chosen"]
+    given = read_flags(BenchmarkFlags, [*SIZE, *quotes, "--", *TINY, *words], "", "").of_named_schedules()
+    field = gather(given, False, (*peers(given, with_torch=False),))
+    baseline, auto, chosen, interleaved = field.contestants
+    assert (baseline.words, interleaved.words) == ((), (CHUNKS_FLAG, "2"))
+    assert {"--zero-bubble-memory-limit=2", "--enable-optimizer-post-validation"}.isdisjoint(field.flags)
+    assert chosen.words == ("--zero-bubble", *words[:2])
+    trained = complete_arguments([*field.flags, *auto.words], 2, "", has_cuda=False)
+    assert (trained.zero_bubble_memory_limit, trained.lr) == ("1.5", 1e-2)
+    assert trained.zero_bubble_post_validation
+
+
 @pytest.mark.parametrize(
     ("flags", "has_megatrons", "has_torchs"),
     [((), False, False), (("--peers",), True, True), (("--peers", "megatron-core"), True, False)],
@@ -143,7 +158,15 @@ def test_peers_of_torch_can_be_left_out(monkeypatch, flags, has_megatrons, has_t
         ([*SIZE, "--warmup", "8", "--", *TINY], "--warmup: must be a multiple of --interval 5"),
         ([*SIZE, "--warmup", "5", "--", *TINY], "--warmup: must be at least 7"),
         ([*SIZE, "--", *TINY, "--train-iters", "5"], "--train-iters: not allowed after --"),
+        ([*SIZE, "--", *TINY, "--train-iters=5"], "--train-iters: not allowed after --"),
+        ([*SIZE, "--", *TINY, "--zero-bubble-schedule", "zb-2p"], "--zero-bubble-schedule: not allowed after --"),
+        ([*SIZE, "--", *TINY, CHUNKS_FLAG, "2"], f"{CHUNKS_FLAG}: not allowed after --"),
+        ([*SIZE, "--schedule", "zb-h1 --train-iters 5", "--", *TINY], "--schedule: --train-iters not allowed in"),
+        ([*SIZE, "--schedule", 'zb-h1 "x', "--", *TINY], "--schedule: expected words as in a shell, got 'zb-h1 \"x'"),
+        ([*SIZE, "--baseline-flags", '"', "--", *TINY], "--baseline-flags: expected words as in a shell"),
+        ([*SIZE, "--launch", "", "--", *TINY], "--launch: expected at least one word, got ''"),
         ([*SIZE[:2], "--", *TINY], "--num-microbatches is required with --pipeline-size"),
+        (["--num-chunks", "2", "--", *TINY], "--num-chunks: needs --pipeline-size or --schedule"),
         (["--", *TINY], "--pipeline-model-parallel-size: must be at least 2 after --, got 1"),
         (["--", *TINY, "--pipeline-model-parallel-size", "2", "--no-such-flag"], "--no-such-flag"),
         (

@@ -56,6 +56,15 @@ def test_what_the_job_takes_is_taken_where_it_will_not_run(flags, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("nothing", ["0", "0B", "0.0GiB"])
+def test_a_device_may_reserve_nothing_and_messages_may_have_no_latency(nothing):
+    words = [*TOOL, "--reserved-memory", nothing, "--interconnect-latency", "0", "--", *JOB]
+    cluster = EstimatedJob.of(read_flags(EstimateFlags, words, "estimate", "")).cluster
+    assert (cluster.reserved_memory, cluster.message_ms(25e6)) == (0, 1)
+    with pytest.raises(ValueError, match="argument --device-memory: expected bytes such as 80GiB, got '0B'"):
+        read_flags(EstimateFlags, [*TOOL, "--device-memory", "0B", "--", *JOB], "estimate", "")
+
+
 def test_what_is_given_is_not_given_again():
     args = job("--train-iters=500000", "--lr=6e-4", "--data-path=prefix", "--tokenizer-type=NullTokenizer").args
     assert (args.train_iters, args.lr, args.data_path, args.mock_data) == (500000, 6e-4, ["prefix"], False)
@@ -190,6 +199,14 @@ def test_where_recomputation_does_not_help_either_the_line_says_what_is_missing(
     assert full.endswith(" of 1.00 GiB")
     assert planned.endswith(" of 1.00 GiB")
     assert any(line.startswith("less memory is needed with --use-distributed-optimizer") for line in output)
+
+
+def test_a_memory_limit_in_which_nothing_fits_is_named(capsys):
+    limit = [LIMIT, "1KiB", "--zero-bubble"]
+    assert main([*TOOL, "--schedule", "auto", "--", *JOB, *limit]) == 2
+    layout, schedule = capsys.readouterr().err.removeprefix("zero-bubble estimate: error: ").split("; ", 1)
+    assert layout.startswith(f"{LIMIT} 1KiB: no layout of the layers fits: ")
+    assert schedule.startswith(f"--schedule auto: {LIMIT} 1KiB: rank 0 needs at least ")
 
 
 def test_a_schedule_that_cannot_be_is_a_line_if_others_are_shown_and_an_error_if_nothing_is(capsys):

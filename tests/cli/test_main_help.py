@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from megatron.zero_bubble.cli import __main__
 from megatron.zero_bubble.cli.__main__ import main
 from tests.test_architecture import ROOT
 
@@ -46,3 +47,12 @@ def test_an_unknown_command_is_one_line(words, line, capsys):
     assert (output, errors.count("\n")) == ("", 1)
     assert errors.startswith("zero-bubble: error: ")
     assert line in errors
+
+
+def test_an_interrupted_import_costs_no_traceback(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, "import_module", interrupted)
+    assert main(["schedule", "list"]) == 130
+    assert capsys.readouterr() == ("", "")

@@ -53,6 +53,23 @@ def test_a_reader_that_has_seen_enough_costs_no_line():
         assert run(*CURVE, stdout=closed) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "prog"),
+    [(["--help"], ""), (["schedule", "--help"], " schedule"), (["schedule", "list", "--help"], " schedule list")],
+)
+def test_help_is_written_or_costs_one_line(full, words, prog):
+    command = [*TOOL[:-1], *words]
+    with full.open("w") as out:
+        result = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    line = f"zero-bubble{prog}: error: cannot write to the standard output: No space left on device\n"
+    assert (result.returncode, result.stderr) == (2, line)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        result = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_a_file_whose_reader_went_away_was_not_written(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from megatron.zero_bubble.schedule import StageCosts, simulate
 from megatron.zero_bubble.schedule.draw import to_chrome_trace
 from megatron.zero_bubble.schedule.formats import Profile, costs_to_json, profile_to_json, schedule_to_json
 from megatron.zero_bubble.schedule.ir import Placement
+from tests.mistakes import one_line_mistake
 
 SIZE = ["--pipeline-size=4", "--num-microbatches=8"]
 TIMES = ["--time-f=10,10,12,10", "--time-b=9", "--time-w=7", "--time-comm=0.3"]
@@ -187,6 +191,43 @@ def test_another_trace_is_refused_in_one_line(tmp_path):
     )
 
 
+ARGS = ("stage", "chunk", "microbatch")
+DAMAGES = (None, "x", {}, -1, 10**18, 10**400, float("nan"), float("inf"))
+
+
+@pytest.mark.parametrize("names", [("ts",), ("dur",), ("cat",), ("tid",), ("args",), *(("args", n) for n in ARGS)])
+def test_a_damaged_trace_is_an_error_or_a_picture(tmp_path, names):
+    trace = to_chrome_trace(simulate(generate("zb-h1", 2, 4), StageCosts.uniform(2, 1.5, 2.25, 1, 0.5)))
+    file = tmp_path / "damaged.trace.json"
+    for damage in DAMAGES:
+        document = json.loads(trace)
+        at = next(event for event in document["traceEvents"] if event["ph"] == "X")
+        for name in names[:-1]:
+            at = at[name]
+        at[names[-1]] = damage
+        file.write_text(json.dumps(document))
+        for planned in (False, True):
+            found = ask("run", file=str(file), planned=planned)
+            assert "lanes" in found or found["error"].startswith("not a trace that --zero-bubble-timeline wrote: ")
+
+
+def test_a_damaged_memory_counter_is_an_error(tmp_path):
+    timeline = simulate(generate("zb-h1", 2, 4), StageCosts.uniform(2))
+    document = json.loads(to_chrome_trace(timeline))
+    document["traceEvents"].append({"ph": "C", "name": "memory of rank x", "ts": 1, "args": {"value": 1}})
+    (tmp_path / "trace.json").write_text(json.dumps(document))
+    assert "invalid literal" in ask("run", file=str(tmp_path / "trace.json"), planned=False)["error"]
+
+
+def test_a_trace_without_operations_is_said_to_have_none(tmp_path):
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    assert ask("opened", file=str(tmp_path / "trace.json"))["error"].endswith(": it has no operations")
+
+
+def test_help_among_the_words_is_a_mistake():
+    assert ask("picture", words=["--schedule=zb-h1", *SIZE, "-h"])["error"] == "unrecognized arguments: -h"
+
+
 def test_a_draft_is_a_plan_too_and_not_better_than_the_whole():
     words = [
         "--schedule=auto",
@@ -234,6 +275,31 @@ def test_the_browser_needs_nothing_but_the_packed_modules(tmp_path):
     command = [sys.executable, "-I", "-S", "-c", code, str(tmp_path / "package"), question]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert json.loads(result.stdout or "{}").get("name") == "auto", result.stderr
+
+
+def test_a_client_that_resets_the_connection_costs_no_line(tmp_path, capsys):
+    with playground_command.PlaygroundServer(str(tmp_path), 0) as server:
+        with socket.create_connection(server.server_address) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing it is a reset
+            client.sendall(b"GET / HTTP/1.1")
+        before = set(threading.enumerate())
+        server.handle_request()
+        for thread in set(threading.enumerate()) - before:
+            thread.join()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("flags", [["--port", "5"], ["--no-browser"]])
+def test_flags_of_the_server_are_refused_with_output(flags, tmp_path, capsys):
+    line = one_line_mistake(playground_command.main, ["--output", str(tmp_path), *flags], capsys)
+    assert f"argument {flags[0]}: not allowed with --output" in line
+
+
+def test_a_port_in_use_is_one_line(tmp_path):
+    with playground_command.PlaygroundServer(str(tmp_path), 0) as server:
+        port = server.server_address[1]
+        with pytest.raises(ValueError, match=f"argument --port {port}: Address already in use: --port 0 takes"):
+            playground_command.PlaygroundServer(str(tmp_path), port)
 
 
 def test_without_python_for_the_browser_one_line_says_how_to_get_it(tmp_path, capsys):

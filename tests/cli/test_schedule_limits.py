@@ -67,16 +67,18 @@ BAD = {
     "simulate --schedule auto {size} --recompute planned --memory-limit 0.9": "limit of 0.9; 1 is enough for every",
     "simulate --schedule auto {size} --recompute full --memory-r 0": "--memory-r is 0, so nothing can be dropped",
     "simulate --schedule auto {size} --recompute full --costs {tmp}/four.json": "four.json has no memory_r, so nothing",
-    "simulate --schedule zb-h1 {size} --memory-limit 3": "limit of 3; 4 is enough for every rank",
+    "simulate --schedule zb-h1 {size} --memory-limit 3": "--memory-limit: on rank 0 schedule zb-h1 needs 4 of",
+    "compare --schedule zb-h1 {size} --memory-limit 3": "limit of 3; 4 is enough for every rank",
     "simulate --schedule zb-h1 {size} --memory-limit 4,4": "memory_limit has 2 entries, but there are 4 ranks",
     "simulate --schedule zb-h1 {size} --num-chunks 2": "schedule zb-h1 has 1 chunks a rank, got 2",
     "simulate --schedule interleaved-1f1b --pipeline-size 4 --num-microbatches 6": "leave a last group of 2",
-    "simulate --schedule zb-h1 {size} --costs {tmp}/none.json": "No such file",
-    "simulate --schedule zb-h1 {size} --costs {tmp}/bad.json": "bad.json: not JSON",
+    "simulate --schedule zb-h1 {size} --costs {tmp}/none.json": "--costs {tmp}/none.json: cannot be read: No such file",
+    "simulate --schedule zb-h1 {size} --costs {tmp}/bad.json": "argument --costs {tmp}/bad.json: not JSON",
     "simulate --schedule zb-h1 {size} --costs {tmp}/three.json": "has costs of 3 stages: expected 4",
     "simulate --schedule zb-h1 {size} --costs {tmp}/three.json --time-f 2": "--time-f: not allowed with --costs",
     "validate --input {tmp}/future.json": "version 2 of the format is unknown",
-    "validate --input {tmp}/bad.json": "bad.json: not JSON",
+    "validate --input {tmp}/none.json": "argument --input {tmp}/none.json: cannot be read: No such file",
+    "validate --input {tmp}/bad.json": "argument --input {tmp}/bad.json: not JSON",
     "validate --input {tmp}/binary": "can't decode byte",
     "validate --input {tmp}/incomplete.csv": "rank 0 lacks B0",
     "validate --input {tmp}/future.json --recompute full": "--recompute: not allowed with --input",
@@ -107,7 +109,7 @@ BAD = {
 def test_bad_input_gets_one_line_and_nothing_is_written(run, tmp_path, words):
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    huge = costs_to_json(StageCosts.uniform(4, time_f=12345)).replace("12345", "1" + "0" * 400)
+    huge = costs_to_json(StageCosts.uniform(4, time_f=12345)).replace("12345", "1" + "0" * 55)
     (tmp_path / "huge.json").write_text(huge)
     (tmp_path / "three.json").write_text(costs_to_json(StageCosts.uniform(3)))
     (tmp_path / "four.json").write_text(costs_to_json(StageCosts.uniform(4)))

@@ -196,6 +196,7 @@ GOOD = json.loads(schedule_to_json(generate("1f1b", 2, 2)))
         ({**GOOD, "placement": {"kind": [], "num_ranks": 2, "num_chunks": 1}}, "is unknown"),
         ({**GOOD, "placement": {"kind": "linear", "num_ranks": 2.0, "num_chunks": 1}}, "num_ranks must be a whole"),
         ({**GOOD, "num_microbatches": True}, "num_microbatches must be a whole number, got True"),
+        ({**GOOD, "num_microbatches": 10**400}, "the integer 100000000000... has 401 digits"),
         ({**GOOD, "name": 3}, "name must be a string"),
         ({**GOOD, "ops": "F0"}, "one string a rank"),
         ({**GOOD, "ops": ["F0"]}, "operations for 1 ranks"),

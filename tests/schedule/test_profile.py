@@ -49,6 +49,7 @@ def test_costs_are_read_from_a_profile_and_from_costs_alone():
         (document(placement={"kind": "linear"}), "the megatron-zero-bubble profile is damaged: "),
         (document(placement={"kind": "ring", "num_ranks": 2}), "the megatron-zero-bubble profile is damaged: "),
         (document(noise="much"), "the megatron-zero-bubble profile is damaged: "),
+        (document(noise=10**400), "not JSON: the integer 100000000000... has 401 digits, at most 60 are allowed"),
         (document(model=7), "the megatron-zero-bubble profile is damaged: "),
         (document(costs={}), "the megatron-zero-bubble profile is damaged: "),
         (document(inside=[1]), "the megatron-zero-bubble profile is damaged: inside must be 2 numbers of bytes"),

@@ -191,6 +191,16 @@ MISTAKES = {
         {"--num-experts": "4"},
         "--num-experts 4 needs --disable-bias-linear: megatron-core's local experts have no working bias",
     ),
+    "experts on tensor-parallel ranks": (
+        {
+            "--num-experts": "4",
+            "--disable-bias-linear": None,
+            "--tensor-model-parallel-size": "2",
+            "--pipeline-model-parallel-size": "2",
+        },
+        "--num-experts 4 with --tensor-model-parallel-size 2 needs --sequence-parallel: megatron-core trains no "
+        "experts without it",
+    ),
     "experts that ranks cannot share": (
         {"--num-experts": "4", "--disable-bias-linear": None, "--expert-model-parallel-size": "2"},
         "--expert-model-parallel-size 2 must divide the 1 data-parallel replicas and --num-experts 4",

@@ -38,11 +38,22 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names and return its exit status."""
-    words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help"):
-        print(_HELP, end="", file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
+    """Run the command that the first argument names and return its exit status, 130 after Ctrl-C."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # during an import; a command that runs returns its own status
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    if words and words[0] in ("-h", "--help"):
+        from megatron.zero_bubble.cli.invocation import run_command
+        from megatron.zero_bubble.cli.output import deliver
+
+        return run_command("zero-bubble", lambda: deliver(_HELP, None))
+    if not words:
+        print(_HELP, end="", file=sys.stderr)
+        return 2
     if words[0] not in _COMMANDS:
         print(f"zero-bubble: error: {words[0]!r} is not one of {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2

@@ -17,16 +17,16 @@ benchmark prints the recommendation in addition to the results.
         --micro-batch-size 2 --mock-data --vocab-size 4095
 
 With --pipeline-size, --schedule names the schedules that the benchmark compares. For every schedule, the benchmark runs
-pretrain_gpt.py as a job of its own, with the flags that follow `--`. megatron-core's own 1F1B always runs, as the
-baseline. Every schedule runs once in each round. The column `to 1F1B` is the median over rounds of a schedule's speed
-divided by 1F1B's speed in the same round, with a bootstrap interval. `--schedule chosen` trains with --zero-bubble
-alone, which chooses the layout; the progress line of the training names this layout. The benchmark measures bubble
-rates only under this project's schedules. For megatron-core's schedules, the column `predicted` is simulated with the
-costs that one of this project's schedules measured in the same placement. In the simulation of a megatron-core
-schedule, the costs of vocabulary shards count on the first and the last stage. The column `memory (MiB)` shows the
-allocator's peak on the fullest GPU or, without CUDA, the resident memory of the largest process, its libraries
-included. With `--losses`, the benchmark also prints the largest relative difference between the losses of every
-schedule and the losses of 1F1B.
+pretrain_gpt.py as a job of its own, with the flags that follow `--`; zero-bubble flags among them apply only to the
+schedules of --schedule. megatron-core's own 1F1B always runs, as the baseline. Every schedule runs once in each round.
+The column `to 1F1B` is the median over rounds of a schedule's speed divided by 1F1B's speed in the same round, with a
+bootstrap interval. `--schedule chosen` trains with --zero-bubble alone, which chooses the layout; the progress line of
+the training names this layout. The benchmark measures bubble rates only under this project's schedules. For
+megatron-core's schedules, the column `predicted` is simulated with the costs that one of this project's schedules
+measured in the same placement. In the simulation of a megatron-core schedule, the costs of vocabulary shards count on
+the first and the last stage. The column `memory (MiB)` shows the allocator's peak on the fullest GPU or, without CUDA,
+the resident memory of the largest process, its libraries included. With `--losses`, the benchmark also prints the
+largest relative difference between the losses of every schedule and the losses of 1F1B.
 
 A mistake in the flags ends the command with a one-line message and exit status 2. A failed training ends the command
 with status 1.
@@ -66,7 +66,7 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     if is_own_training:
         flags, peers = of_own_training(flags, torch.cuda.device_count())
     else:
-        flags.check_training_flags()
+        flags = flags.of_named_schedules()
     results = compare_trainings(flags, peers)
     figures = [one.as_json() for one in results]
     document: Any = figures

@@ -6,11 +6,14 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from megatron.zero_bubble.schedule.errors import one_line
+from megatron.zero_bubble.cli.output import deliver
+from megatron.zero_bubble.schedule.errors import ScheduleError, one_line
 from megatron.zero_bubble.session.flag_parser import FlagParser, add_flags, title_of
 
 T = TypeVar("T")
@@ -45,34 +48,45 @@ def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str)
 
     Raises:
         ValueError: the first word is missing, or names no command.
+        OSError: `usage` cannot be written.
     """
     if not argv:
         raise ValueError("the following arguments are required: COMMAND")
     if argv[0] in ("-h", "--help"):
-        print(usage, end="")
+        deliver(usage, None)
         raise SystemExit(0)
     if argv[0] not in commands:
         raise ValueError(f"argument COMMAND: invalid choice: {argv[0]!r} (choose from {', '.join(commands)})")
     return argv[0], list(argv[1:])
 
 
-def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: str) -> T:
+class _CommandParser(FlagParser):
+    """A parser whose `--help` raises `OSError` if the help cannot be written, where argparse raises nothing."""
+
+    def print_help(self, file: Any = None) -> None:
+        deliver(self.format_help(), None)
+
+
+def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: str, *, has_help: bool = True) -> T:
     """Parse a command's flags into the frozen dataclass `arguments`.
 
     Args:
         arguments: a dataclass whose fields are flags; each base class that adds fields is a group of `--help`.
         prog: the name of the command, printed in the usage.
         description: the text that `--help` prints.
+        has_help: whether `--help` prints the help and exits; otherwise `--help` is an unknown flag.
 
     Raises:
         ValueError: a flag is unknown, missing or wrong; the message is one line.
+        OSError: the help cannot be written.
     """
     words, more, usage = list(argv), {}, None
     if issubclass(arguments, FollowingFlags):
         cut = words.index("--") if "--" in words else len(words)
         words, more = words[:cut], {"training_flags": tuple(words[cut + 1 :])}
         usage = f"%(prog)s [flags] -- {arguments.following}"
-    parser = FlagParser(
+    parser = _CommandParser(
+        add_help=has_help,
         prog=prog,
         usage=usage,
         description=description,
@@ -82,6 +96,25 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
     for title, entries in _flags_by_title(arguments).items():
         add_flags(parser.add_argument_group(title), arguments, entries)
     return arguments(**vars(parser.parse_args(_join_negative(words))), **more)
+
+
+@contextmanager
+def reading(name: str, path: Path) -> Iterator[None]:
+    """Name the flag and its file in errors of reading the file.
+
+    Args:
+        name: the flag, such as `--costs`.
+        path: the file that the flag gives.
+
+    Raises:
+        ScheduleError: the file cannot be read, or has no text of the expected format; the message is one line.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ScheduleError(f"argument {name} {path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, ScheduleError) as error:
+        raise ScheduleError(f"argument {name} {path}: {error}") from None
 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:

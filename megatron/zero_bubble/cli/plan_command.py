@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.zero_bubble.cli.invocation import at_least, read_flags, run_command
+from megatron.zero_bubble.cli.invocation import at_least, read_flags, reading, run_command
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.cli.shared_flags import TableFlags
 from megatron.zero_bubble.planner import Layout, Plan, PlanRequest, all_placements, search_layouts
@@ -36,7 +36,7 @@ from megatron.zero_bubble.schedule.formats import units_from_json
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.flag_parser import flag
-from megatron.zero_bubble.session.flags import flags_text
+from megatron.zero_bubble.session.flags import flag_name, flags_text
 from megatron.zero_bubble.session.layout_words import flags_of_layout, gain_words, layers_words, named_plans
 from megatron.zero_bubble.session.progress_lines import ProgressLines
 
@@ -168,6 +168,10 @@ def _run(argv: list[str]) -> None:
         limit = flags.memory_limit
         given = f"{limit.num_bytes}B" if limit.multiple is None else f"{limit.multiple:g}"
         raise ValueError(f"argument --memory-limit {given}: no layout fits: {error}") from None
+    except ScheduleError as error:
+        sizes = {name: getattr(flags, name) for name in ("pipeline_size", "placement", "num_chunks")}
+        given = " ".join(f"{flag_name(name)} {size}" for name, size in sizes.items() if size is not None)
+        raise ValueError(f"arguments {given}: {error}") from None
     usual = on_megatrons_split(request, chosen)
     document = {
         "flags": flags_text(flags_of_layout(chosen.layout)),
@@ -184,12 +188,8 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     Raises:
         ValueError: the file of costs cannot be read, or the layers cannot be divided among ranks as the flags ask.
     """
-    try:
+    with reading("--costs", flags.costs):
         model = units_from_json(flags.costs.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"argument --costs {flags.costs}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, ScheduleError) as error:
-        raise ValueError(f"argument --costs {flags.costs}: {error}") from None
     # Pairs work neither with recomputation nor with vocabulary shards: flags for either give a plan without pairs.
     pairs = model.has_all_to_all and flags.recompute in (None, "none") and flags.vocabulary_parallel != "on"
     by_default = (Recompute.NONE,) if pairs else (Recompute.NONE, Recompute.PLANNED)

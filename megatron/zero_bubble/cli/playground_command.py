@@ -11,7 +11,6 @@ import signal
 import sys
 import tempfile
 import webbrowser
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -30,12 +29,20 @@ _PROG = "zero-bubble playground"
 class PlaygroundFlags(CommandFlags):
     """the page"""
 
-    port: int = flag("port on 127.0.0.1; 0 takes a free one", 0, parse=at_least(0, 65535), metavar="PORT")
+    port: int | None = flag(
+        "port on 127.0.0.1; 0 takes a free one (default: 0)", None, parse=at_least(0, 65535), metavar="PORT"
+    )
     no_browser: bool = flag("open no browser, only print the address", False)
     output: Path | None = flag("write the page to DIR instead of serving it", None, parse=Path, metavar="DIR")
     pyodide: Path | None = flag(
         "folder of the npm package pyodide (default: the one in this package)", None, parse=Path, metavar="DIR"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, is_given in (("--port", self.port is not None), ("--no-browser", self.no_browser)):
+            if self.output is not None and is_given:
+                raise ValueError(f"argument {name}: not allowed with --output {self.output}, which serves nothing")
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +58,7 @@ def _run(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the files are removed then, too
     with tempfile.TemporaryDirectory(prefix="zero-bubble-playground-") as folder:
         write_site(Path(folder), flags.pyodide or PYODIDE)
-        with ThreadingHTTPServer(("127.0.0.1", flags.port), partial(_Handler, directory=folder)) as server:
+        with PlaygroundServer(folder, flags.port or 0) as server:
             address = f"http://127.0.0.1:{server.server_address[1]}/"
             print(f"the playground is at {address} (Ctrl-C ends it)", flush=True)
             if not flags.no_browser:
@@ -72,7 +79,25 @@ class _Handler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Print no line for an HTTP request."""
 
-    def copyfile(self, source: Any, outputfile: Any) -> None:
-        """Send a file to the browser; closing the page during the transfer raises no error."""
-        with suppress(ConnectionError):
-            super().copyfile(source, outputfile)
+
+class PlaygroundServer(ThreadingHTTPServer):
+    """An HTTP server on this machine's loopback address that prints no line for a connection that a browser closes.
+
+    Args:
+        folder: the folder that is served.
+        port: the port; 0 takes a free one.
+
+    Raises:
+        ValueError: the port is in use, or this user may not have it.
+    """
+
+    def __init__(self, folder: str, port: int) -> None:
+        try:
+            super().__init__(("127.0.0.1", port), partial(_Handler, directory=folder))
+        except OSError as error:
+            raise ValueError(f"argument --port {port}: {error.strerror}: --port 0 takes a free one") from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of an error other than a closed connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)

@@ -208,6 +208,12 @@ def _check_experts(args: Arguments, has_cuda: bool) -> None:
         raise ValueError(
             f"--num-experts {experts} needs --disable-bias-linear: megatron-core's local experts have no working bias"
         )
+    tensor = args.tensor_model_parallel_size
+    if experts is not None and tensor > 1 and not args.sequence_parallel:
+        raise ValueError(
+            f"--num-experts {experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel: "
+            "megatron-core trains no experts without it"
+        )
     if args.moe_grouped_gemm and not has_cuda:
         raise ValueError("--moe-grouped-gemm needs CUDA: its kernel computes a rank's experts together; leave it out")
     if experts is not None and not 1 <= args.moe_router_topk <= experts:

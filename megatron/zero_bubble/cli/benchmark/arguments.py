@@ -4,19 +4,76 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from argparse import ArgumentTypeError
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least
 from megatron.zero_bubble.cli.shared_flags import SizeFlags, TableFlags
+from megatron.zero_bubble.session.aliases import AliasFlags
 from megatron.zero_bubble.session.flag_parser import flag
+from megatron.zero_bubble.session.flags import flag_name
 
 DEFAULT_SCHEDULES = ("zb-h1", "zb-2p", "zb-v")
 PROG = "zero-bubble benchmark"
 TRAINER = ("-m", "megatron.zero_bubble.trainer")
 """Command-line words with which a launcher starts the installed pretrain_gpt.py."""
+ALIASES = tuple(flag_name(field.name) for field in fields(AliasFlags))
+CHUNKS_OR_GROUPS = (
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--microbatch-group-size-per-virtual-pipeline-stage",
+)
 _SET_HERE = ("--pipeline-model-parallel-size", "--global-batch-size", "--train-iters", "--log-interval")
+_ENDS_AND_MEMORY = ("--exit-interval", "--log-memory-interval")
+_NAMES_OF_SCHEDULES = (
+    *("--zero-bubble", "--zero-bubble-schedule", "--enable-zero-bubble"),
+    *("--zero-bubble-v-schedule", "--zero-bubble-v-schedule-mem-setup"),
+)
+
+
+def parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
+    """Divide the words of flags into two lists.
+
+    Args:
+        words: flags with their values, also as `--name=value`.
+        names: names of the flags for the second list.
+        prefix: start of the names of further flags for the second list.
+
+    Returns:
+        The words of all other flags, and the words of the named flags.
+    """
+    others: list[str] = []
+    named: list[str] = []
+    into = others
+    for word in words:
+        if word.startswith("--"):
+            is_named = word.split("=", 1)[0] in names or (prefix is not None and word.startswith(prefix))
+            into = named if is_named else others
+        into.append(word)
+    return others, named
+
+
+def names_in(words: Sequence[str]) -> set[str]:
+    """Return the names of the flags in `words`, also of flags that are written as `--name=value`."""
+    return {word.split("=", 1)[0] for word in words if word.startswith("--")}
+
+
+def _quoted_words(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"expected words as in a shell, got {text!r}: {error}") from None
+    if not words:
+        raise ArgumentTypeError(f"expected at least one word, got {text!r}")
+    return words
+
+
+def _schedule(text: str) -> str:
+    _quoted_words(text)
+    return text
 
 
 def _count_flag(help: str, default: int, smallest: int = 1) -> Any:
@@ -30,6 +87,8 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     following: ClassVar[str] = "[SCRIPT] <the flags of a training>"
     script: Path | None = None
     """The Megatron-LM script that trains; None if pretrain_gpt.py of this project trains."""
+    schedule_flags: tuple[str, ...] = ()
+    """Zero-bubble flags for all schedules of --schedule, before the flags in the quotes of --schedule."""
 
     pipeline_size: int = flag(
         "pipeline ranks (default: what the flags after -- say, which then may be those of any training)",
@@ -45,6 +104,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         "more; flags may follow in quotes: 'auto --zero-bubble-memory-limit 1.5' "
         f"(default: {', '.join(DEFAULT_SCHEDULES)}; without --pipeline-size --zero-bubble)",
         None,
+        parse=_schedule,
         repeat=True,
         metavar="NAME",
     )
@@ -59,12 +119,12 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     interval: int = _count_flag("iterations whose mean time is one measurement", 5)
     timeout: int = _count_flag("largest duration of a turn in seconds", 600)
     baseline_flags: list[str] | None = flag(
-        "flags that megatron-core's 1F1B alone is given, in quotes", None, parse=shlex.split, metavar="FLAGS"
+        "flags that megatron-core's 1F1B alone is given, in quotes", None, parse=_quoted_words, metavar="FLAGS"
     )
     launch: list[str] | None = flag(
         "command that starts a program on all ranks (default: torchrun on this machine)",
         None,
-        parse=shlex.split,
+        parse=_quoted_words,
         metavar="COMMAND",
     )
     world_size: int | None = flag(
@@ -87,13 +147,37 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
             missing, given = ("--num-microbatches", "--pipeline-size")[:: -1 if self.pipeline_size is None else 1]
             raise ValueError(f"argument {missing} is required with {given}")
 
-    def check_training_flags(self) -> None:
-        """Raise `ValueError` if the flags after `--` contradict the sizes that the benchmark was given."""
+        if self.num_chunks is not None and self.pipeline_size is None and self.schedule is None:
+            raise ValueError("argument --num-chunks: needs --pipeline-size or --schedule, whose chunks it sets")
+        quotes = [("--schedule", shlex.split(text)) for text in self.schedule or ()]
+        for name, words in (*quotes, ("--baseline-flags", self.baseline_flags or [])):
+            for word in (*_SET_HERE, *_ENDS_AND_MEMORY):
+                if word in names_in(words):
+                    raise ValueError(
+                        f"argument {name}: {word} not allowed in {shlex.join(words)!r}: the benchmark sets it"
+                    )
+
+    def of_named_schedules(self) -> BenchmarkFlags:
+        """Return the flags of a benchmark with --pipeline-size, with zero-bubble flags kept away from the baselines.
+
+        Returns:
+            The same flags, with the zero-bubble flags of `training_flags` in `schedule_flags`.
+
+        Raises:
+            ValueError: a flag after `--` contradicts the sizes or the schedules that the benchmark was given.
+        """
         if self.training_flags and not self.training_flags[0].startswith("-"):
             raise ValueError("argument --pipeline-size: not allowed with a script after --, whose own flags set it")
-        for word in _SET_HERE:
-            if word in self.training_flags:
-                raise ValueError(f"argument {word}: not allowed after -- with --pipeline-size, which sets it")
+        reasons = {
+            **dict.fromkeys(_SET_HERE, "which sets it"),
+            **dict.fromkeys(_NAMES_OF_SCHEDULES, "whose --schedule names the schedules"),
+            **dict.fromkeys(CHUNKS_OR_GROUPS, "whose --num-chunks and --microbatch-group-size set it"),
+        }
+        for word, reason in reasons.items():
+            if word in names_in(self.training_flags):
+                raise ValueError(f"argument {word}: not allowed after -- with --pipeline-size, {reason}")
+        shared, ours = parted(self.training_flags, ALIASES, prefix="--zero-bubble")
+        return replace(self, training_flags=tuple(shared), schedule_flags=tuple(ours))
 
     @property
     def program(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags
+from megatron.zero_bubble.cli.benchmark.arguments import DEFAULT_SCHEDULES, PROG, BenchmarkFlags, names_in
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, checked_script_arguments
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.planner.registry import entry_of, placement_for
@@ -29,7 +29,7 @@ class Contestant:
     program: tuple[str, ...]
     """Command-line words with which the launcher starts the program that trains."""
     words: tuple[str, ...]
-    """Flags of this schedule, which come before the flags that all schedules share."""
+    """Flags of this schedule, which come after the flags that all schedules share, and replace them."""
     placement: Placement | None
     """Placement of the stages; None if the training chooses the placement."""
     schedule: str | None
@@ -59,7 +59,7 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
         ValueError: a training would refuse its flags, or a schedule is unknown.
     """
     shared = [*flags.training_flags, "--pipeline-model-parallel-size", str(flags.pipeline_size)]
-    if "--train-samples" not in shared:
+    if "--train-samples" not in names_in(shared):
         shared += _unless_given(shared, "--train-iters", str(flags.warmup + flags.iterations))
     shared += ["--log-interval", str(flags.interval)]
     shared += _unless_given(shared, "--eval-iters", "0") + _unless_given(shared, "--lr", "1e-4")
@@ -73,7 +73,7 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
     shared += ["--global-batch-size", str(batch)]
     contestants = []
     for contestant in (*_chosen(flags), *peers):
-        checked = [*contestant.words, *shared] if contestant.program == flags.program else shared
+        checked = [*shared, *contestant.words] if contestant.program == flags.program else shared
         try:
             finished = _complete(checked, flags, has_cuda)
         except ValueError as error:
@@ -94,7 +94,7 @@ def _complete(words: Sequence[str], flags: BenchmarkFlags, has_cuda: bool) -> Ar
 
 
 def _unless_given(flags: Sequence[str], name: str, *value: str) -> list[str]:
-    return [] if name in flags else [name, *value]
+    return [] if name in names_in(flags) else [name, *value]
 
 
 def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:
@@ -105,13 +105,18 @@ def _chosen(flags: BenchmarkFlags) -> Iterator[Contestant]:
 
 
 def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
-    name, *more = shlex.split(text) or [""]
+    name, *more = shlex.split(text)
     required = bool(flags.schedule)
     if name == CHOSEN:
         return Contestant(
-            " ".join([name, *more]), flags.program, ("--zero-bubble", *more), None, None, is_required=required
+            " ".join([name, *more]),
+            flags.program,
+            ("--zero-bubble", *flags.schedule_flags, *more),
+            None,
+            None,
+            is_required=required,
         )
-    words = ["--zero-bubble-schedule", name, *more]
+    words = ["--zero-bubble-schedule", name, *flags.schedule_flags, *more]
     try:
         chunks = _chunks_in(more) or flags.num_chunks if entry_of(name).takes_num_chunks else None
         placement = placement_for(name, flags.pipeline_size, chunks)

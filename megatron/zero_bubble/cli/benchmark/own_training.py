@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
-from megatron.zero_bubble.cli.benchmark.arguments import PROG, BenchmarkFlags
+from megatron.zero_bubble.cli.benchmark.arguments import ALIASES, CHUNKS_OR_GROUPS, PROG, BenchmarkFlags, parted
 from megatron.zero_bubble.cli.benchmark.contestants import Contestant, megatrons_interleaved
 from megatron.zero_bubble.cli.benchmark.script_arguments import ScriptArguments, read_script_arguments, split_script
-from megatron.zero_bubble.session.aliases import AliasFlags
 from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
@@ -20,12 +19,6 @@ _OUTPUTS = (
     *("--pretrained-checkpoint", "--tensorboard-dir", "--wandb-project", "--profile", "--log-memory-interval"),
 )
 _ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
-_CHUNKS_OR_GROUPS = (
-    "--num-virtual-stages-per-pipeline-rank",
-    "--num-layers-per-virtual-pipeline-stage",
-    "--microbatch-group-size-per-virtual-pipeline-stage",
-)
-_ALIASES = tuple(flag_name(field.name) for field in fields(AliasFlags))
 _REPLICAS = tuple(flag_name(field.name) for field in fields(ReplicaFlags))
 """Flags that the launcher accepts with a zero-bubble schedule only; our own pretrain_gpt.py always accepts them."""
 _CPU = "--zero-bubble-cpu"
@@ -61,9 +54,9 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
         )
     num_iterations = flags.warmup + flags.iterations
     is_too_short = args.train_iters is not None and args.train_iters < num_iterations
-    shared, _ = _parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *_CHUNKS_OR_GROUPS, *["--train-iters"] * is_too_short))
-    shared, for_all = _parted(shared, (_CPU,))
-    shared, ours = _parted(shared, (*_ALIASES, *(_REPLICAS if script is not None else ())), prefix="--zero-bubble")
+    shared, _ = parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *CHUNKS_OR_GROUPS, *["--train-iters"] * is_too_short))
+    shared, for_all = parted(shared, (_CPU,))
+    shared, ours = parted(shared, (*ALIASES, *(_REPLICAS if script is not None else ())), prefix="--zero-bubble")
     # Our own training counts its operations itself; for a script, Megatron-LM prints its count.
     added = ["--log-throughput"] if script is not None and "--log-throughput" not in shared else []
     # As many replicas as this machine's GPUs have room for, or one.
@@ -115,16 +108,3 @@ def _apart(words: Sequence[str]) -> Iterator[str]:
             yield from word.split("=", 1)
         else:
             yield word
-
-
-def _parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
-    """Divide words into two lists: flags that are in `names` or start with `prefix` go to the second list."""
-    others: list[str] = []
-    named: list[str] = []
-    into = others
-    for word in words:
-        if word.startswith("--"):
-            is_named = word in names or (prefix is not None and word.startswith(prefix))
-            into = named if is_named else others
-        into.append(word)
-    return others, named

@@ -67,7 +67,7 @@ def _run_turn(
     begin = time.monotonic()
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
     print(f"round {number + 1} of {flags.rounds}, {contestant.name}: trains ...", file=sys.stderr, flush=True)
-    command = [*flags.launcher, *contestant.program, *contestant.words, *competition.flags, *output]
+    command = [*flags.launcher, *contestant.program, *competition.flags, *contestant.words, *output]
     # On a CPU each rank has one thread, because the ranks share the cores.
     threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}
     try:

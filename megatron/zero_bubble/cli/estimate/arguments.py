@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, positive
+from megatron.zero_bubble.cli.invocation import FollowingFlags, at_least, one_number, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags, TableFlags, host_bandwidth_flag
 from megatron.zero_bubble.session.flag_parser import flag
 
@@ -25,6 +26,10 @@ def _bytes(text: str) -> float:
     return limit
 
 
+def _bytes_or_zero(text: str) -> float:
+    return 0.0 if re.fullmatch(r"0+(\.0+)?([KMG]?i?B)?", text.strip(), re.IGNORECASE) else _bytes(text)
+
+
 def _number(help: str, default: float) -> Any:
     return flag(help, default, parse=positive, metavar="X")
 
@@ -38,7 +43,7 @@ class ClusterFlags(CommandFlags):
     reserved_memory: float = flag(
         "part of it that tensors cannot use: CUDA context, communication buffers, fragmentation",
         "3GiB",
-        parse=_bytes,
+        parse=_bytes_or_zero,
         metavar="SIZE",
     )
     device_tflops: float = _number("peak speed of one device in the training's precision, in TFLOP/s (A100: 312)", 312)
@@ -55,7 +60,9 @@ class ClusterFlags(CommandFlags):
         metavar="X",
     )
     host_bandwidth: float | None = host_bandwidth_flag("--zero-bubble-offload auto among the training's flags")
-    interconnect_latency: float = _number("time of an empty message, in microseconds", 20)
+    interconnect_latency: float = flag(
+        "time of an empty message, in microseconds", 20, parse=one_number(at_least=0), metavar="X"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

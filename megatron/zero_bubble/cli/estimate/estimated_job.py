@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.estimate.arguments import ClusterFlags, EstimateFlags
+from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.trainings import complete_training
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
@@ -58,7 +57,7 @@ class EstimatedJob:
         """
         profile = None
         if flags.profile is not None:
-            with _naming(flags.profile):
+            with reading("--profile", flags.profile):
                 profile = profile_from_json(flags.profile.read_text(encoding="utf-8"))
         given = _completed(flags.training_flags, profile)
         substitution = substitute_cuda()
@@ -80,8 +79,8 @@ class EstimatedJob:
         if plans_offload(training) and flags.host_bandwidth is None and not is_measured:
             raise ValueError("--zero-bubble-offload auto needs --host-bandwidth, or a --profile of a run with it")
         states = States.of(args, flags.zero_stage)
-        if profile is not None:
-            with _naming(flags.profile):
+        if flags.profile is not None and profile is not None:
+            with reading("--profile", flags.profile):
                 profile.check_fits(profile.placement, training.model, training.recompute)
         return cls(args, training, flags, states, count, of_sequence, profile)
 
@@ -256,12 +255,3 @@ def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
     if "--transformer-impl" not in given and not is_local:
         missing += ["--transformer-impl", engine]
     return [*flags, *missing, *([] if given.intersection(_DATA) else ["--mock-data"])]
-
-
-@contextmanager
-def _naming(profile: Path | None) -> Iterator[None]:
-    """Put the file name of `--profile` before the message of an error."""
-    try:
-        yield
-    except (OSError, UnicodeDecodeError, ScheduleError) as error:
-        raise ValueError(f"--profile {profile}: {error}") from error

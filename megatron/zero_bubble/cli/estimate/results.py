@@ -107,9 +107,14 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
         if split.estimates:
             results = replace(results, estimates=split.estimates, refused=split.refused, added_flags=added)
     if not results.estimates and results.layout is None:
-        reasons = results.refused_by_reason.items()
-        raise ValueError("; ".join(f"--schedule {names}: {reason}" for reason, names in reasons))
+        raise ValueError("; ".join(_refusal(names, reason) for reason, names in results.refused_by_reason.items()))
     return replace(results, remedies=list(_remedies(results)))
+
+
+def _refusal(names: str, reason: str) -> str:
+    """Return a message for the schedules or searches `names`; the reason for which no layout is possible has a flag."""
+    schedules = [name for name in names.split(", ") if name in ENTRIES]
+    return f"--schedule {', '.join(schedules)}: {reason}" if schedules else reason
 
 
 def _size(job: EstimatedJob) -> int:

@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.session.features import awaited_by_the_first_stage, plans_offload
-from megatron.zero_bubble.session.flags import flags_text
+from megatron.zero_bubble.session.flags import flags_text, limit_flag
 from megatron.zero_bubble.session.layers import WITHOUT_PARTITION
 from megatron.zero_bubble.session.layout_choice import LayoutChoice, choose_layout
 from megatron.zero_bubble.session.layout_words import flags_of_layout
@@ -222,7 +222,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
         schedule = schedule_of(request)
     except Infeasible as error:
         if flags.memory_limit is None or not flags.memory_limit.is_auto:
-            raise
+            raise Infeasible(f"{limit_flag(job.args)}: {error}", error.smallest_limit) from None
         # The device is too small for any plan: the plan with the least memory shows how much is missing.
         request = request.within((error.smallest_limit,) * num_ranks)
         schedule = schedule_of(request)

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.cli.invocation import read_flags
-from megatron.zero_bubble.cli.playground.pictures import is_trace, picture_of, picture_of_run, recorded_run
+from megatron.zero_bubble.cli.playground.pictures import (
+    is_trace,
+    picture_of,
+    picture_of_run,
+    recorded_run,
+    trace_errors,
+)
 from megatron.zero_bubble.cli.schedule.arguments import SimulateFlags
 from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_source
 from megatron.zero_bubble.planner.request import EFFORT
@@ -46,9 +52,9 @@ def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
 def run(file: str, planned: bool) -> dict[str, Any]:
     """Return the timeline of a recorded run or, if `planned`, a simulation of its schedule with the measured times."""
     measured, memory = recorded_run(_file_text(file))
-    if planned:
-        return picture_of_run(simulate(measured.schedule, measured.costs, lengths=measured.lengths), {})
-    return picture_of_run(measured, memory)
+    with trace_errors():
+        simulated = simulate(measured.schedule, measured.costs, lengths=measured.lengths)  # refuses an impossible order
+        return picture_of_run(simulated, {}) if planned else picture_of_run(measured, memory)
 
 
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
@@ -104,7 +110,7 @@ def _file_text(file: str) -> str:
 
 
 def _flags(words: Words) -> SimulateFlags:
-    return read_flags(SimulateFlags, words, "zero-bubble playground", "")
+    return read_flags(SimulateFlags, words, "zero-bubble playground", "", has_help=False)
 
 
 def _time_unit(flags: SimulateFlags) -> str:
@@ -125,7 +131,7 @@ def answer(question: str) -> str:
     """Answer the JSON request `{"what": NAME, ...}` with JSON: the result, or `{"error": MESSAGE, "flag": NAME}`."""
     arguments = json.loads(question)
     try:
-        return json.dumps(_ANSWERS[arguments.pop("what")](**arguments), default=float)
+        return json.dumps(_ANSWERS[arguments.pop("what")](**arguments), default=float, allow_nan=False)
     except (ValueError, OSError) as error:
         return json.dumps(mistake(error))
 

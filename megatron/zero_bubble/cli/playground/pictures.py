@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.zero_bubble.cli.schedule.arguments import CurveFlags
@@ -16,6 +17,7 @@ from megatron.zero_bubble.schedule import Op, Schedule, ScheduleError, TimedOp, 
 from megatron.zero_bubble.schedule.analysis import BUBBLE_WORDS, Steps, causes, inputs, memory_over_time
 from megatron.zero_bubble.schedule.draw.palette import colour_of_rank, fill_of, is_dark
 from megatron.zero_bubble.schedule.formats import Profile
+from megatron.zero_bubble.schedule.formats.json_format import short_integer
 from megatron.zero_bubble.schedule.formats.pytorch import placement_of
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
@@ -154,20 +156,37 @@ def recorded_run(text: str) -> tuple[Timeline, dict[int, Steps]]:
     The costs of the timeline are the mean times of the recorded iteration, and have no memory. Raises
     `ScheduleError` if the text is not the trace of a run.
     """
-    try:
-        events = json.loads(text)["traceEvents"]
+    with trace_errors():
+        events = json.loads(text, parse_int=short_integer)["traceEvents"]
         name = next(event["args"]["name"] for event in events if event["name"] == "process_name")
         lanes = _lanes(events)
         chunks = [{timed.op.chunk: stage for timed, stage in lane if timed.op.kind is OpKind.F} for lane in lanes]
         num_microbatches = 1 + max(timed.op.microbatch for lane in lanes for timed, _ in lane)
+        if num_microbatches > min(map(len, lanes)):
+            raise ValueError(f"a rank has fewer operations than the {num_microbatches} microbatches")
         placement = placement_of([sorted(stages.values()) for stages in chunks])
-    except (ValueError, KeyError, TypeError, StopIteration) as error:
-        raise ScheduleError(
-            f"not a trace that --zero-bubble-timeline wrote: {error or 'it has no operations'}"
-        ) from None
-    timed = [[timed_op for timed_op, _ in lane] for lane in lanes]
-    ops = tuple(tuple(timed_op.op for timed_op in lane) for lane in timed)
-    return measured_timeline(Schedule(name, placement, num_microbatches, ops), timed, None), _memory_counters(events)
+        timed = [[timed_op for timed_op, _ in lane] for lane in lanes]
+        ops = tuple(tuple(timed_op.op for timed_op in lane) for lane in timed)
+        measured = measured_timeline(Schedule(name, placement, num_microbatches, ops), timed, None)
+        return measured, _memory_counters(events)
+
+
+@contextmanager
+def trace_errors() -> Iterator[None]:
+    """Turn any error that a damaged trace causes into a `ScheduleError` with a message of one line."""
+    try:
+        yield
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        StopIteration,
+        RecursionError,
+    ) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error) or "it has no operations"
+        raise ScheduleError(f"not a trace that --zero-bubble-timeline wrote: {reason}") from None
 
 
 def _lanes(events: list[Mapping[str, Any]]) -> list[list[tuple[TimedOp, int]]]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.shared_flags import COSTS_OF_FLAGS, CostFlags
 from megatron.zero_bubble.schedule import (
     HardwareQueues,
@@ -272,10 +273,8 @@ def microbatch_bytes(flags: CostFlags, placement: Placement) -> float | None:
 
 
 def read_costs(path: Path) -> StageCosts:
-    try:
+    with reading("--costs", path):
         return costs_from_text(path.read_text(encoding="utf-8"))
-    except (ScheduleError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"{path}: {error}") from None
 
 
 def _costs_of_ranks(flags: CostFlags, num_ranks: int) -> StageCosts:

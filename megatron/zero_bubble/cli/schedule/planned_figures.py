@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron.zero_bubble.cli.invocation import reading
 from megatron.zero_bubble.cli.schedule.arguments import SimulationFlags, SourceFlags
 from megatron.zero_bubble.cli.schedule.figures import ScheduleFigures, simulated_figures, stage_costs
 from megatron.zero_bubble.cli.shared_flags import PostValidationFlags, ScheduleFlags
 from megatron.zero_bubble.planner import PlanRequest, placement_for, schedule_of
 from megatron.zero_bubble.planner.registry import ENTRIES, entry_of
 from megatron.zero_bubble.planner.request import EFFORT
-from megatron.zero_bubble.schedule import HardwareQueues, Schedule, ScheduleError, StageCosts
+from megatron.zero_bubble.schedule import HardwareQueues, Infeasible, Schedule, ScheduleError, StageCosts
 from megatron.zero_bubble.schedule.formats import schedule_from_text
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.flags import flag_name
@@ -54,7 +55,10 @@ def make_schedule(
         offloads=flags.offloads,
         effort=effort,
     )
-    schedule = schedule_of(request)
+    try:
+        schedule = schedule_of(request)
+    except Infeasible as error:
+        raise Infeasible(f"argument --memory-limit: {error}", error.smallest_limit) from None
     return schedule, time.perf_counter() - begin
 
 
@@ -90,10 +94,8 @@ def source(flags: SourceFlags, effort: int = EFFORT, *, takes_makespan: bool = F
     `effort` and `takes_makespan` are as in `PlanRequest`.
     """
     if flags.input is not None:
-        try:
+        with reading("--input", flags.input):
             return schedule_from_text(flags.input.read_text(encoding="utf-8"), name=flags.input.stem), 0.0
-        except (ScheduleError, UnicodeDecodeError) as error:
-            raise ScheduleError(f"{flags.input}: {error}") from None
     assert flags.schedule is not None
     interlocks = isinstance(flags, PostValidationFlags) and flags.post_validation
     return make_schedule(

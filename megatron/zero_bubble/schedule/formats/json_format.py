@@ -26,6 +26,8 @@ from megatron.zero_bubble.schedule.ir import Op, Placement, Schedule
 VERSION = 1
 _SCHEDULE = "megatron-zero-bubble schedule"
 _COSTS = "megatron-zero-bubble costs"
+_MOST_DIGITS = 60
+"""More digits than any cost or count has; every integer with so few digits is also a finite float."""
 
 
 def schedule_to_json(schedule: Schedule) -> str:
@@ -120,7 +122,7 @@ def parsed(text: str, wanted: str) -> dict[str, Any]:
         ScheduleError: the text is not JSON of the format `wanted` in a known version.
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_int=short_integer)
     except ValueError as error:
         raise ScheduleError(f"not JSON: {error}") from None
     except RecursionError:
@@ -131,3 +133,17 @@ def parsed(text: str, wanted: str) -> dict[str, Any]:
     if type(version) is not int or not 1 <= version <= VERSION:
         raise ScheduleError(f"version {version!r} of the format is unknown: this release reads versions 1 to {VERSION}")
     return document
+
+
+def short_integer(digits: str) -> int:
+    """Parse an integer of JSON, as `parse_int` of `json.loads`.
+
+    Args:
+        digits: the integer in decimal digits, with a sign if it is negative.
+
+    Raises:
+        ValueError: the integer has more than 60 digits.
+    """
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"the integer {digits[:12]}... has {len(digits)} digits, at most {_MOST_DIGITS} are allowed")
+    return int(digits)

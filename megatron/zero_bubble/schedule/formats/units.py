@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megatron.zero_bubble.schedule.errors import ScheduleError
+from megatron.zero_bubble.schedule.formats.json_format import short_integer
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 _NAMES = tuple(field.name for field in fields(UnitCosts))
@@ -39,8 +40,8 @@ def units_from_json(text: str) -> ModelCosts:
         ScheduleError: the text is not in the expected format. The error message names the first wrong entry.
     """
     try:
-        document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        document = json.loads(text, parse_int=short_integer)
+    except (ValueError, RecursionError) as error:
         raise ScheduleError(f"costs of units must be JSON: {error}") from None
     if not isinstance(document, dict):
         raise ScheduleError("costs of units must be an object with embedding, layers and output")
