@@ -58,9 +58,10 @@ FORMS = {
     "--optimizer adam in fp32": ({}, {"--clip-grad": "0"}),
     "--optimizer adam in bf16 or fp16": ({"--bf16": None}, {"--fp16": None}),
     "--optimizer adam --use-distributed-optimizer": (DISTRIBUTED, {**DISTRIBUTED, "--bf16": None}),
+    "--optimizer adam --decoupled-lr in fp32": ({"--decoupled-lr": "0.1"}, {"--decoupled-lr": "0.2"}),
     "--optimizer sgd in fp32": ({"--optimizer": "sgd"}, {"--optimizer": "sgd", "--adam-eps": "1e-7"}),
 }
-"""Flags whose optimizers consist of the same tensors."""
+"""Flags whose optimizers consist of the same tensors in the same groups."""
 
 
 @pytest.mark.parametrize("saved_by", [saved_by_us, saved_by_megatron])
@@ -101,6 +102,7 @@ def test_what_the_state_brings_with_it_is_not_what_a_flag_says(optimizer, flag, 
 
 
 SCHEDULE = {"max_lr": 0.01, "min_lr": 0.0, "lr_decay_style": "linear", "lr_warmup_steps": 0, "lr_decay_steps": 64}
+SCHEDULE |= {"decoupled_lr": None}
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,7 @@ SCHEDULE = {"max_lr": 0.01, "min_lr": 0.0, "lr_decay_style": "linear", "lr_warmu
         ({"max_lr": 0.005}, "--lr gives 0.01, the checkpoint has 0.005"),
         ({"lr_decay_style": "cosine"}, "--lr-decay-style gives linear, the checkpoint has cosine"),
         ({"lr_warmup_steps": 8}, "--lr-warmup-iters gives 0 samples, the checkpoint has 8 samples"),
+        ({"decoupled_lr": 0.5}, "--decoupled-lr gives None, the checkpoint has 0.5"),
         ({"lr_decay_steps": 32}, "--train-iters gives 64 samples, the checkpoint has 32 samples"),
     ],
 )

@@ -19,6 +19,8 @@ _MODEL_SHAPE = (
 )
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
 """Settings that an optimizer takes over from a checkpoint."""
+DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
+"""Flags that are part of the learning rate's schedule, but not of the scheduler's state."""
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -28,8 +30,9 @@ _SCHEDULE_FLAGS = {
     "start_wd": "--weight-decay",
     "end_wd": "--weight-decay",
     "wd_incr_steps": "--train-iters",
+    **{name: flag_name(name) for name in DECOUPLED_RATES},
 }
-"""The flag that sets each value of the learning-rate scheduler's state; the scheduler counts steps in samples."""
+"""The flag that sets each value of the learning rate's schedule; the scheduler counts steps in samples."""
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
@@ -70,12 +73,14 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
-    """Return the flags that decide which tensors an optimizer's state consists of.
+    """Return the flags that decide which tensors and parameter groups an optimizer's state consists of.
 
     A distributed optimizer has the same tensors in every precision. Other optimizers have the same tensors in bf16 and
     fp16, but not in fp32.
     """
     name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
+    if getattr(flags, "decoupled_lr", None) is not None:
+        name += " --decoupled-lr"
     if getattr(flags, "use_distributed_optimizer", False):
         return f"{name} --use-distributed-optimizer"
     is_mixed = getattr(flags, "bf16", False) or getattr(flags, "fp16", False)
