@@ -8,7 +8,12 @@ from dataclasses import asdict
 import pytest
 
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
+from megatron.zero_bubble.trainer.checkpoint_flags import (
+    check_model_shape,
+    check_optimizer,
+    check_schedule,
+    has_same_ranks,
+)
 from tests.checked_flags import checked
 
 PLAIN: dict[str, str | None] = {"--load": "folder"}
@@ -54,11 +59,18 @@ def refusal(check, *arguments) -> str:
 
 
 DISTRIBUTED = {"--use-distributed-optimizer": None}
+ONE_STAGE: dict[str, str | None] = {"--pipeline-model-parallel-size": "1"}
+EXPERTS = {**ONE_STAGE, "--num-experts": "4", "--disable-bias-linear": None}
+SPREAD = {**EXPERTS, "--expert-model-parallel-size": "2"}
 FORMS = {
     "--optimizer adam in fp32": ({}, {"--clip-grad": "0"}),
     "--optimizer adam in bf16 or fp16": ({"--bf16": None}, {"--fp16": None}),
     "--optimizer adam --use-distributed-optimizer": (DISTRIBUTED, {**DISTRIBUTED, "--bf16": None}),
     "--optimizer adam --decoupled-lr in fp32": ({"--decoupled-lr": "0.1"}, {"--decoupled-lr": "0.2"}),
+    "--optimizer adam --expert-model-parallel-size > 1 in fp32": (
+        SPREAD,
+        {**EXPERTS, "--expert-model-parallel-size": "4"},
+    ),
     "--optimizer sgd in fp32": ({"--optimizer": "sgd"}, {"--optimizer": "sgd", "--adam-eps": "1e-7"}),
 }
 """Flags whose optimizers consist of the same tensors in the same groups."""
@@ -78,6 +90,20 @@ def test_the_state_of_an_optimizer_needs_one_of_its_form(saved_by):
                             f"--load folder: the optimizer's state was saved with {theirs}, and cannot be loaded with "
                             f"{ours}: give the flags of that run, or --no-load-optim"
                         )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_same"),
+    [
+        (ONE_STAGE, ONE_STAGE, True),
+        (ONE_STAGE, {**ONE_STAGE, "--tensor-model-parallel-size": "2"}, False),
+        (EXPERTS, SPREAD, False),
+        (SPREAD, EXPERTS, False),
+        (SPREAD, SPREAD, True),
+    ],
+)
+def test_random_states_are_for_ranks_of_the_same_sizes(ours, theirs, is_same):
+    assert has_same_ranks(checked(ours), saved_by_us(checked(theirs))) is is_same
 
 
 def test_the_first_version_had_adam_only():

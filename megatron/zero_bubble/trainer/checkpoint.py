@@ -41,6 +41,7 @@ from megatron.zero_bubble.trainer.checkpoint_flags import (
     check_model_shape,
     check_optimizer,
     check_schedule,
+    has_same_ranks,
 )
 
 _OF_ONE_RANK = ("rank", "local_rank")
@@ -148,7 +149,10 @@ class Checkpointer:
         if with_optimizer:
             check_optimizer(args, common["args"])
         metadata = {**self._new_metadata(), **common.get("content_metadata", {})}
-        with_rng = not (args.finetune or args.no_load_rng) and self._same_layout(common["args"])
+        with_rng = not (args.finetune or args.no_load_rng)
+        if with_rng and not has_same_ranks(args, common["args"]):
+            with_rng = False
+            print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
         with loadable(self._optimizer):
             request = self._sharded_state(metadata, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
             state = load(request, folder, description)
@@ -203,15 +207,6 @@ class Checkpointer:
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-
-    def _same_layout(self, saved: argparse.Namespace) -> bool:
-        names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
-        if self._args.expert_model_parallel_size > 1:
-            names += ["expert_model_parallel_size", "world_size"]
-        same = all(getattr(saved, name, None) == getattr(self._args, name) for name in names)
-        if not same:
-            print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
-        return same
 
 
 def _schedule(state: dict[str, Any], flags: Arguments | argparse.Namespace) -> dict[str, Any]:

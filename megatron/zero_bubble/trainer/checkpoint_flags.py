@@ -81,10 +81,24 @@ def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
     name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
     if getattr(flags, "decoupled_lr", None) is not None:
         name += " --decoupled-lr"
+    if _spreads_experts(flags):  # whose parameters megatron-core gives an optimizer of their own
+        name += " --expert-model-parallel-size > 1"
     if getattr(flags, "use_distributed_optimizer", False):
         return f"{name} --use-distributed-optimizer"
     is_mixed = getattr(flags, "bf16", False) or getattr(flags, "fp16", False)
     return f"{name} in {'bf16 or fp16' if is_mixed else 'fp32'}"
+
+
+def has_same_ranks(args: Arguments, saved: argparse.Namespace) -> bool:
+    """Return whether the ranks of the flags `args` have the random states of the ranks that saved the checkpoint."""
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    if _spreads_experts(args) or _spreads_experts(saved):
+        names += ["expert_model_parallel_size", "world_size"]
+    return all(getattr(saved, name, None) == getattr(args, name) for name in names)
+
+
+def _spreads_experts(flags: Arguments | argparse.Namespace) -> bool:
+    return getattr(flags, "expert_model_parallel_size", 1) > 1
 
 
 def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
