@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from dataclasses import asdict
 
@@ -44,6 +45,21 @@ def test_heads_that_share_otherwise_are_another_model(ours, theirs, groups, save
         check_model_shape(checked(ours), saved_by(checked(theirs)))
     was, is_now = groups[1], groups[0]
     assert str(error.value) == f"--num-query-groups {is_now}: the checkpoint in --load folder was saved with {was}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "was"),
+    [
+        ("--rotary-base", "500000", 10000),
+        ("--norm-epsilon", "1e-06", 1e-5),
+        ("--window-size", "4,0", None),
+    ],
+)
+def test_a_model_that_computes_otherwise_is_only_for_finetuning(flag, value, was):
+    changes = {**PLAIN, flag: value}
+    line = refusal(check_model_shape, checked(changes), saved_by_us(checked(PLAIN)))
+    assert re.fullmatch(rf"{flag} .*: the checkpoint in --load folder was saved with {was}", line)
+    check_model_shape(checked({**changes, "--finetune": None}), saved_by_us(checked(PLAIN)))
 
 
 def test_what_an_older_checkpoint_does_not_say_is_not_compared():

@@ -17,6 +17,11 @@ _MODEL_SHAPE = (
     *("apply_layernorm_1p", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
     *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
 )
+_MODEL_COMPUTATION = (
+    *("window_size", "norm_epsilon", "qk_l2_norm", "rotary_base", "rotary_percent", "rotary_interleaved"),
+    *("use_rope_scaling", "moe_router_pre_softmax"),
+)
+"""Flags that change what a model computes, but not its parameters; with `--finetune` they may change."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
 """Settings that an optimizer takes over from a checkpoint."""
 DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
@@ -43,9 +48,12 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
     is_grouped = getattr(saved, "group_query_attention", True)
     saved_groups = getattr(saved, "num_query_groups" if is_grouped else "num_attention_heads", None)
     pairs["num_query_groups"] = (args.num_query_groups, saved_groups)
-    for name, (ours, theirs) in pairs.items():
-        if theirs is not None and theirs != ours:
-            raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
+    different = {name: values for name, values in pairs.items() if values[1] not in (None, values[0])}
+    if not args.finetune:
+        pairs = {name: (getattr(args, name), getattr(saved, name, getattr(args, name))) for name in _MODEL_COMPUTATION}
+        different |= {name: values for name, values in pairs.items() if values[0] != values[1]}
+    for name, (ours, theirs) in different.items():
+        raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
 
 
 def _layers(args: Any) -> str | None:
