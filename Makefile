@@ -95,6 +95,7 @@ test-megatron: $(INSTALLED) $(MEGATRON_LM)
 		PYTHONPATH=$$folder $(PYTEST) $(BY_FILE) -m "" \
 			tests/end_to_end/test_resume.py::test_killed_and_resumed_equals_uninterrupted \
 			tests/end_to_end/test_resume.py::test_megatron_cores_schedule_resumes_from_ours \
+			tests/end_to_end/test_checkpoint_schedule.py::test_the_flags_schedule_takes_its_place \
 			tests/end_to_end/test_multi_token.py::test_their_losses_are_logged_as_megatron_lm_does \
 			tests/end_to_end/test_hybrid_trainings.py::test_a_resumed_training_equals_an_uninterrupted_one \
 			tests/end_to_end/test_parallelism.py::test_context_parallelism_computes_what_one_rank_computes \

@@ -99,6 +99,17 @@ def renamed(part: str) -> Callable[[Path], None]:
     return rename
 
 
+def with_another(part: str) -> Callable[[Path], None]:
+    """Damage that adds a part of another model to a checkpoint."""
+
+    def add(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        metadata.state_dict_metadata[part + "s"] = metadata.state_dict_metadata[part]
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return add
+
+
 def without_entry(name: str) -> Callable[[Path], None]:
     def drop(folder: Path) -> None:
         common = torch.load(folder / "common.pt", weights_only=False)
@@ -119,6 +130,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     **{f"half of {name}": cut(name) for name in FILES},
     **{f"{name} overwritten": overwrite(name) for name in FILES},
     "another model's part": renamed(TENSOR),
+    "a further part": with_another(TENSOR),
     "no flags": without_entry("args"),
     "no schedule": without_entry("opt_param_scheduler"),
     "evil .metadata": evil_description,

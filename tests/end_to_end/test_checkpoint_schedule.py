@@ -34,6 +34,14 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
         "checkpoint, a new optimizer": [*lower, "--use-checkpoint-opt-param-scheduler", "--no-load-optim"],
         "another precision": [*load, "--bf16", "--no-load-optim"],
         "another optimizer": [*load, "--optimizer", "sgd", "--no-load-optim"],
+        **{
+            name: [*base, "--decoupled-lr", "0.05", "--use-distributed-optimizer", *flags]
+            for name, flags in {
+                "decoupled": [],
+                "decoupled, saved": ["--exit-interval", "2", "--save", str(root / "decoupled")],
+                "decoupled, resumed": ["--load", str(root / "decoupled")],
+            }.items()
+        },
         "model alone": [*lower, "--bf16", "--finetune"],
     }
     return Trainings(2, flags, root)
@@ -65,3 +73,9 @@ def test_the_flags_schedule_takes_its_place(trainings: Trainings, name: str) -> 
 
 def test_the_model_alone_begins_anew(trainings: Trainings) -> None:
     assert rates(trainings, "model alone") == pytest.approx({n: 1e-3 + 4e-3 * (8 - n) / 8 for n in range(1, 5)})
+
+
+def test_a_rate_of_the_embedding_goes_on(trainings: Trainings) -> None:
+    trainings.run("decoupled", "decoupled, saved", "decoupled, resumed")
+    whole, resumed = (trainings.numerics(name).splitlines() for name in ("decoupled", "decoupled, resumed"))
+    assert resumed == whole[2:]

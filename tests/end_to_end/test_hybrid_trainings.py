@@ -73,6 +73,11 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
             "interleaved-zb",
         ),
         "chosen": (*ANYWHERE, "--zero-bubble", "--zero-bubble-vocabulary-parallel", "off"),
+        "base, no dropout": (*ANYWHERE, "--hidden-dropout", "0"),
+        "chosen, no dropout": (
+            *(*ANYWHERE, "--hidden-dropout", "0"),
+            *("--zero-bubble", "--zero-bubble-vocabulary-parallel", "off"),
+        ),
         "shards": (*ANYWHERE, "--zero-bubble-schedule", "zb-h1", "--zero-bubble-vocabulary-parallel"),
     }
     return Trainings(2, flags, tmp_path_factory.mktemp("hybrid"))
@@ -106,6 +111,7 @@ def losses(trainings: Trainings, name: str) -> list[str]:
     [
         ("zb-v", "base, anywhere"),
         ("chosen", "base, anywhere"),
+        ("chosen, no dropout", "base, no dropout"),
         ("zb-v, Mamba", "base, Mamba anywhere"),
         pytest.param("chosen, Mamba", "base, Mamba anywhere", marks=pytest.mark.exhaustive),
         pytest.param("interleaved-zb", "base, anywhere", marks=pytest.mark.exhaustive),

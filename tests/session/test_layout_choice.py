@@ -191,6 +191,12 @@ def test_a_job_that_goes_on_keeps_the_layout_and_the_seeds_that_were_saved() -> 
         assert again.zero_bubble_seed_by_layer is by_layer
 
 
+def test_a_job_with_the_same_number_of_chunks_keeps_the_layout() -> None:
+    choice = saved_choice(saved(zero_bubble_placement="interleaved"), flags(num_virtual_stages_per_pipeline_rank=2))
+    assert choice is not None
+    assert choice.flags["num_virtual_stages_per_pipeline_rank"] is None
+
+
 @pytest.mark.parametrize(
     ("changed", "given"),
     [
@@ -199,6 +205,10 @@ def test_a_job_that_goes_on_keeps_the_layout_and_the_seeds_that_were_saved() -> 
         ({"zero_bubble_placement": None}, {}),
         ({}, {"zero_bubble_placement": "linear"}),
         ({}, {"zero_bubble_recompute": "planned"}),
+        ({}, {"recompute_granularity": "full"}),
+        ({"recompute_granularity": "full"}, {}),
+        ({}, {"num_virtual_stages_per_pipeline_rank": 2}),
+        ({}, {"num_layers_per_virtual_pipeline_stage": 1}),
         ({"zero_bubble_seed_by_layer": False}, {"zero_bubble_seed_by_layer": True}),
         ({"zero_bubble_recompute": "planned"}, {"use_torch_fsdp2": True}),
         ({"zero_bubble_vocabulary_parallel": "on"}, {"use_torch_fsdp2": True}),

@@ -53,15 +53,17 @@ def test_gradients_are_reduced_in_the_precision_that_is_asked_for(
 
 def test_embedding_and_output_layer_have_their_own_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
+    groups = [{"default_config": True}, {"default_config": False}]
 
     def keep(config: Any, *arguments: Any, **keywords: Any) -> Any:
         given.append(config)
-        return type("Optimizer", (), {"scale_loss": None})()
+        return type("Optimizer", (), {"scale_loss": None, "param_groups": groups})()
 
     monkeypatch.setattr(optimization, "get_megatron_optimizer", keep)
     args = checked({"--decoupled-lr": "5e-4", "--decoupled-min-lr": "4.5e-5"})
     optimization.build_optimizer(args, [], transformer_config(args, 1, None))
     assert (given[0].decoupled_lr, given[0].decoupled_min_lr) == (5e-4, 4.5e-5)
+    assert [group["is_decoupled_lr"] for group in groups] == [False, True]
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

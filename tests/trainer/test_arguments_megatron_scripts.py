@@ -7,6 +7,7 @@ They are those of the examples of release core_v0.16.1: `examples/gpt3/train_gpt
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,7 @@ def test_a_first_start_of_a_script_that_resumes_itself_begins_anew(tmp_path: Pat
     flags = LLAMA3.replace("CHECKPOINTS", str(tmp_path))
     args = started(flags, 8)[0]
     assert without_first_load(args).load is None
+    assert without_first_load(replace(args, load=f"{tmp_path}/.")).load is None
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     assert without_first_load(args).load == str(tmp_path)
     elsewhere = started(flags.replace(f"--save {tmp_path}", "--save other"), 8)[0]

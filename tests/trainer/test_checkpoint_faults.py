@@ -20,6 +20,7 @@ LINES = {
     "missing __1_0.distcp": "__1_0.distcp is missing, expected N bytes",
     "half of __1_0.distcp": "__1_0.distcp has N bytes, expected at least N",
     "another model's part": "lacks decoder.final_layernorm.weight of the model or optimizer that the flags ask for",
+    "a further part": "has decoder.final_layernorm.weights, which the model that the flags ask for lacks",
     "no flags": "common.pt has no 'args'",
     "no schedule": "common.pt has no 'opt_param_scheduler'",
     "evil .metadata": f".metadata cannot be read: {CODE}",

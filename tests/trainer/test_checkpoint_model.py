@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from dataclasses import asdict
 
 import pytest
 
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
+from megatron.zero_bubble.trainer.checkpoint_flags import (
+    check_model_shape,
+    check_optimizer,
+    check_schedule,
+    has_same_ranks,
+)
 from tests.checked_flags import checked
 
 PLAIN: dict[str, str | None] = {"--load": "folder"}
@@ -41,6 +47,21 @@ def test_heads_that_share_otherwise_are_another_model(ours, theirs, groups, save
     assert str(error.value) == f"--num-query-groups {is_now}: the checkpoint in --load folder was saved with {was}"
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "was"),
+    [
+        ("--rotary-base", "500000", 10000),
+        ("--norm-epsilon", "1e-06", 1e-5),
+        ("--window-size", "4,0", None),
+    ],
+)
+def test_a_model_that_computes_otherwise_is_only_for_finetuning(flag, value, was):
+    changes = {**PLAIN, flag: value}
+    line = refusal(check_model_shape, checked(changes), saved_by_us(checked(PLAIN)))
+    assert re.fullmatch(rf"{flag} .*: the checkpoint in --load folder was saved with {was}", line)
+    check_model_shape(checked({**changes, "--finetune": None}), saved_by_us(checked(PLAIN)))
+
+
 def test_what_an_older_checkpoint_does_not_say_is_not_compared():
     check_model_shape(checked(PLAIN), Namespace(num_layers=8))
     with pytest.raises(ValueError, match=r"^--num-query-groups 4: .* was saved with 2"):
@@ -54,13 +75,21 @@ def refusal(check, *arguments) -> str:
 
 
 DISTRIBUTED = {"--use-distributed-optimizer": None}
+ONE_STAGE: dict[str, str | None] = {"--pipeline-model-parallel-size": "1"}
+EXPERTS = {**ONE_STAGE, "--num-experts": "4", "--disable-bias-linear": None}
+SPREAD = {**EXPERTS, "--expert-model-parallel-size": "2"}
 FORMS = {
     "--optimizer adam in fp32": ({}, {"--clip-grad": "0"}),
     "--optimizer adam in bf16 or fp16": ({"--bf16": None}, {"--fp16": None}),
     "--optimizer adam --use-distributed-optimizer": (DISTRIBUTED, {**DISTRIBUTED, "--bf16": None}),
+    "--optimizer adam --decoupled-lr in fp32": ({"--decoupled-lr": "0.1"}, {"--decoupled-lr": "0.2"}),
+    "--optimizer adam --expert-model-parallel-size > 1 in fp32": (
+        SPREAD,
+        {**EXPERTS, "--expert-model-parallel-size": "4"},
+    ),
     "--optimizer sgd in fp32": ({"--optimizer": "sgd"}, {"--optimizer": "sgd", "--adam-eps": "1e-7"}),
 }
-"""Flags whose optimizers consist of the same tensors."""
+"""Flags whose optimizers consist of the same tensors in the same groups."""
 
 
 @pytest.mark.parametrize("saved_by", [saved_by_us, saved_by_megatron])
@@ -77,6 +106,20 @@ def test_the_state_of_an_optimizer_needs_one_of_its_form(saved_by):
                             f"--load folder: the optimizer's state was saved with {theirs}, and cannot be loaded with "
                             f"{ours}: give the flags of that run, or --no-load-optim"
                         )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_same"),
+    [
+        (ONE_STAGE, ONE_STAGE, True),
+        (ONE_STAGE, {**ONE_STAGE, "--tensor-model-parallel-size": "2"}, False),
+        (EXPERTS, SPREAD, False),
+        (SPREAD, EXPERTS, False),
+        (SPREAD, SPREAD, True),
+    ],
+)
+def test_random_states_are_for_ranks_of_the_same_sizes(ours, theirs, is_same):
+    assert has_same_ranks(checked(ours), saved_by_us(checked(theirs))) is is_same
 
 
 def test_the_first_version_had_adam_only():
@@ -101,6 +144,7 @@ def test_what_the_state_brings_with_it_is_not_what_a_flag_says(optimizer, flag, 
 
 
 SCHEDULE = {"max_lr": 0.01, "min_lr": 0.0, "lr_decay_style": "linear", "lr_warmup_steps": 0, "lr_decay_steps": 64}
+SCHEDULE |= {"decoupled_lr": None}
 
 
 @pytest.mark.parametrize(
@@ -109,6 +153,7 @@ SCHEDULE = {"max_lr": 0.01, "min_lr": 0.0, "lr_decay_style": "linear", "lr_warmu
         ({"max_lr": 0.005}, "--lr gives 0.01, the checkpoint has 0.005"),
         ({"lr_decay_style": "cosine"}, "--lr-decay-style gives linear, the checkpoint has cosine"),
         ({"lr_warmup_steps": 8}, "--lr-warmup-iters gives 0 samples, the checkpoint has 8 samples"),
+        ({"decoupled_lr": 0.5}, "--decoupled-lr gives None, the checkpoint has 0.5"),
         ({"lr_decay_steps": 32}, "--train-iters gives 64 samples, the checkpoint has 32 samples"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.records import NumericsLog, parameter_digest
 
 
@@ -102,3 +103,11 @@ class TestFile:
     def test_a_resumed_run_may_log_to_a_file_that_is_not_there(self, tmp_path):
         write(tmp_path / "n.jsonl", 5, after=4)
         assert json.loads((tmp_path / "n.jsonl").read_text())["iteration"] == 5
+
+    @pytest.mark.parametrize("line", ["[1]", "1", "{}", '{"iteration": null}', "hello", '{"step": 1', "\xff"])
+    def test_a_resumed_run_refuses_and_keeps_a_file_of_another_kind(self, tmp_path, line):
+        path = tmp_path / "n.jsonl"
+        path.write_bytes(f"{line}\n".encode("latin-1"))
+        with pytest.raises(SessionError, match=f"^--log-numerics {path}: line 1 was not written by --log-numerics"):
+            write(path, 3, after=2)
+        assert path.read_bytes() == f"{line}\n".encode("latin-1")

@@ -18,17 +18,19 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import common as common_strategies
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -121,19 +123,42 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
         metadata: the metadata that `read_metadata` returned for `folder`.
 
     Raises:
-        CheckpointError: raised on every rank, if any rank's part of the state is missing, damaged or of another kind.
+        CheckpointError: raised on every rank, if any rank's part of the state is missing, damaged or of another kind,
+            or if no rank asks for a part of the saved model.
     """
+    asked: set[str] = set()
 
     def load_part() -> dict[str, Any]:
         try:
-            with _restricted(metadata):
+            with _restricted(metadata, asked):
                 return dist_checkpointing.load(request, str(folder))
         except CheckpointException as error:
             # Up to megatron-core 0.16, a CheckpointException has the errors of all ranks, and is raised on all ranks.
             reason, _ = error.failures[min(error.failures)]
             raise CheckpointError(first_sentence(reason)) from error
 
-    return jointly(load_part)
+    state = jointly(load_part)
+    _refuse_unused(metadata, asked)
+    return state
+
+
+def _refuse_unused(metadata: Metadata, asked: set[str]) -> None:
+    """Raise `CheckpointError` on every rank, if the checkpoint has tensors of the model that no rank asks for."""
+    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, asked)
+    names = set().union(*of_ranks)
+    modules = {name.split(".")[0] for name in names} - {"optimizer"}
+    unused = [
+        name
+        for name, part in metadata.state_dict_metadata.items()
+        if isinstance(part, TensorStorageMetadata) and name.split(".")[0] in modules and name not in names
+    ]
+    if unused:
+        raise CheckpointError(f"has {unused[0]}{_and_others(unused)}, which the model that the flags ask for lacks")
+
+
+def _and_others(names: list[str]) -> str:
+    return f" and {len(names) - 1} other parts" if len(names) > 1 else ""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -204,10 +229,16 @@ class _Reader(FileSystemReader):
 class _Planner(torch_dist.MCoreLoadPlanner):
     """megatron-core's load planner with an error of one line for missing parts, and with restricted unpickling."""
 
+    def __init__(self, asked: set[str], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._asked = asked
+        """Collects the names of the parts that this rank asks for."""
+
     def create_local_plan(self) -> LoadPlan:
+        self._asked.update(self.state_dict)
         missing = [name for name in self.state_dict if name not in self.metadata.state_dict_metadata]
         if missing:
-            more = f" and {len(missing) - 1} other parts" if len(missing) > 1 else ""
+            more = _and_others(missing)
             raise CheckpointError(f"lacks {missing[0]}{more} of the model or optimizer that the flags ask for")
         return super().create_local_plan()
 
@@ -232,11 +263,15 @@ def _check_extra_state(name: str, state: Any) -> None:
 
 
 @contextmanager
-def _restricted(metadata: Metadata) -> Iterator[None]:
-    """Make megatron-core load with `_Reader`, `_Planner` and `read_common` inside the `with` block."""
+def _restricted(metadata: Metadata, asked: set[str]) -> Iterator[None]:
+    """Make megatron-core load with `_Reader`, `_Planner` and `read_common` inside the `with` block.
+
+    Args:
+        asked: collects the names of the parts that this rank asks for.
+    """
     with (
         replaced(torch_dist, "_get_filesystem_reader", lambda folder, *args, **options: _Reader(metadata, folder)),
-        replaced(torch_dist, "MCoreLoadPlanner", _Planner),
+        replaced(torch_dist, "MCoreLoadPlanner", partial(_Planner, asked)),
         replaced(*_common_reader(), lambda *args: read_common(args[-1])),
     ):
         yield

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core.pipeline_parallel import schedules as mcore
+from megatron.core.pipeline_parallel.utils import make_viewless
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.core.utils import get_model_config, get_model_type
 
@@ -135,7 +136,10 @@ class MegatronStage:
                 is_last_stage=is_last and self.vocabulary is None,
             )
         self._note_output(microbatch, chunk, output, num_tokens)
-        if self.vocabulary is not None and is_last:
+        if not is_last:
+            # A hybrid model that has only the embedding returns a view, which megatron-core refuses to free.
+            return make_viewless(output)
+        if self.vocabulary is not None:
             output = self.vocabulary.end_last_stage(microbatch)
             if not self.forward_only:
                 self.release_output(output)

@@ -3,19 +3,21 @@
 Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot load the
 state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have yet. Then
 megatron-core looks for the number of steps among the tensors of every shard, where this number was not saved.
-megatron-core cannot load the state of SGD, because megatron-core has no function that allocates this state.
+megatron-core cannot load the state of SGD, because megatron-core has no function that allocates this state. From 0.19
+on, megatron-core does not load the state of parameters whose learning rate has changed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer, clip_grads
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, distrib_optimizer
+from megatron.core.optimizer import optimizer as megatrons_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -24,6 +26,7 @@ from megatron.core.optimizer.optimizer import (
     MixedPrecisionOptimizer,
 )
 
+from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.mcore.shard_checkpoints import optimizer_shards
 
 
@@ -98,8 +101,12 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     whole = [part for part in parts(optimizer) if part.optimizer is not None and not _is_distributed(part)]
     for part in whole:
         part.load_state_dict = _loader_of_shards(part)
+    keys = tuple(key for key in megatrons_optimizer.param_group_identifier_keys if key not in ("max_lr", "min_lr"))
     try:
-        yield
+        with ExitStack() as matching:
+            for module in (megatrons_optimizer, distrib_optimizer):
+                matching.enter_context(replaced(module, "param_group_identifier_keys", keys))
+            yield
     finally:
         for part in whole:
             del part.load_state_dict

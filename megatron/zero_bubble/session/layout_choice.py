@@ -28,7 +28,12 @@ from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
-from megatron.zero_bubble.session.layers import WITHOUT_PARTITION, partition_of_flags, partition_sources
+from megatron.zero_bubble.session.layers import (
+    WITHOUT_PARTITION,
+    chunks_of_flags,
+    partition_of_flags,
+    partition_sources,
+)
 from megatron.zero_bubble.session.layout_words import flags_of_layout
 from megatron.zero_bubble.session.progress_lines import ProgressLines
 from megatron.zero_bubble.session.reports import layout_lines, print_line
@@ -40,7 +45,7 @@ SAVED_NAMES = (
     *("zero_bubble_vocabulary_parallel", _PATTERN),
 )
 """Names of arguments in a checkpoint that record the chosen layout."""
-_KEPT_WITH = ("pipeline_model_parallel_size", "num_layers")
+_KEPT_WITH = ("pipeline_model_parallel_size", "num_layers", *RECOMPUTATION)
 """Names of flags: a job keeps the checkpoint's layout only if these flags have the checkpoint's values."""
 
 
@@ -167,9 +172,9 @@ def choose_layout(
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """The layout that was chosen for the job which saved its arguments in a checkpoint.
 
-    The function returns None if the saved job chose no layout or had another number of pipeline ranks or other layers
-    than `flags`. The function also returns None if `flags` ask for another layout, or for FSDP2 while the saved layout
-    has recomputation or vocabulary shards.
+    The function returns None if the saved job chose no layout or had another number of pipeline ranks, other layers or
+    other flags of Megatron's recomputation than `flags`. The function also returns None if `flags` ask for another
+    layout, or for FSDP2 while the saved layout has recomputation or vocabulary shards.
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
@@ -179,7 +184,14 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     beyond_fsdp = chosen["zero_bubble_recompute"] is not None or chosen["zero_bubble_vocabulary_parallel"] == "on"
     if not same or not allowed or (flags.use_torch_fsdp2 and beyond_fsdp):
         return None
-    return ChosenLayout(chosen) if chosen["zero_bubble_placement"] is not None else None
+    choice = ChosenLayout({**chosen, **dict.fromkeys(_CHUNKS)})
+    if (kind := chosen["zero_bubble_placement"]) is None:
+        return None
+    placement = Placement(
+        kind, flags.pipeline_model_parallel_size, chunks_of_flags(replace(flags, **choice.flags)) or 1
+    )
+    is_other = flags.model_chunks is not None and placement not in _placements(flags, str(flags.schedule))
+    return None if is_other else choice
 
 
 def _undivided(pattern: str | None) -> str | None:
@@ -230,7 +242,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
         raise ValueError(f"--num-layers {flags.num_layers}: {error}") from error
 
 
-def _placements(flags: JobFlags, name: str, *, frees_layout: bool) -> tuple[Placement, ...]:
+def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
     """The placement that the flags fix; all placements of allowed kinds if none is fixed or with `frees_layout`."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)

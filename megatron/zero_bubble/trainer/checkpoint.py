@@ -36,7 +36,13 @@ from megatron.zero_bubble.trainer.checkpoint_files import (
     read_checked,
     tracked,
 )
-from megatron.zero_bubble.trainer.checkpoint_flags import check_model_shape, check_optimizer, check_schedule
+from megatron.zero_bubble.trainer.checkpoint_flags import (
+    DECOUPLED_RATES,
+    check_model_shape,
+    check_optimizer,
+    check_schedule,
+    has_same_ranks,
+)
 
 _OF_ONE_RANK = ("rank", "local_rank")
 """Flags that differ between ranks, and are not saved in checkpoints."""
@@ -137,16 +143,20 @@ class Checkpointer:
         description, common = jointly(lambda: read_checked(folder, needed))
         check_model_shape(args, common["args"])
         if not args.finetune:
-            check_schedule(args, self._scheduler.state_dict(), common["opt_param_scheduler"])
+            ours = _schedule(self._scheduler.state_dict(), args)
+            check_schedule(args, ours, _schedule(common["opt_param_scheduler"], common["args"]))
         with_optimizer = not (args.finetune or args.no_load_optim)
         if with_optimizer:
             check_optimizer(args, common["args"])
         metadata = {**self._new_metadata(), **common.get("content_metadata", {})}
-        with_rng = not (args.finetune or args.no_load_rng) and self._same_layout(common["args"])
+        with_rng = not (args.finetune or args.no_load_rng)
+        if with_rng and not has_same_ranks(args, common["args"]):
+            with_rng = False
+            print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
         with loadable(self._optimizer):
             request = self._sharded_state(metadata, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
             state = load(request, folder, description)
-            self._restore(state, with_optimizer=with_optimizer, with_rng=with_rng)
+            self._restore(state, common["args"], with_optimizer=with_optimizer, with_rng=with_rng)
         return common
 
     def _sharded_state(
@@ -161,7 +171,9 @@ class Checkpointer:
             state["rng_state"] = _rng_state()
         return state
 
-    def _restore(self, state: dict[str, Any], *, with_optimizer: bool, with_rng: bool) -> None:
+    def _restore(
+        self, state: dict[str, Any], saved: argparse.Namespace, *, with_optimizer: bool, with_rng: bool
+    ) -> None:
         for key, chunk in self._chunks.items():
             chunk.load_state_dict(shards_of(chunk, state[key]))
         if with_optimizer:
@@ -169,16 +181,22 @@ class Checkpointer:
         else:
             self._optimizer.reload_model_params()
         if not self._args.finetune:
-            self._restore_scheduler(state["opt_param_scheduler"])
+            self._restore_scheduler(state["opt_param_scheduler"], saved)
         if with_rng:
             _set_rng_state(state["rng_state"][0])
 
-    def _restore_scheduler(self, state: dict[str, Any]) -> None:
-        self._scheduler.load_state_dict(state)
+    def _restore_scheduler(self, state: dict[str, Any], saved: argparse.Namespace) -> None:
+        scheduler = self._scheduler
+        scheduler.load_state_dict(state)
+        rates = saved if self._args.use_checkpoint_opt_param_scheduler else self._args
         for group in self._optimizer.param_groups:
             # Loading the optimizer brought back the checkpoint's values, which the scheduler prefers to its own.
-            group["max_lr"], group["min_lr"] = self._scheduler.max_lr, self._scheduler.min_lr
-        self._scheduler.step(0)
+            group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
+            if group["is_decoupled_lr"]:
+                max_lr, min_lr = getattr(rates, "decoupled_lr", None), getattr(rates, "decoupled_min_lr", None)
+                group["max_lr"] = scheduler.max_lr if max_lr is None else max_lr
+                group["min_lr"] = scheduler.min_lr if min_lr is None else min_lr
+        scheduler.step(0)
 
     def _new_metadata(self) -> dict[str, Any]:
         return {
@@ -190,14 +208,10 @@ class Checkpointer:
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
 
-    def _same_layout(self, saved: argparse.Namespace) -> bool:
-        names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
-        if self._args.expert_model_parallel_size > 1:
-            names += ["expert_model_parallel_size", "world_size"]
-        same = all(getattr(saved, name, None) == getattr(self._args, name) for name in names)
-        if not same:
-            print_rank_0("  the checkpoint has another layout of ranks: its random state is not loaded")
-        return same
+
+def _schedule(state: dict[str, Any], flags: Arguments | argparse.Namespace) -> dict[str, Any]:
+    """The scheduler's state, and the learning rates of embedding and output layer."""
+    return {**state, **{name: vars(flags)[name] for name in DECOUPLED_RATES if name in vars(flags)}}
 
 
 def _rng_state() -> ShardedObject:

@@ -17,8 +17,15 @@ _MODEL_SHAPE = (
     *("apply_layernorm_1p", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
     *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
 )
+_MODEL_COMPUTATION = (
+    *("window_size", "norm_epsilon", "qk_l2_norm", "rotary_base", "rotary_percent", "rotary_interleaved"),
+    *("use_rope_scaling", "moe_router_pre_softmax"),
+)
+"""Flags that change what a model computes, but not its parameters; with `--finetune` they may change."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
 """Settings that an optimizer takes over from a checkpoint."""
+DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
+"""Flags that are part of the learning rate's schedule, but not of the scheduler's state."""
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -28,8 +35,9 @@ _SCHEDULE_FLAGS = {
     "start_wd": "--weight-decay",
     "end_wd": "--weight-decay",
     "wd_incr_steps": "--train-iters",
+    **{name: flag_name(name) for name in DECOUPLED_RATES},
 }
-"""The flag that sets each value of the learning-rate scheduler's state; the scheduler counts steps in samples."""
+"""The flag that sets each value of the learning rate's schedule; the scheduler counts steps in samples."""
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
@@ -40,9 +48,12 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
     is_grouped = getattr(saved, "group_query_attention", True)
     saved_groups = getattr(saved, "num_query_groups" if is_grouped else "num_attention_heads", None)
     pairs["num_query_groups"] = (args.num_query_groups, saved_groups)
-    for name, (ours, theirs) in pairs.items():
-        if theirs is not None and theirs != ours:
-            raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
+    different = {name: values for name, values in pairs.items() if values[1] not in (None, values[0])}
+    if not args.finetune:
+        pairs = {name: (getattr(args, name), getattr(saved, name, getattr(args, name))) for name in _MODEL_COMPUTATION}
+        different |= {name: values for name, values in pairs.items() if values[0] != values[1]}
+    for name, (ours, theirs) in different.items():
+        raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
 
 
 def _layers(args: Any) -> str | None:
@@ -70,16 +81,32 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
-    """Return the flags that decide which tensors an optimizer's state consists of.
+    """Return the flags that decide which tensors and parameter groups an optimizer's state consists of.
 
     A distributed optimizer has the same tensors in every precision. Other optimizers have the same tensors in bf16 and
     fp16, but not in fp32.
     """
     name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
+    if getattr(flags, "decoupled_lr", None) is not None:
+        name += " --decoupled-lr"
+    if _spreads_experts(flags):  # whose parameters megatron-core gives an optimizer of their own
+        name += " --expert-model-parallel-size > 1"
     if getattr(flags, "use_distributed_optimizer", False):
         return f"{name} --use-distributed-optimizer"
     is_mixed = getattr(flags, "bf16", False) or getattr(flags, "fp16", False)
     return f"{name} in {'bf16 or fp16' if is_mixed else 'fp32'}"
+
+
+def has_same_ranks(args: Arguments, saved: argparse.Namespace) -> bool:
+    """Return whether the ranks of the flags `args` have the random states of the ranks that saved the checkpoint."""
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    if _spreads_experts(args) or _spreads_experts(saved):
+        names += ["expert_model_parallel_size", "world_size"]
+    return all(getattr(saved, name, None) == getattr(args, name) for name in names)
+
+
+def _spreads_experts(flags: Arguments | argparse.Namespace) -> bool:
+    return getattr(flags, "expert_model_parallel_size", 1) > 1
 
 
 def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -93,6 +93,9 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
     optimizer = get_megatron_optimizer(
         OptimizerConfig(**values), model, use_gloo_process_groups=dist.is_gloo_available()
     )
+    for group in optimizer.param_groups:
+        # megatron-core reads this mark when it loads a checkpoint, but does not set it.
+        group["is_decoupled_lr"] = not group["default_config"]
     config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
@@ -65,7 +66,9 @@ def pretrain(args: Arguments, session: Session) -> None:
 
 def without_first_load(args: Arguments) -> Arguments:
     """Remove `--load` from the flags if it is the folder of `--save` and the folder contains no checkpoint yet."""
-    if args.load is None or args.load != args.save or tracked(args.load) != "none":
+    if args.load is None or args.save is None or tracked(args.load) != "none":
+        return args
+    if Path(args.load).resolve() != Path(args.save).resolve():
         return args
     if args.rank == 0:
         print_line(f" > no checkpoint in --load {args.load} yet, which --save writes: training begins at iteration 0")

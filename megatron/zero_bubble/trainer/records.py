@@ -18,6 +18,9 @@ from megatron.zero_bubble.runtime.recorder import PipelineTime
 from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.start_up import SessionError
 
+_BEGIN = '{"iteration": '
+"""The beginning of each line of the file of `--log-numerics`."""
+
 
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
     """First 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of `Module.parameters()`.
@@ -39,6 +42,9 @@ class NumericsLog:
             so that a resumed run ends with the same file as an uninterrupted run.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
+
+    Raises:
+        SessionError: on all ranks, if the file cannot be written, or the run resumes and the file is not such a file.
     """
 
     def __init__(self, path: str, iteration: int, log_rank: int) -> None:
@@ -59,8 +65,15 @@ class NumericsLog:
             raise SessionError(f"--log-numerics {self._path} cannot be written: {error.strerror}") from error
 
     def _drop_lines_after(self, iteration: int) -> None:
-        lines = self._path.read_text().splitlines() if iteration and self._path.exists() else []
-        kept = [line for line in lines if _iteration_of(line) <= iteration]
+        resumes = iteration and self._path.exists()
+        lines = self._path.read_text(errors="replace").splitlines() if resumes else []
+        iterations = [_iteration_of(line) for line in lines]
+        if None in iterations:
+            raise SessionError(
+                f"--log-numerics {self._path}: line {iterations.index(None) + 1} was not written by --log-numerics: "
+                "a resumed job adds to the file of the job before: give that file or a new one"
+            )
+        kept = [line for line, of in zip(lines, iterations, strict=True) if of is not None and of <= iteration]
         self._path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, iteration: int, lm_loss: float | None, grad_norm: float | None, digest: str) -> None:
@@ -85,12 +98,18 @@ class NumericsLog:
             file.write(line)
 
 
-def _iteration_of(line: str) -> float:
-    """The iteration of a line of the file; infinity for an incomplete line, which a killed run leaves at the end."""
+def _iteration_of(line: str) -> float | None:
+    """The iteration of a line of the file; None for a line that `NumericsLog` did not write.
+
+    The iteration of an incomplete line, which a killed run leaves at the end, is infinity.
+    """
     try:
-        return json.loads(line)["iteration"]
+        entry = json.loads(line)
     except json.JSONDecodeError:
-        return math.inf
+        length = min(len(line), len(_BEGIN))
+        return math.inf if line[:length] == _BEGIN[:length] else None
+    iteration = entry.get("iteration") if isinstance(entry, dict) else None
+    return iteration if isinstance(iteration, int) else None
 
 
 class RunSummary:

@@ -19,11 +19,10 @@ FAULTS = (
     Fault(
         name="override-of-learning-rate-lost",
         file="trainer/checkpoint.py",
-        old="""        for group in self._optimizer.param_groups:
-            # Loading the optimizer brought back the checkpoint's values, which the scheduler prefers to its own.
-            group["max_lr"], group["min_lr"] = self._scheduler.max_lr, self._scheduler.min_lr
-        self._scheduler.step(0)""",
-        new="        self._scheduler.step(0)",
+        old="""            # Loading the optimizer brought back the checkpoint's values, which the scheduler prefers to its own.
+            group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
+""",
+        new="",
         effect=(
             "After a resume with --override-opt-param-scheduler and another --lr, the run still trains with the "
             "old learning rate."
