@@ -183,14 +183,16 @@ class Pipeline(PartialModel):
 
         The batch has the form that `train_batch` takes.
         """
-        self._validate()
-        training = [module for module in self.modules() if module.training]
-        self.eval()
-        try:
-            return self._steps.evaluate(self._load(batch))
-        finally:
-            for module in training:
-                module.training = True
+        # Buffers of messages and states of the optimizer, which later steps use, must not become inference tensors.
+        with torch.inference_mode(False):
+            self._validate()
+            training = [module for module in self.modules() if module.training]
+            self.eval()
+            try:
+                return self._steps.evaluate(self._load(batch))
+            finally:
+                for module in training:
+                    module.training = True
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Validate the last step and return the state of this rank's layers, as `torch.nn.Module.state_dict` does."""
