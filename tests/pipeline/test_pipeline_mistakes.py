@@ -7,7 +7,7 @@ import torch
 from rank_threads import errors_on_ranks, pipeline_of
 from torch import nn
 
-from megatron.zero_bubble import LayerSpec
+from megatron.zero_bubble import LayerSpec, TiedLayerSpec
 from megatron.zero_bubble.planner import generate
 
 X, Y = torch.ones(8, 4), torch.ones(8, 4)
@@ -134,13 +134,62 @@ def test_a_rank_whose_layers_have_another_type():
     )
 
 
-def test_layers_of_two_stages_that_share_a_parameter_are_refused():
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def two_with_one_weight() -> list:
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
-    assert_message(
-        [first, nn.ReLU(), nn.ReLU(), last],
-        "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
-    )
+    return [first, last]
+
+
+def function_of_a_weight() -> list:
+    weight = nn.Parameter(torch.ones(4, 4))
+    return [nn.Linear(4, 4), lambda x: x @ weight]
+
+
+@pytest.mark.parametrize(
+    ("make_ends", "message"),
+    [
+        (
+            two_with_one_weight,
+            "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
+        ),
+        (
+            lambda: [LayerSpec(Around, nn.Linear(4, 4))] * 2,
+            "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
+        ),
+        (
+            lambda: [nn.BatchNorm1d(4, affine=False)] * 2,
+            "layers 0 and 3 share a buffer, but are on stages 0 and 1: give each layer a copy, or register a constant "
+            "buffer with persistent=False",
+        ),
+        (
+            function_of_a_weight,
+            "layer 3 (<lambda>) uses a parameter of no layer of stage 1: make it a module that has the parameter, or a "
+            "TiedLayerSpec with forward=...",
+        ),
+        (
+            lambda: [TiedLayerSpec("norm", nn.BatchNorm1d, 4)] * 2,
+            "TiedLayerSpec('norm'): layer 0 has buffers, which cannot be tied over stages",
+        ),
+        (
+            lambda: [TiedLayerSpec("ends", nn.Linear, 4, 4), TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False)],
+            "TiedLayerSpec('ends') is Linear(4x4, 4) in layer 0 and Linear(4x4) in layer 3: layers with one key need "
+            "one class and the same arguments; use forward=... where a layer computes something else",
+        ),
+    ],
+    ids=["weight", "module of two specs", "buffer", "function", "tied buffers", "unequal ties"],
+)
+def test_state_that_two_stages_would_change_separately_is_refused(make_ends, message):
+    first, last = make_ends()
+    assert_message([first, nn.ReLU(), nn.ReLU(), last], message)
 
 
 @pytest.mark.parametrize("count", [4.0, 0, "4", True])

@@ -14,6 +14,7 @@ from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
+from megatron.zero_bubble.pipeline.shared_state import parameters_behind
 from megatron.zero_bubble.pipeline.weight_split import run_backward
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
@@ -206,8 +207,15 @@ class LayerStage:
         with self._without_trace(), self.autocast.forward():
             given = clone_tensors(self._microbatches.inputs[0] if message is None else message.value)
             value, before = given, versions_of(given)
+            own = {parameter for layer in self.chunks[chunk] for parameter in layer.module.parameters()}
+            seen: set[Any] = set()
             for layer in self.chunks[chunk]:
                 value = _checked_call(layer, value)
+                if not own.issuperset(parameters_behind(value, seen)):
+                    raise ValueError(
+                        f"layer {layer.index} ({layer.class_name}) uses a parameter of no layer of stage {stage}: make "
+                        "it a module that has the parameter, or a TiedLayerSpec with forward=..."
+                    )
             if before != versions_of(given):
                 # Autograd refuses in-place changes of a received tensor and of a part of a batch whose other parts are
                 # in use, so the layers get a copy.

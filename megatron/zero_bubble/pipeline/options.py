@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from megatron.zero_bubble.pipeline.interconnect import Agreement
-from megatron.zero_bubble.pipeline.specs import class_name_of
+from megatron.zero_bubble.pipeline.specs import class_name_of, words_of
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.formats import schedule_to_json
 
@@ -112,10 +112,7 @@ def _schedule_words(schedule: Schedule) -> str:
 
 
 def _layer_words(layer: Any) -> str:
-    if not isinstance(layer, nn.Module):
-        return class_name_of(layer)
-    shapes = ", ".join("x".join(map(str, parameter.shape)) for parameter in layer.parameters())
-    return f"{class_name_of(layer)}({shapes})"
+    return words_of(layer) if isinstance(layer, nn.Module) else class_name_of(layer)
 
 
 def _difference(first: str | list[str], other: str | list[str], rank: int) -> str:

@@ -81,9 +81,21 @@ def class_name_of(layer: Any) -> str:
     return type(layer).__name__ if isinstance(layer, torch.nn.Module) else getattr(layer, "__name__", "function")
 
 
+def words_of(module: torch.nn.Module) -> str:
+    """Return the name of a module's class with the shapes of its parameters."""
+    shapes = ", ".join("x".join(map(str, parameter.shape)) for parameter in module.parameters())
+    return f"{class_name_of(module)}({shapes})"
+
+
 def tie_of(layer: Any) -> str | None:
     """Return the key of a tied layer; None for any other layer."""
     return layer.key if isinstance(layer, TiedLayerSpec) else None
+
+
+def built_on_meta(spec: LayerSpec) -> torch.nn.Module:
+    """Build a layer without memory for its parameters, and without a change of the random state."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return spec.build()
 
 
 def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
