@@ -14,7 +14,7 @@ from megatron.zero_bubble.pipeline import boundaries
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, measure_layers
 from megatron.zero_bubble.pipeline.options import PipelineOptions
 from megatron.zero_bubble.pipeline.shared_state import refuse_shared
-from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, class_name_of
+from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, class_name_of, refuse_lazy
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Schedule, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs, with_host_link
@@ -113,7 +113,7 @@ class LayoutRequest:
             return [sum(of_layer) for of_layer in times], "s a microbatch"
         partition = self.options.partition
         if partition == "parameters":
-            return [num_parameters(layer) for layer in self.layers], "parameters"
+            return [num_parameters(*entry) for entry in enumerate(self.layers)], "parameters"
         if partition == "uniform" or not isinstance(partition, str):
             return [1] * len(self.layers), "layers"
         kind, _, pattern = partition.partition(":")
@@ -125,8 +125,8 @@ class LayoutRequest:
         return boundaries.matching(pattern, [class_name_of(layer) for layer in self.layers]), "matching layers"
 
 
-def num_parameters(layer: Any) -> int:
-    """Count the parameters of a layer; a spec is built on the meta device, without memory for parameters."""
+def num_parameters(index: int, layer: Any) -> int:
+    """Count the parameters of layer `index`; a spec is built on the meta device, without memory for parameters."""
     if isinstance(layer, LayerSpec):
         try:
             layer = built_on_meta(layer)
@@ -135,6 +135,7 @@ def num_parameters(layer: Any) -> int:
                 f"the parameters of {layer.class_name} cannot be counted, because it cannot be built on the meta "
                 f"device ({one_line(error)}): choose another partition than 'parameters'"
             ) from error
+    refuse_lazy(index, layer)
     return sum(parameter.numel() for parameter in layer.parameters()) if isinstance(layer, nn.Module) else 0
 
 
