@@ -149,6 +149,8 @@ class _SplitLayer:
         self._of_bundle = -1
 
     def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if not keywords and len(arguments) == 1 and isinstance(arguments[0], torch.Tensor):
+            return self.call(self._forward, arguments[0])
         leaves, structure = pytree.tree_flatten((arguments, keywords))
         tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if len(tensors) != 1:
