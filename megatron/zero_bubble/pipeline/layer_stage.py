@@ -15,6 +15,7 @@ from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
+from megatron.zero_bubble.pipeline.specs import FunctionLayer
 from megatron.zero_bubble.pipeline.weight_split import run_backward
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
@@ -211,7 +212,9 @@ class LayerStage:
             seen: set[Any] = set()
             for layer in self.chunks[chunk]:
                 value = _checked_call(layer, value)
-                if not own.issuperset(parameters_behind(value, seen)):
+                used = set(parameters_behind(value, seen))
+                # A module may compute with other parameters than its own, as with `fully_shard`.
+                if isinstance(layer.module, FunctionLayer) and not used <= own:
                     raise ValueError(
                         f"layer {layer.index} ({layer.class_name}) uses a parameter of no layer of stage {stage}: make "
                         "it a module that has the parameter, or a TiedLayerSpec with forward=..."
