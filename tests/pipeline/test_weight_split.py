@@ -204,13 +204,17 @@ def test_what_cannot_be_split_is_left_to_autograd():
     class OnlyAName(nn.Linear):
         pass
 
+    class Sharded(nn.Linear):
+        def reshard(self):
+            """As in the class that `fully_shard` gives to a module."""
+
     tied = nn.ModuleList([nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)])
     tied[1].weight = tied[0].weight
     computed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     frozen = nn.Linear(3, 3).requires_grad_(False)
     normed = nn.MultiheadAttention(4, 2)
     torch.nn.utils.parametrizations.weight_norm(normed, "in_proj_weight")
-    modules = [OwnForward(3, 3), tied, computed, frozen, nn.BatchNorm1d(3), normed]
+    modules = [OwnForward(3, 3), Sharded(3, 3), tied, computed, frozen, nn.BatchNorm1d(3), normed]
     assert split_modules(modules, WeightGradStore()) == []
     assert frozen(torch.ones(1, 3)).requires_grad is False
     assert len(split_modules([OnlyAName(3, 3)], WeightGradStore())) == 2

@@ -75,12 +75,14 @@ def split_modules(
     Returns:
         The parameters whose gradient is now computed in W.
     """
-    modules = list(modules)
-    for each in nn.ModuleList(modules).modules():
+    every = nn.ModuleList(modules)
+    for each in every.modules():
         if isinstance(vars(each).get("forward"), _SplitLayer | _SplitAttention):
             del each.forward
+    # `fully_shard` reduces gradients, and drops unsharded weights, at the end of a module's backward.
+    sharded = {each for outer in every.modules() if hasattr(outer, "reshard") for each in outer.modules()}
     wholes = (DefersWeightGradients, nn.MultiheadAttention, *others)
-    inside = list(_callable_modules(modules, wholes))
+    inside = list(_callable_modules(every, wholes))
     uses = Counter(
         id(parameter) for module in inside for parameter in module.parameters(recurse=isinstance(module, wholes))
     )
@@ -88,7 +90,7 @@ def split_modules(
     for module in inside:
         if isinstance(module, DefersWeightGradients):
             split += module.defer_weight_gradients(store)
-        elif any(uses[id(own)] != 1 for own in module.parameters()) or _is_patched(module):
+        elif module in sharded or _is_patched(module) or any(uses[id(own)] != 1 for own in module.parameters()):
             continue
         elif _is_split_attention(module):
             attention = _SplitAttention(cast(nn.MultiheadAttention, module), store)
