@@ -57,7 +57,7 @@ def images(count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_no_partition_has_less_parameters_on_its_largest_stage(layers, num_stages):
-    weights = [stage_layout.num_parameters(layer) for layer in layers]
+    weights = [stage_layout.num_parameters(*entry) for entry in enumerate(layers)]
     assert sum(weights) == 57_028_422  # AlexNet's, with six classes
     found = layout(layers, "parameters", num_stages)
     assert list(found.loads) == [sum(weights[a:b]) for a, b in pairwise(found.boundaries)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from rank_threads import errors_on_ranks, pipeline_of
 from torch import nn
 
-from megatron.zero_bubble import LayerSpec
+from megatron.zero_bubble import LayerSpec, Pipeline, TiedLayerSpec
 from megatron.zero_bubble.planner import generate
 
 X, Y = torch.ones(8, 4), torch.ones(8, 4)
@@ -82,6 +84,24 @@ def assert_message(layers, message, batch=(X, Y), loss_fn=nn.functional.mse_loss
             "offload: schedule 1f1b is not planned, so it gets no copies: use auto, for one",
         ),
         (4, {"batch": (X[:6], Y[:6])}, "a batch of 6 samples does not divide into 4 microbatches"),
+        (
+            4,
+            {"batch": (X, Y[:4])},
+            "the tensors of a batch have 4 and 8 samples: give equal numbers, or an iterator of microbatches",
+        ),
+        (4, {"schedule": None}, "schedule must be a name or a Schedule, got None"),
+        (4, {"loss_fn": "mse"}, "loss_fn must be a function of output and target, got 'mse'"),
+        (4, {"partition": None}, "partition=None is not a name or a list of whole numbers"),
+        (4, {"partition": ["1"]}, "partition=['1'] is not a name or a list of whole numbers"),
+        (4, {"partition": [True]}, "partition=[True] is not a name or a list of whole numbers"),
+        (4, {"example": torch.ones(3, 1)}, "example=tensor([[1.], [1.], [1.]]) is not a pair (inputs, targets)"),
+        (4, {"num_chunks": "2"}, "num_chunks='2' is not a whole number"),
+        (4, {"memory_limit": [1, "2"]}, "memory_limit=[1, '2'] is not a number, or a number per rank"),
+        (4, {"offload": "1"}, "offload='1' is not a number"),
+        (4, {"split_layers": None}, "split_layers=None is not a list of classes of modules"),
+        (4, {"split_layers": ["Linear"]}, "split_layers=['Linear'] is not a list of classes of modules"),
+        (4, {"checkpoint": "x"}, "checkpoint='x' is not True or False"),
+        (4, {"post_validation": "yes"}, "post_validation='yes' is not True or False"),
         (4, {"batch": [(X, Y)] * 3}, "the iterator ended after 3 of 4 microbatches"),
         (
             4,
@@ -121,6 +141,16 @@ def test_arguments_and_batches(num_layers, arguments, message):
         (lambda x: object(), "layer 1 (<lambda>), the last of stage 0: a object cannot be sent to the next stage"),
         (7, "layer 1 is neither a module, a LayerSpec nor a function, but 7"),
         (LayerSpec(broken), "layer 1 (broken) cannot be built: no such thing"),
+        (
+            nn.LazyLinear(4),
+            "layer 1 (LazyLinear) has no shapes yet: call the module once before you give it to the pipeline, or use a "
+            "class that takes all sizes",
+        ),
+        (
+            LayerSpec(nn.LazyLinear, 4),
+            "layer 1 (LazyLinear) has no shapes yet: call the module once before you give it to the pipeline, or use a "
+            "class that takes all sizes",
+        ),
     ],
 )
 def test_layers_that_cannot_be_used_are_named(layer, message):
@@ -134,13 +164,62 @@ def test_a_rank_whose_layers_have_another_type():
     )
 
 
-def test_layers_of_two_stages_that_share_a_parameter_are_refused():
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def two_with_one_weight() -> list:
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
-    assert_message(
-        [first, nn.ReLU(), nn.ReLU(), last],
-        "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
-    )
+    return [first, last]
+
+
+def function_of_a_weight() -> list:
+    weight = nn.Parameter(torch.ones(4, 4))
+    return [nn.Linear(4, 4), lambda x: x @ weight]
+
+
+@pytest.mark.parametrize(
+    ("make_ends", "message"),
+    [
+        (
+            two_with_one_weight,
+            "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
+        ),
+        (
+            lambda: [LayerSpec(Around, nn.Linear(4, 4))] * 2,
+            "layers 0 and 3 share a parameter, but are on stages 0 and 1: make both of TiedLayerSpec with one key",
+        ),
+        (
+            lambda: [nn.BatchNorm1d(4, affine=False)] * 2,
+            "layers 0 and 3 share a buffer, but are on stages 0 and 1: give each layer a copy, or register a constant "
+            "buffer with persistent=False",
+        ),
+        (
+            function_of_a_weight,
+            "layer 3 (<lambda>) uses a parameter of no layer of stage 1: make it a module that has the parameter, or a "
+            "TiedLayerSpec with forward=...",
+        ),
+        (
+            lambda: [TiedLayerSpec("norm", nn.BatchNorm1d, 4)] * 2,
+            "TiedLayerSpec('norm'): layer 0 has buffers, which cannot be tied over stages",
+        ),
+        (
+            lambda: [TiedLayerSpec("ends", nn.Linear, 4, 4), TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False)],
+            "TiedLayerSpec('ends') is Linear(4x4, 4) in layer 0 and Linear(4x4) in layer 3: layers with one key need "
+            "one class and the same arguments; use forward=... where a layer computes something else",
+        ),
+    ],
+    ids=["weight", "module of two specs", "buffer", "function", "tied buffers", "unequal ties"],
+)
+def test_state_that_two_stages_would_change_separately_is_refused(make_ends, message):
+    first, last = make_ends()
+    assert_message([first, nn.ReLU(), nn.ReLU(), last], message)
 
 
 @pytest.mark.parametrize("count", [4.0, 0, "4", True])
@@ -185,3 +264,30 @@ def test_a_class_whose_forward_returns_a_tuple_cannot_be_split():
         "tensor; leave it out of split_layers",
         split_layers=[nn.LSTM],
     )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LayerSpec(nn.Linear, 8), "LayerSpec(Linear, ...): missing a required argument: 'out_features'"),
+        (lambda: LayerSpec(nn.Linear(4, 4)), "LayerSpec takes a class and its arguments, got Linear"),
+        (lambda: TiedLayerSpec(None, nn.Linear, 4, 4), "the key of a TiedLayerSpec must be a string, got None"),
+        (lambda: Pipeline(7, print), "layers must be a list of layers, got 7"),
+        (lambda: Pipeline([], print, options={}), "options must be PipelineOptions(...), got {}"),
+    ],
+)
+def test_specs_and_pipelines_name_an_argument_of_another_type(make, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make()
+
+
+@pytest.mark.parametrize("use", ["train_batch", "full_state_dict", "clip_grad_norm_"])
+def test_a_closed_pipeline_is_not_used(use):
+    def close_first(interconnect):
+        pipeline = pipeline_of(linears(2), nn.functional.mse_loss, interconnect, schedule="zb-h1")
+        pipeline.close()
+        assert list(pipeline.state_dict())
+        getattr(pipeline, use)(*{"train_batch": [(X, Y)], "clip_grad_norm_": [1.0]}.get(use, []))
+
+    message = "the pipeline is closed: make another one, or call close() later"
+    assert [str(error) for error in errors_on_ranks(2, close_first)] == [message] * 2

@@ -204,14 +204,75 @@ def test_what_cannot_be_split_is_left_to_autograd():
     class OnlyAName(nn.Linear):
         pass
 
+    class Sharded(nn.Linear):
+        def reshard(self):
+            """As in the class that `fully_shard` gives to a module."""
+
     tied = nn.ModuleList([nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)])
     tied[1].weight = tied[0].weight
     computed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     frozen = nn.Linear(3, 3).requires_grad_(False)
     normed = nn.MultiheadAttention(4, 2)
     torch.nn.utils.parametrizations.weight_norm(normed, "in_proj_weight")
-    modules = [OwnForward(3, 3), tied, computed, frozen, nn.BatchNorm1d(3), normed]
+    modules = [OwnForward(3, 3), Sharded(3, 3), tied, computed, frozen, nn.BatchNorm1d(3), normed]
     assert split_modules(modules, WeightGradStore()) == []
     assert frozen(torch.ones(1, 3)).requires_grad is False
     assert len(split_modules([OnlyAName(3, 3)], WeightGradStore())) == 2
     assert len(split_modules([OwnForward(3, 3)], WeightGradStore(), [OwnForward])) == 2
+
+
+class Block(nn.Module):
+    """A layer inside of which torch's own layers are split unless the block is split as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.up = nn.Linear(4, 4), nn.ConvTranspose1d(1, 1, 3, stride=2)
+
+    def forward(self, x, gain=1.0):
+        up = self.up(self.inner(x).tanh().unsqueeze(1), output_size=[9])
+        return up[..., :4].squeeze(1) * gain
+
+
+def with_adapter() -> nn.Module:
+    block, adapter = Block(), nn.Linear(4, 4)
+    original = block.inner.forward
+    block.inner.forward = lambda x: original(x) + adapter(x)
+    block.adapter = adapter
+    return block
+
+
+def clamp_gradient(weight: nn.Parameter) -> None:
+    weight.grad.clamp_(-0.1, 0.1)
+
+
+def with_hook() -> nn.Module:
+    block = Block()
+    block.inner.weight.register_post_accumulate_grad_hook(clamp_gradient)
+    return block
+
+
+@pytest.mark.parametrize("others", [(), (Block,)])
+@pytest.mark.parametrize("make", [Block, with_adapter, with_hook])
+def test_blocks_patches_and_hooks_get_the_gradients_of_one_backward(make, others):
+    """Also if the modules were split before, as when a second pipeline gets the layers of the first one."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(make())
+    (ours, reference), inputs = made, [torch.randn(5, 4) for _ in range(MICROBATCHES)]
+    split_modules([ours], WeightGradStore())
+    store = WeightGradStore()
+    split = split_modules([ours], store, others)
+    assert bool(split) == (make is not with_adapter or not others)
+    expected = run(reference, inputs)
+    assert all(map(torch.equal, run(ours, inputs, store), expected))
+    for k in range(MICROBATCHES):
+        store.pop(0, k)
+    assert_same(ours, reference)
+
+
+def test_a_split_layer_that_is_called_with_two_tensors_is_refused():
+    block = Block()
+    split_modules([block], WeightGradStore(), (Block,))
+    with pytest.raises(ValueError, match="split_layers=Block cannot be split: its forward takes 2 tensors, not one"):
+        block(torch.ones(2, 4), gain=torch.ones(4))

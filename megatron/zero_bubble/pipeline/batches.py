@@ -24,7 +24,8 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
     """Split a pair of inputs and targets along their first dimension, or draw microbatches from an iterator.
 
     Raises:
-        ValueError: the batch has a wrong type, or does not divide into microbatches, or the iterator ends too early.
+        ValueError: the batch has a wrong type or unequal lengths, or does not divide into microbatches, or the iterator
+            ends too early.
     """
     if isinstance(batch, Iterator):
         pairs = [
@@ -34,6 +35,14 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
     else:
         problem = f"a batch is a pair (inputs, targets), or an iterator of such pairs, got {type(batch).__name__}"
         inputs, targets = _inputs_and_targets(batch, problem)
+        lengths = sorted(
+            {len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        )
+        if len(lengths) > 1:
+            raise ValueError(
+                f"the tensors of a batch have {' and '.join(map(str, lengths))} samples: give equal numbers, or an "
+                "iterator of microbatches"
+            )
         pairs = list(zip(_split_tensors(inputs, count), _split_tensors(targets, count), strict=True))
     on_device = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), pairs)
     return Microbatches([inputs for inputs, _ in on_device], [targets for _, targets in on_device])

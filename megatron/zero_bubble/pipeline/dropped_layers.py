@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
-from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage
+from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, versions_of
 from megatron.zero_bubble.pipeline.weight_split import run_backward
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
 
@@ -28,7 +28,7 @@ class DroppingLayer:
     def __call__(self, value: Any) -> Any:
         mode = self._store.mode
         if mode is None:
-            return self._layer(value)
+            return self._probe(value) if torch.is_grad_enabled() else self._layer(value)
         given = StageMessage.of(value)
         if mode is ForwardMode.KEEP:
             output = self._layer(value)
@@ -40,6 +40,18 @@ class DroppingLayer:
         outputs = _Dropped.apply(call, wanted, *given.tensors)
         assert call.returned is not None
         return call.returned.value_of(outputs)
+
+    def _probe(self, value: Any) -> Any:
+        """Run the layer outside of F; if the layer changes its input in place, let it change a copy from now on.
+
+        R needs the input of F, and autograd refuses in-place changes of R's input.
+        """
+        before = versions_of(value)
+        output = self._layer(value)
+        if before != versions_of(value):
+            layer = self._layer
+            self._layer = lambda value: layer(clone_tensors(value))
+        return output
 
 
 class _DroppedCall:

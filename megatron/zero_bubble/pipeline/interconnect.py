@@ -113,14 +113,25 @@ class Agreement:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
+        self._is_closed = False
 
     @classmethod
     def among_all(cls, interconnect: Interconnect) -> Agreement:
         """Make an agreement of all ranks, with collectives that nothing else uses; a collective call."""
         return cls(interconnect.collectives(range(interconnect.size), HOST))
 
+    def close(self) -> None:
+        """Refuse further use."""
+        self._is_closed = True
+
+    def check_open(self) -> None:
+        """Raise `ValueError` after `close`."""
+        if self._is_closed:
+            raise ValueError("the pipeline is closed: make another one, or call close() later")
+
     def gather(self, value: T) -> list[T]:
         """Return the values that all ranks pass to `gather`, in the order of the ranks; a collective call."""
+        self.check_open()
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.zeros(self._collectives.size, 1, dtype=torch.int64)
         self._collectives.gather_all(torch.tensor([len(data)]), sizes)

@@ -19,6 +19,7 @@ import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
+from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
 from megatron.zero_bubble.pipeline.discovery import StepMessages
 from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, total_norm
 from megatron.zero_bubble.pipeline.interconnect import Agreement
@@ -47,12 +48,11 @@ class SteppingLayerStage(LayerStage):
         super().__init__(*arguments)
         self.validate: Callable[[], bool] = lambda: False
         self._states: list[torch.Tensor] = []
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers = BufferSnapshot([])
 
     def remember(self) -> None:
         """Keep random states and buffers, which the forwards before VALIDATE change, to run these forwards again."""
-        modules = [layer.module for chunk in self.chunks for layer in chunk]
-        self._buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+        self._buffers = self.snapshot()
         self._states = [torch.get_rng_state()]
         if self.device.type == "cuda":
             self._states.append(torch.cuda.get_rng_state(self.device))
@@ -60,13 +60,11 @@ class SteppingLayerStage(LayerStage):
     def step(self) -> None:
         """Do nothing: the optimizer's step needs gradient sums over tied layers and replicas, computed later."""
 
-    @torch.no_grad()
     def restart(self) -> None:
         torch.set_rng_state(self._states[0])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(self._states[1], self.device)
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        self._buffers.restore()
         self.forget_forwards()
 
 

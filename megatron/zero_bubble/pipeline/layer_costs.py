@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron.zero_bubble.pipeline.messages import StageMessage
+from megatron.zero_bubble.pipeline.messages import StageMessage, clone_tensors
 from megatron.zero_bubble.pipeline.specs import LayerSpec, built, call_of
 from megatron.zero_bubble.pipeline.weight_split import run_backward, split_modules
 from megatron.zero_bubble.runtime.profiler import Profiler
@@ -49,13 +49,14 @@ def measure_layers(
         ValueError: a layer or the loss fails while it is measured.
     """
     value, targets = example
+    loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
     times = []
     for index in range(len(layers) + 1):
         is_loss = index == len(layers)
         module = nn.Identity() if is_loss else built(layers, index, device)
         if not is_loss and not isinstance(layers[index], LayerSpec):
             module = copy.deepcopy(module)
-        call = (lambda output: loss_fn(output, targets)) if is_loss else call_of(layers[index], module)
+        call = (lambda output: loss_fn(output, clone_tensors(targets))) if is_loss else call_of(layers[index], module)
         store = WeightGradStore()
         split_modules([module], store, split_layers)
         try:

@@ -12,7 +12,10 @@ import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
-from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, spec_of
+from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
+from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
+from megatron.zero_bubble.pipeline.shared_state import parameters_behind
+from megatron.zero_bubble.pipeline.specs import FunctionLayer
 from megatron.zero_bubble.pipeline.weight_split import run_backward
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
@@ -72,6 +75,9 @@ class LayerStage:
         self._announced: Mapping[int, MessageSpec] = {}
         self._gradients: dict[tuple[int, int], list[TensorSpec]] = {}
         self._changes_input: set[int] = set()
+        self._restored_modules = [layer.module for chunk in chunks for layer in chunk]
+        if isinstance(loss_fn, torch.nn.Module) and self._last in self.stages:
+            self._restored_modules.append(loss_fn)
 
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
         """Take the data of a step; `expect` sets the specs of the step's messages later."""
@@ -157,11 +163,8 @@ class LayerStage:
         return StageMessage(self._announced.get(stage, self._sent[stage]), zeros)
 
     def _input(self, microbatch: int, chunk: int, message: StageMessage | None) -> Any:
-        if message is None:
-            return self._microbatches.inputs[microbatch]
-        if chunk in self._changes_input:
-            return message.spec.value_of([tensor.clone() for tensor in message.tensors])
-        return message.value
+        value = self._microbatches.inputs[microbatch] if message is None else message.value
+        return clone_tensors(value) if chunk in self._changes_input else value
 
     def backward(
         self,
@@ -200,18 +203,25 @@ class LayerStage:
             ValueError: a layer or the loss fails, or returns an unsupported value.
         """
         chunk = self.stages.index(stage)
-        with self._without_trace(chunk), self.autocast.forward():
-            if message is None:
-                value = self._microbatches.inputs[0]
-            else:
-                message.requires_grad_()
-                copies = [tensor.clone() for tensor in message.tensors]
-                versions = [tensor._version for tensor in copies]
-                value = message.spec.value_of(copies)
+        if message is not None:
+            message.requires_grad_()
+        with self._without_trace(), self.autocast.forward():
+            given = clone_tensors(self._microbatches.inputs[0] if message is None else message.value)
+            value, before = given, versions_of(given)
+            own = {parameter for layer in self.chunks[chunk] for parameter in layer.module.parameters()}
+            seen: set[Any] = set()
             for layer in self.chunks[chunk]:
                 value = _checked_call(layer, value)
-            if message is not None and versions != [tensor._version for tensor in copies]:
-                # Autograd refuses in-place changes of a received tensor, so the layers get a copy.
+                used = set(parameters_behind(value, seen))
+                # A module may compute with other parameters than its own, as with `fully_shard`.
+                if isinstance(layer.module, FunctionLayer) and not used <= own:
+                    raise ValueError(
+                        f"layer {layer.index} ({layer.class_name}) uses a parameter of no layer of stage {stage}: make "
+                        "it a module that has the parameter, or a TiedLayerSpec with forward=..."
+                    )
+            if before != versions_of(given):
+                # Autograd refuses in-place changes of a received tensor and of a part of a batch whose other parts are
+                # in use, so the layers get a copy.
                 self._changes_input.add(chunk)
             if stage == self._last:
                 value = self._checked_loss(value, 0)
@@ -223,7 +233,8 @@ class LayerStage:
 
     def _checked_loss(self, output: Any, microbatch: int) -> torch.Tensor:
         try:
-            loss = self._loss_fn(output, self._microbatches.targets[microbatch])
+            # A copy, because the loss may change its target in place, and a forward may run more than once.
+            loss = self._loss_fn(output, clone_tensors(self._microbatches.targets[microbatch]))
         except Exception as error:
             raise ValueError(f"loss_fn failed: {_error_text(error)}") from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -234,15 +245,18 @@ class LayerStage:
         return loss
 
     @contextmanager
-    def _without_trace(self, chunk: int) -> Iterator[None]:
-        """Restore random states and the layers' buffers, such as running means, after the `with` block."""
-        buffers = [buffer for layer in self.chunks[chunk] for buffer in layer.module.buffers()]
-        before = [buffer.clone() for buffer in buffers]
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            yield
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+    def _without_trace(self) -> Iterator[None]:
+        """Restore random states and buffers after the `with` block."""
+        buffers = self.snapshot()
+        try:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                yield
+        finally:
+            buffers.restore()
+
+    def snapshot(self) -> BufferSnapshot:
+        """Return the state of the buffers of this rank's layers, and of the loss if the rank computes the loss."""
+        return BufferSnapshot(self._restored_modules)
 
 
 def _checked_call(layer: HeldLayer, value: Any) -> Any:

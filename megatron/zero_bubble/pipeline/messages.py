@@ -158,6 +158,16 @@ class StageMessage:
         return StageMessage(self.spec.gradients(), grads)
 
 
+def clone_tensors(value: Any) -> Any:
+    """Return `value` with copies of its tensors."""
+    return pytree.tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def versions_of(value: Any) -> list[int]:
+    """Return how often each tensor in `value` was changed in place."""
+    return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from torch import nn
 
 from megatron.zero_bubble.pipeline.interconnect import Agreement
-from megatron.zero_bubble.pipeline.specs import class_name_of
+from megatron.zero_bubble.pipeline.specs import class_name_of, refuse_lazy, words_of
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.formats import schedule_to_json
 
@@ -43,8 +44,9 @@ class PipelineOptions:
         post_validation: whether `train_step` takes the optimizer's step before the norm of all gradients is known.
 
     Raises:
-        ValueError: `microbatch_order` is unknown, shapes vary together with post-validation, or `offload` is not above
-            zero, has no memory limit, or has nothing to copy because all layers are recomputed.
+        ValueError: an option has another type, `microbatch_order` is unknown, shapes vary together with
+            post-validation, or `offload` is not above zero, has no memory limit, or has nothing to copy because all
+            layers are recomputed.
     """
 
     partition: Partition = "parameters"
@@ -59,6 +61,9 @@ class PipelineOptions:
     post_validation: bool = False
 
     def __post_init__(self) -> None:
+        for name, (fits, words) in _TYPES.items():
+            if not fits(value := getattr(self, name)):
+                raise ValueError(f"{name}={_short(value)} is not {words}")
         if self.variable_shapes and self.post_validation:
             raise ValueError("variable_shapes=True and post_validation=True do not go together")
         if self.microbatch_order not in ("planned", "data"):
@@ -77,6 +82,58 @@ class PipelineOptions:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "example"}
 
 
+def _short(value: Any) -> str:
+    return " ".join(f"{value!r:.200}".split())
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _each(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str) and all(map(fits, value))
+
+
+_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "partition": (lambda v: isinstance(v, str) or _each(v, _is_whole), "a name or a list of whole numbers"),
+    "example": (lambda v: v is None or (isinstance(v, tuple | list) and len(v) == 2), "a pair (inputs, targets)"),
+    "num_chunks": (lambda v: v is None or _is_whole(v), "a whole number"),
+    "memory_limit": (lambda v: v is None or _is_number(v) or _each(v, _is_number), "a number, or a number per rank"),
+    "offload": (lambda v: v is None or _is_number(v), "a number"),
+    "checkpoint": (_is_flag, "True or False"),
+    "split_layers": (lambda v: _each(v, _is_class), "a list of classes of modules"),
+    "variable_shapes": (_is_flag, "True or False"),
+    "post_validation": (_is_flag, "True or False"),
+}
+"""Option -> whether a value has the option's type, and this type in words."""
+
+
+def check_types(layers: Any, loss_fn: Any, options: Any) -> None:
+    """Check the arguments of a `Pipeline` that its ranks do not compare.
+
+    Raises:
+        ValueError: an argument has another type.
+    """
+    if not isinstance(layers, Iterable):
+        raise ValueError(f"layers must be a list of layers, got {_short(layers)}")
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn must be a function of output and target, got {_short(loss_fn)}")
+    if not isinstance(options, PipelineOptions):
+        raise ValueError(f"options must be PipelineOptions(...), got {_short(options)}")
+
+
 Words = dict[str, str | list[str]]
 """Argument of `Pipeline` -> its value in words; a list for arguments with one entry per layer."""
 
@@ -85,7 +142,8 @@ def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Ma
     """Compare the arguments of all ranks; a collective call.
 
     Raises:
-        ValueError: on every rank, if an argument differs between two ranks, or num_microbatches is no whole number.
+        ValueError: on every rank, if an argument differs between two ranks, num_microbatches is no whole number, the
+            schedule is neither a name nor a schedule, or a layer has no shapes yet.
     """
     first, *following = agreement.collect(lambda: _argument_texts(layers, others))
     for rank, words in enumerate(following, start=1):
@@ -100,6 +158,10 @@ def _argument_texts(layers: Sequence[Any], others: Mapping[str, Any]) -> Words:
     count = others["num_microbatches"]
     if type(count) is not int or count < 1:
         raise ValueError(f"num_microbatches must be a whole number of at least 1, got {count!r}")
+    if not isinstance(others["schedule"], str | Schedule):
+        raise ValueError(f"schedule must be a name or a Schedule, got {others['schedule']!r}")
+    for index, layer in enumerate(layers):
+        refuse_lazy(index, layer)
     words = {
         name: _schedule_words(value) if isinstance(value, Schedule) else repr(value) for name, value in others.items()
     }
@@ -112,10 +174,7 @@ def _schedule_words(schedule: Schedule) -> str:
 
 
 def _layer_words(layer: Any) -> str:
-    if not isinstance(layer, nn.Module):
-        return class_name_of(layer)
-    shapes = ", ".join("x".join(map(str, parameter.shape)) for parameter in layer.parameters())
-    return f"{class_name_of(layer)}({shapes})"
+    return words_of(layer) if isinstance(layer, nn.Module) else class_name_of(layer)
 
 
 def _difference(first: str | list[str], other: str | list[str], rank: int) -> str:

@@ -27,7 +27,7 @@ from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
 from megatron.zero_bubble.pipeline.late_steps import TrainingOutcome
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, stage_times
-from megatron.zero_bubble.pipeline.options import PipelineOptions, check_same_arguments
+from megatron.zero_bubble.pipeline.options import PipelineOptions, check_same_arguments, check_types
 from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
 from megatron.zero_bubble.pipeline.rank_steps import Load, RankSteps
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest
@@ -46,7 +46,7 @@ class Pipeline(PartialModel):
     Args:
         layers: modules, functions, `LayerSpec` or `TiedLayerSpec`, the same on all ranks.
         loss_fn: called with the last layer's output and the targets of a microbatch; returns one number.
-        schedule: name of a schedule (see `megatron.zero_bubble.schedule.names()`), or a schedule.
+        schedule: name of a schedule (see `megatron.zero_bubble.planner.names()`), or a schedule.
         num_microbatches: number of microbatches of a step.
         options: partition, memory, shapes and post-validation.
         group: the ranks of the pipeline, by default all ranks of the job.
@@ -71,6 +71,7 @@ class Pipeline(PartialModel):
         interconnect: Interconnect | None = None,
     ) -> None:
         super().__init__()
+        check_types(layers, loss_fn, options)
         layers, interconnect = list(layers), interconnect or connect_ranks(group)
         # A gloo group that is open while the interpreter ends may abort the process.
         self._close = weakref.finalize(self, interconnect.close)
@@ -170,6 +171,7 @@ class Pipeline(PartialModel):
         return loss
 
     def _load(self, batch: Any) -> Load:
+        self._agreement.check_open()
         return partial(microbatches_of, batch, self.num_microbatches, self.device)
 
     def _sum_gradients(self) -> None:
@@ -183,14 +185,16 @@ class Pipeline(PartialModel):
 
         The batch has the form that `train_batch` takes.
         """
-        self._validate()
-        training = [module for module in self.modules() if module.training]
-        self.eval()
-        try:
-            return self._steps.evaluate(self._load(batch))
-        finally:
-            for module in training:
-                module.training = True
+        # Buffers of messages and states of the optimizer, which later steps use, must not become inference tensors.
+        with torch.inference_mode(False):
+            self._validate()
+            training = [module for module in self.modules() if module.training]
+            self.eval()
+            try:
+                return self._steps.evaluate(self._load(batch))
+            finally:
+                for module in training:
+                    module.training = True
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Validate the last step and return the state of this rank's layers, as `torch.nn.Module.state_dict` does."""
@@ -218,4 +222,5 @@ class Pipeline(PartialModel):
         """Close the connections between the ranks, which otherwise close with the pipeline object or at exit."""
         if self._late is not None:
             self._late.close()
+        self._agreement.close()
         self._close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,14 +22,26 @@ class LayerSpec:
     Args:
         layer_class: a class of modules, or a function that returns a module.
         checkpoint: whether the layer drops its activations in F, and runs again in R, before its B.
+
+    Raises:
+        ValueError: `layer_class` is not a class or a function, or does not take the arguments.
     """
 
     def __init__(
         self, layer_class: Callable[..., torch.nn.Module], *args: Any, checkpoint: bool = False, **kwargs: Any
     ) -> None:
-        if not callable(layer_class):
+        if not callable(layer_class) or isinstance(layer_class, torch.nn.Module):
             raise ValueError(f"LayerSpec takes a class and its arguments, got {type(layer_class).__name__}")
         self.layer_class, self.args, self.kwargs, self.checkpoint = layer_class, args, kwargs, checkpoint
+
+        try:
+            signature = inspect.signature(layer_class)
+        except (TypeError, ValueError):  # a callable that does not tell its arguments
+            return
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"LayerSpec({self.class_name}, ...): {error}") from None
 
     @property
     def class_name(self) -> str:
@@ -48,6 +61,9 @@ class TiedLayerSpec(LayerSpec):
     Args:
         forward: called as `forward(module, input)` in the place of the module, for example to multiply with the weight
             of an embedding in an output layer.
+
+    Raises:
+        ValueError: the key is not a string, or the errors of `LayerSpec`.
     """
 
     def __init__(
@@ -59,6 +75,8 @@ class TiedLayerSpec(LayerSpec):
         checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(key, str):
+            raise ValueError(f"the key of a TiedLayerSpec must be a string, got {key!r}")
         super().__init__(layer_class, *args, checkpoint=checkpoint, **kwargs)
         self.key, self.forward = key, forward
 
@@ -81,16 +99,39 @@ def class_name_of(layer: Any) -> str:
     return type(layer).__name__ if isinstance(layer, torch.nn.Module) else getattr(layer, "__name__", "function")
 
 
+def words_of(module: torch.nn.Module) -> str:
+    """Return the name of a module's class with the shapes of its parameters."""
+    shapes = ", ".join("x".join(map(str, parameter.shape)) for parameter in module.parameters())
+    return f"{class_name_of(module)}({shapes})"
+
+
+def refuse_lazy(index: int, layer: Any) -> None:
+    """Raise `ValueError` if a module, such as an `nn.LazyLinear`, learns its shapes from its first input."""
+    if not isinstance(layer, torch.nn.Module):
+        return
+    if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
+        raise ValueError(
+            f"layer {index} ({class_name_of(layer)}) has no shapes yet: call the module once before you give it to the "
+            "pipeline, or use a class that takes all sizes"
+        )
+
+
 def tie_of(layer: Any) -> str | None:
     """Return the key of a tied layer; None for any other layer."""
     return layer.key if isinstance(layer, TiedLayerSpec) else None
+
+
+def built_on_meta(spec: LayerSpec) -> torch.nn.Module:
+    """Build a layer without memory for its parameters, and without a change of the random state."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return spec.build()
 
 
 def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.Module:
     """Return the module of layer `index` on `device`. A layer built from a spec has the same weights on every rank.
 
     Raises:
-        ValueError: the layer is neither a module nor a function, or its spec cannot be built.
+        ValueError: the layer is neither a module nor a function, its spec cannot be built, or it has no shapes yet.
     """
     layer = layers[index]
     if isinstance(layer, LayerSpec):
@@ -107,6 +148,7 @@ def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.M
         if not callable(layer):
             raise ValueError(f"layer {index} is neither a module, a LayerSpec nor a function, but {layer!r}")
         layer = FunctionLayer(layer)
+    refuse_lazy(index, layer)
     return layer.to(device)
 
 

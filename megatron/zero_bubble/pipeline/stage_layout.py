@@ -13,7 +13,8 @@ from torch import nn
 from megatron.zero_bubble.pipeline import boundaries
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, measure_layers
 from megatron.zero_bubble.pipeline.options import PipelineOptions
-from megatron.zero_bubble.pipeline.specs import LayerSpec, class_name_of
+from megatron.zero_bubble.pipeline.shared_state import refuse_shared
+from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, class_name_of, refuse_lazy
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Schedule, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs, with_host_link
@@ -72,7 +73,7 @@ class LayoutRequest:
             stages = boundaries.balanced(weights, placement.num_stages)
         else:
             stages = boundaries.given(partition, num_layers, placement.num_stages)
-        _refuse_shared(self.layers, stages)
+        refuse_shared(self.layers, stages)
         costs = default_costs(placement, plan.recompute)
         if times is not None:
             costs = _stage_costs(times, stages, costs)
@@ -112,7 +113,7 @@ class LayoutRequest:
             return [sum(of_layer) for of_layer in times], "s a microbatch"
         partition = self.options.partition
         if partition == "parameters":
-            return [num_parameters(layer) for layer in self.layers], "parameters"
+            return [num_parameters(*entry) for entry in enumerate(self.layers)], "parameters"
         if partition == "uniform" or not isinstance(partition, str):
             return [1] * len(self.layers), "layers"
         kind, _, pattern = partition.partition(":")
@@ -124,32 +125,17 @@ class LayoutRequest:
         return boundaries.matching(pattern, [class_name_of(layer) for layer in self.layers]), "matching layers"
 
 
-def _refuse_shared(layers: Sequence[Any], stages: boundaries.Boundaries) -> None:
-    """Raise `ValueError` if modules on two stages share a parameter, because its copies would be trained separately."""
-    seen: dict[int, tuple[int, int]] = {}
-    for stage, (first, end) in enumerate(pairwise(stages)):
-        for index in range(first, end):
-            layer = layers[index]
-            for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-                other, other_stage = seen.setdefault(id(parameter), (index, stage))
-                if other_stage != stage:
-                    raise ValueError(
-                        f"layers {other} and {index} share a parameter, but are on stages {other_stage} and {stage}: "
-                        "make both of TiedLayerSpec with one key"
-                    )
-
-
-def num_parameters(layer: Any) -> int:
-    """Count the parameters of a layer; a spec is built on the meta device, without memory for parameters."""
+def num_parameters(index: int, layer: Any) -> int:
+    """Count the parameters of layer `index`; a spec is built on the meta device, without memory for parameters."""
     if isinstance(layer, LayerSpec):
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            try:
-                layer = layer.build()
-            except Exception as error:
-                raise ValueError(
-                    f"the parameters of {layer.class_name} cannot be counted, because it cannot be built on the meta "
-                    f"device ({one_line(error)}): choose another partition than 'parameters'"
-                ) from error
+        try:
+            layer = built_on_meta(layer)
+        except Exception as error:
+            raise ValueError(
+                f"the parameters of {layer.class_name} cannot be counted, because it cannot be built on the meta "
+                f"device ({one_line(error)}): choose another partition than 'parameters'"
+            ) from error
+    refuse_lazy(index, layer)
     return sum(parameter.numel() for parameter in layer.parameters()) if isinstance(layer, nn.Module) else 0
 
 

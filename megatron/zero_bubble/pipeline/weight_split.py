@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.nn.modules import activation
+from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
@@ -64,29 +65,36 @@ def split_modules(
     """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
 
     A layer that shares a parameter with another layer is not split: autograd adds up the gradients of both layers in B.
+    A layer whose instance has a forward of its own, as adapters give it, is not split either. A layer that is split
+    already is split anew.
 
     Args:
         others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep its
-            output.
+            output. Modules inside of these layers are not split by themselves.
 
     Returns:
         The parameters whose gradient is now computed in W.
     """
-    inside = list(_callable_modules(modules))
+    every = nn.ModuleList(modules)
+    for each in every.modules():
+        if isinstance(vars(each).get("forward"), _SplitLayer | _SplitAttention):
+            del each.forward
+    # `fully_shard` reduces gradients, and drops unsharded weights, at the end of a module's backward.
+    sharded = {each for outer in every.modules() if hasattr(outer, "reshard") for each in outer.modules()}
+    wholes = (DefersWeightGradients, nn.MultiheadAttention, *others)
+    inside = list(_callable_modules(every, wholes))
     uses = Counter(
-        id(parameter)
-        for module in inside
-        for parameter in module.parameters(recurse=isinstance(module, nn.MultiheadAttention))
+        id(parameter) for module in inside for parameter in module.parameters(recurse=isinstance(module, wholes))
     )
     split: list[nn.Parameter] = []
     for module in inside:
         if isinstance(module, DefersWeightGradients):
             split += module.defer_weight_gradients(store)
-        elif any(uses[id(own)] != 1 for own in module.parameters()):
+        elif module in sharded or _is_patched(module) or any(uses[id(own)] != 1 for own in module.parameters()):
             continue
         elif _is_split_attention(module):
             attention = _SplitAttention(cast(nn.MultiheadAttention, module), store)
-            module.forward = attention.forward
+            module.forward = attention
             split += attention.parameters
         elif _can_be_split(module, others):
             layer = _SplitLayer(module, store)
@@ -95,8 +103,8 @@ def split_modules(
     return split
 
 
-def _callable_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Yield every module once, except modules inside attention or inside a module that defers W by itself."""
+def _callable_modules(modules: Iterable[nn.Module], wholes: tuple[type, ...]) -> Iterator[nn.Module]:
+    """Yield every module once, except modules inside of modules of the classes `wholes`."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]
     while pending:
@@ -105,7 +113,7 @@ def _callable_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             seen.add(module)
             yield module
             # torch's attention multiplies with the weights of its inner layer, and does not call the inner layer.
-            if not isinstance(module, DefersWeightGradients | nn.MultiheadAttention):
+            if not isinstance(module, wholes):
                 pending += reversed(list(module.children()))
 
 
@@ -115,6 +123,11 @@ def _can_be_split(module: nn.Module, others: Sequence[type[nn.Module]]) -> bool:
     # A weight that is computed from other parameters, as by weight_norm, is not a parameter of the module itself.
     own = {name for name, _ in module.named_parameters(recurse=False)}
     return "weight" in own and any(_has_forward_of(kind, module) for kind in SPLIT_LAYERS)
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Tell whether an instance has a forward of its own, which may use parameters of other modules."""
+    return any("forward" in vars(each) for each in module.modules())
 
 
 def _is_split_attention(module: nn.Module) -> bool:
@@ -137,14 +150,29 @@ class _SplitLayer:
         self._deferred: _DeferredCalls | None = None
         self._of_bundle = -1
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return self.call(self._forward, input)
+    def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if not keywords and len(arguments) == 1 and isinstance(arguments[0], torch.Tensor):
+            return self.call(self._forward, arguments[0])
+        leaves, structure = pytree.tree_flatten((arguments, keywords))
+        tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if len(tensors) != 1:
+            raise ValueError(
+                f"split_layers={self.class_name} cannot be split: its forward takes {len(tensors)} tensors, not one; "
+                "leave it out of split_layers"
+            )
+
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            leaves[tensors[0]] = input
+            positional, named = pytree.tree_unflatten(leaves, structure)
+            return self._forward(*positional, **named)
+
+        return self.call(forward, leaves[tensors[0]])
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor) -> torch.Tensor:
         """Return `function(input)`; its gradient with respect to the layer's parameters is computed in W."""
         parameters = self.parameters
         # A parameter's hook expects the whole gradient in the backward, so that a layer with hooks is not split.
-        has_hooks = any(parameter._backward_hooks for parameter in parameters)
+        has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
         if not parameters or has_hooks or not torch.is_grad_enabled():
             return function(input)
         return _SplitCall.apply(self, function, input, *parameters)
@@ -182,8 +210,8 @@ class _SplitInProjection(_SplitLayer):
 class _SplitAttention:
     """The forward of an `nn.MultiheadAttention`, with both of its projections split.
 
-    Torch's attention passes its weights to `linear` inside of torch's functions. The method `forward` uses copies of
-    torch's functions that call a split `linear`. Torch is not changed, so other modules and threads are not affected.
+    Torch's attention passes its weights to `linear` inside of torch's functions. `_forward` uses copies of torch's
+    functions that call a split `linear`. Torch is not changed, so other modules and threads are not affected.
     """
 
     def __init__(self, module: nn.MultiheadAttention, store: WeightGradStore) -> None:
@@ -193,7 +221,10 @@ class _SplitAttention:
         for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
             functions[name] = _with_globals(functions[name], functions)
         forward = _with_globals(type(module).forward, {**vars(activation), "F": SimpleNamespace(**functions)})
-        self.forward = forward.__get__(module)
+        self._forward = forward.__get__(module)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._forward(*arguments, **keywords)
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:

@@ -29,15 +29,10 @@ FAULTS = (
     Fault(
         name="probe-changes-buffers",
         file="pipeline/layer_stage.py",
-        old="""        buffers = [buffer for layer in self.chunks[chunk] for buffer in layer.module.buffers()]
-        before = [buffer.clone() for buffer in buffers]
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            yield
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)""",
-        new="""        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            yield""",
+        old="""        finally:
+            buffers.restore()""",
+        new="""        finally:
+            pass""",
         effect=(
             "Layers with buffers, such as batch norm, count the microbatch that only finds out the messages, so "
             "that running means are wrong from the first step on."

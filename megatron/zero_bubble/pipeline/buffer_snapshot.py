@@ -1,0 +1,30 @@
+"""Undoes the changes that forwards make to the buffers of modules, such as running means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class BufferSnapshot:
+    """The buffers of `modules`: the tensors, and copies of their values."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        inside = {each for module in modules for each in module.modules()}
+        self._tensors = [(each._buffers, dict(each._buffers)) for each in inside if each._buffers]
+        self._values = [
+            (tensor, tensor.clone())
+            for _, tensors in self._tensors
+            for tensor in tensors.values()
+            if tensor is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the tensors back that forwards have replaced, and the values of all tensors."""
+        for buffers, tensors in self._tensors:
+            buffers.clear()
+            buffers.update(tensors)
+        for tensor, value in self._values:
+            tensor.copy_(value)

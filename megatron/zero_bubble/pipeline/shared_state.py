@@ -1,0 +1,106 @@
+"""Refuses parameters and buffers that several stages would use, because each stage would change a separate copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from megatron.zero_bubble.pipeline.boundaries import Boundaries
+from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, tie_of, words_of
+
+
+def refuse_shared(layers: Sequence[Any], stages: Boundaries) -> None:
+    """Check the layers of all stages before they are built.
+
+    Args:
+        stages: the first layer of every stage, followed by the number of layers.
+
+    Raises:
+        ValueError: layers on two stages share a parameter or a persistent buffer without a `TiedLayerSpec`, or layers
+            with one key are not built alike, or have persistent buffers, which are not tied.
+    """
+    stage_of = {index: stage for stage, (first, end) in enumerate(pairwise(stages)) for index in range(first, end)}
+    owners: dict[torch.Tensor, int] = {}
+    for index, layer in enumerate(layers):
+        for kind, tensor in _state_of(_existing_module(layer)):
+            other = owners.setdefault(tensor, index)
+            if stage_of[other] != stage_of[index]:
+                raise ValueError(
+                    f"layers {other} and {index} share a {kind}, but are on stages {stage_of[other]} and "
+                    f"{stage_of[index]}: {_REMEDIES[kind]}"
+                )
+    tied: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if (key := tie_of(layer)) is not None:
+            tied.setdefault(key, []).append(index)
+    for key, indices in tied.items():
+        _check_tie(key, {index: layers[index] for index in indices}, len({stage_of[index] for index in indices}) > 1)
+
+
+_REMEDIES = {
+    "parameter": "make both of TiedLayerSpec with one key",
+    "buffer": "give each layer a copy, or register a constant buffer with persistent=False",
+}
+
+
+def _existing_module(layer: Any) -> nn.Module | None:
+    """Return a layer that is a module, or the module that a spec makes of existing modules or parameters."""
+    if not isinstance(layer, LayerSpec):
+        return layer if isinstance(layer, nn.Module) else None
+    given = pytree.tree_leaves((layer.args, layer.kwargs))
+    return _on_meta(layer) if any(isinstance(each, nn.Module | nn.Parameter) for each in given) else None
+
+
+def _on_meta(spec: LayerSpec) -> nn.Module | None:
+    try:
+        return built_on_meta(spec)
+    except Exception:  # the rank that holds the layer builds it and tells the error
+        return None
+
+
+def _state_of(module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers; a buffer that is not saved is a constant, such as a mask."""
+    for inside in () if module is None else module.modules():
+        for parameter in inside.parameters(recurse=False):
+            yield "parameter", parameter
+        for name, buffer in inside.named_buffers(recurse=False):
+            if name not in inside._non_persistent_buffers_set:
+                yield "buffer", buffer
+
+
+def _check_tie(key: str, specs: dict[int, LayerSpec], is_on_stages: bool) -> None:
+    words: dict[str, int] = {}
+    for index, spec in specs.items():
+        if (module := _on_meta(spec)) is None:
+            continue
+        words.setdefault(words_of(module), index)
+        if is_on_stages and any(kind == "buffer" for kind, _ in _state_of(module)):
+            raise ValueError(f"TiedLayerSpec({key!r}): layer {index} has buffers, which cannot be tied over stages")
+    if len(words) > 1:
+        layers = " and ".join(f"{each} in layer {index}" for each, index in list(words.items())[:2])
+        raise ValueError(
+            f"TiedLayerSpec({key!r}) is {layers}: layers with one key need one class and the same arguments; use "
+            "forward=... where a layer computes something else"
+        )
+
+
+def parameters_behind(value: Any, seen: set[Any]) -> Iterator[nn.Parameter]:
+    """Yield the parameters from which autograd has computed the tensors in `value`.
+
+    Args:
+        seen: nodes of the graph that are not visited again; the nodes that are visited are added.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    pending = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
+                yield variable
+            pending += [following for following, _ in node.next_functions if following is not None]
