@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-from megatron.zero_bubble.session.reports import print_line
-
 SILENT_SECONDS = 2.0
 """Seconds that may pass without a printed line."""
 
@@ -29,8 +27,9 @@ class ProgressLines:
 
 @contextmanager
 def announced(name: str, num_microbatches: int) -> Iterator[None]:
-    """Print a line if the schedule that is planned in this context takes longer than `SILENT_SECONDS`."""
-    timer = Timer(SILENT_SECONDS, print_line, [f" > planning schedule {name} for {num_microbatches} microbatches ..."])
+    """Print a line if planning a schedule in this context takes longer than `SILENT_SECONDS`."""
+    line = f" > planning schedule {name} for {num_microbatches} microbatches ..."
+    timer = Timer(SILENT_SECONDS, print, [line], {"flush": True})
     timer.daemon = True
     timer.start()
     try:
