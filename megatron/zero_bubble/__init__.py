@@ -5,8 +5,8 @@
 - `Pipeline`, `PipelineOptions`, `LayerSpec` and `TiedLayerSpec` split plain PyTorch layers over ranks, without
   Megatron.
 - `get_forward_backward_func`, `split_weight_gradients` and `WeightGradStore` add zero bubble to a training loop of
-  your own. `shard_vocabulary` spreads the vocabulary over all ranks. With `LookAhead`, a step is planned from the
-  lengths of its microbatches.
+  your own. `shard_vocabulary` spreads the vocabulary over all ranks. `LookAhead` plans each step from the lengths of
+  the step's microbatches.
 - `megatron.zero_bubble.planner` plans schedules; `megatron.zero_bubble.schedule` simulates, validates and draws
   schedules; neither package needs torch.
 """

@@ -1,4 +1,4 @@
-"""Runs the command `zero-bubble`, also as `python -m megatron.zero_bubble.cli` if the package is not installed."""
+"""Runs the command `zero-bubble`; `python -m megatron.zero_bubble.cli` runs it if the package is not installed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ examples:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command that the first argument names and return its exit status, 130 after Ctrl-C."""
+    """Run the command that the first argument names; return the command's exit status, or 130 after Ctrl-C."""
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # during an import; a command that runs returns its own status

@@ -22,8 +22,8 @@ schedules of --schedule. megatron-core's own 1F1B always runs, as the baseline. 
 The column `to 1F1B` is the median over rounds of a schedule's speed divided by 1F1B's speed in the same round, with a
 bootstrap interval. `--schedule chosen` trains with --zero-bubble alone, which chooses the layout; the progress line of
 the training names this layout. The benchmark measures bubble rates only under this project's schedules. For
-megatron-core's schedules, the column `predicted` is simulated with the costs that one of this project's schedules
-measured in the same placement. In the simulation of a megatron-core schedule, the costs of vocabulary shards count on
+megatron-core's schedules, the column `predicted` is simulated with costs that were measured under one of this project's
+schedules in the same placement. In the simulation of a megatron-core schedule, the costs of vocabulary shards count on
 the first and the last stage. The column `memory (MiB)` shows the allocator's peak on the fullest GPU or, without CUDA,
 the resident memory of the largest process, its libraries included. With `--losses`, the benchmark also prints the
 largest relative difference between the losses of every schedule and the losses of 1F1B.

@@ -10,10 +10,10 @@ stages    One stage from the middle of each model of the zero-bubble paper runs 
           Steps with B and W split alternate with steps of megatron-core's fused backward. The bubble rates of the
           paper's pipelines are simulated with the measured times, and with messages at --interconnect-bandwidth. The
           allocator's peak over a step is compared with the simulated peak.
-ranks     Four processes share the device and train, over NCCL where NCCL allows shared devices and over gloo through
-          host memory. The trainings run with many hardware queues and with one hardware queue. The --log-numerics files
-          of our schedules must equal the files of megatron-core's own schedule byte for byte; with the V placement,
-          only the losses must be equal.
+ranks     Four processes share the device and train: over gloo through host memory and, where NCCL allows shared
+          devices, also over NCCL. The trainings run with many hardware queues and with one hardware queue. The
+          --log-numerics files of our schedules must equal the files of megatron-core's own schedule byte for byte; with
+          the V placement, only the losses must be equal.
 
 At the end the command prints tables and writes all findings to a JSON file. The command ends with status 1 if numerics
 differ, a training fails or takes too long, B + W takes more than 1.03 times the fused backward, memory differs from the

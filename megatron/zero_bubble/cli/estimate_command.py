@@ -5,11 +5,11 @@
         --vocab-size 50257 --bf16 --pipeline-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 32
     zero-bubble estimate --world-size 8 --profile profile.json -- <the flags of the run that was profiled>
 
-After `--` come the job's flags of pretrain_gpt.py; flags that change neither memory nor time may be left out. Flags
-have Megatron-LM's defaults: without --transformer-impl local, layers are Transformer Engine's.
+After `--` come the flags of pretrain_gpt.py for the job; flags that change neither memory nor time may be left out.
+Flags have Megatron-LM's defaults; without --transformer-impl local, layers are therefore Transformer Engine's.
 
-The table shows memory and speed of each schedule. Times are measured (--profile), or computed as the number of
-operations divided by the speed that layers reach, --device-tflops times --mfu. Memory is shown for the rank that needs
+The table shows memory and speed of each schedule. Times are measured (--profile), or computed: the number of operations
+is divided by the speed that layers reach, which is --device-tflops times --mfu. Memory is shown for the rank that needs
 the most memory. The memory of a rank is the sum of its model states (parameters, gradients and the optimizer's states,
 sharded as --zero-stage says), its activations at the peak of the simulated schedule, and --reserved-memory. If no
 schedule fits, lines below the table show whether a schedule fits with recomputation. If the training's flags leave the

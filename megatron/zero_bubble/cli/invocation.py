@@ -100,7 +100,7 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
 
 @contextmanager
 def reading(name: str, path: Path) -> Iterator[None]:
-    """Name the flag and its file in errors of reading the file.
+    """Name the flag and the file in every error that reading the file raises.
 
     Args:
         name: the flag, such as `--costs`.
@@ -118,7 +118,7 @@ def reading(name: str, path: Path) -> Iterator[None]:
 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
-    """Return the flags of `arguments`, grouped by title of the class that adds them, with the command's flags first."""
+    """Return the flags of `arguments` under the title of the class that adds them, the command's own flags first."""
     groups: dict[str, list[Field[Any]]] = {}
     bases = arguments.__mro__
     for base in bases:
@@ -130,7 +130,7 @@ def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
 
 
 def _join_negative(words: Sequence[str]) -> list[str]:
-    """Join `--memory-b -0.5,-1` to `--memory-b=-0.5,-1`: argparse would read a list with a leading minus as a flag."""
+    """Join `--memory-b -0.5,-1` to `--memory-b=-0.5,-1`, as argparse takes a list with a leading minus for a flag."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-1].startswith("--") and re.match(r"-[\d.]", word):

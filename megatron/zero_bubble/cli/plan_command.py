@@ -9,8 +9,8 @@ The file of --costs has the costs of the embedding, of every layer and of the ou
 writes this file with --zero-bubble-unit-costs-output. The table shows the chosen plan first, then the best plan of
 every other combination of placement, recomputation and vocabulary sharding. The last rows show Megatron's split of the
 layers, with a schedule of this planner and with megatron-core's own schedule. With --own-layers your own layout takes
-the place of Megatron's split: your layout is chosen unless another layout is 2% faster. Times and memory have the units
-of the file of costs. `zero-bubble plan` trains nothing and does not need torch.
+the place of Megatron's split, and is chosen unless another layout is at least 2% faster. Times and memory have the
+units of the file of costs. `zero-bubble plan` trains nothing and does not need torch.
 
 A mistake in the flags ends the command with a one-line message and exit status 2.
 """
@@ -136,7 +136,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """The placements that --placement and --num-chunks allow; without these flags, also the placement `usual`."""
+        """The candidate placements, `usual` included, that --placement and --num-chunks allow."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:

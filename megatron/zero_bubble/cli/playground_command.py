@@ -88,7 +88,7 @@ class PlaygroundServer(ThreadingHTTPServer):
         port: the port; 0 takes a free one.
 
     Raises:
-        ValueError: the port is in use, or this user may not have it.
+        ValueError: the port is in use, or this user may not open it.
     """
 
     def __init__(self, folder: str, port: int) -> None:

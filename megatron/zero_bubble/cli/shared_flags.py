@@ -161,7 +161,7 @@ class CostFlags(CommandFlags):
 
     @property
     def has_times(self) -> bool:
-        """Whether the flags give times, which are then in the user's own unit."""
+        """Whether the flags give times, which pictures show in milliseconds; otherwise one F is the unit of time."""
         names = ("costs", *(name for name in COSTS_OF_FLAGS if name.startswith("time_")))
         return any(getattr(self, name) is not None for name in names)
 

@@ -25,12 +25,12 @@ _MODELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("megatron.core.models.mamba.mamba_model:MambaModel", (), ("0.16", "0.17")),
     ("megatron.core.models.hybrid.hybrid_model:HybridModel", ("vp_stage", "hybrid_layer_pattern"), _NEWER),
 )
-"""Path of each class of models, further constructor parameters, and megatron-core versions that have the class."""
+"""Path of each model class, its parameters that not every class has, and the megatron-core versions with the class."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
 )
-"""Modules whose function cuts a hybrid model's pattern into stages, and megatron-core versions that have the module."""
+"""Modules with a function that cuts a hybrid model's pattern into stages, and each module's megatron-core versions."""
 
 
 class ScriptHooks:
@@ -131,7 +131,7 @@ class ScriptHooks:
         )
 
     def _step_hooks(self) -> Iterator[Hook]:
-        """The hooks that run a training step, and extend its log line."""
+        """The hooks that run a training step, and extend the training log line."""
         yield Hook(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
             (),
@@ -166,7 +166,7 @@ class ScriptHooks:
         )
 
     def needed(self) -> Iterator[Needed]:
-        """Functions that the launcher needs but does not hook; they differ between Megatron versions, or may change."""
+        """Unhooked functions that the launcher needs; they differ, or may come to differ, between Megatron versions."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(

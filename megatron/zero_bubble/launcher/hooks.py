@@ -58,7 +58,7 @@ class Needed:
         return self.path.replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Whether megatron-core `version` (like `0.16.1`) has the function, with or without Megatron-LM's trainer."""
+        """Whether megatron-core `version` (`0.16.1`) has the function; the trainer's functions need `has_trainer`."""
         if self.path.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions
@@ -66,7 +66,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Hook(Needed):
-    """A function that is replaced: `around` is called with the `Call`, and its result is returned to the caller."""
+    """A replaced function: each call calls `around` with the function's `Call`, and returns the result of `around`."""
 
     around: Callable[[Call], Any]
 

@@ -27,7 +27,7 @@ class Launch:
         flags: the launcher's flags; without a schedule only the substitutions for a CPU are applied.
 
     Raises:
-        SessionError: megatron-core is missing or not supported, a hooked function is missing or lacks a parameter, or
+        SessionError: megatron-core is missing or not supported; a hooked function is missing or lacks a parameter; or
             there is no CUDA device.
     """
 
@@ -107,7 +107,7 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
     Every rank must call this function before Megatron-LM's `pretrain` or, in another loop, before the model is built.
 
     Args:
-        schedule: the value of `--zero-bubble-schedule`; None plans a schedule from measured times like `--zero-bubble`.
+        schedule: the value of `--zero-bubble-schedule`; None plans one from measured times, as `--zero-bubble` does.
         cpu: run on a machine without CUDA, like `--zero-bubble-cpu`.
         settings: other flags by name: `memory_limit="1.5"` is `--zero-bubble-memory-limit 1.5`.
 

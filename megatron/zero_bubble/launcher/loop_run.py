@@ -1,4 +1,4 @@
-"""Runs of training loops other than Megatron-LM's, on megatron-core; the loop's models give the job's settings."""
+"""Runs megatron-core training loops other than Megatron-LM's; the job's settings come from the loop's models."""
 
 from __future__ import annotations
 

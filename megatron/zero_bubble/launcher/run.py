@@ -1,4 +1,4 @@
-"""One training run of a script under a zero-bubble schedule: checks settings, builds the model and runs steps."""
+"""Checks the settings, builds the model and runs the steps of a script's training under a zero-bubble schedule."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Run:
         self._chunks.append(call["self"])
 
     def _split(self, chunks: list[torch.nn.Module]) -> None:
-        """Split the linear layers of chunks; before the first, spread the vocabulary over the ranks."""
+        """Split the linear layers of chunks; before the first chunk, spread the vocabulary over the ranks."""
         if not self._chunks:
             self.session.shard(self._built, self._script.padded_vocab_size)
         self.session.split(chunks)
@@ -185,7 +185,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`: take the step unless the schedule took it; average replicas if needed."""
+        """Hook around `optimizer.step()`: take the step unless the schedule took it; average parameters if due."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)

@@ -39,7 +39,7 @@ _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
 )
-"""Script arguments with which megatron-core does not build the model from a layout, or not from arguments alone."""
+"""Script arguments with which megatron-core builds the model without a layout, or not from arguments alone."""
 _RESHARDED = "torch_dist"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -74,7 +74,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """The most even layout of the layers; None if the stages divide the layers, or if uneven stages are refused."""
+    """The most even layout of layers that the stages do not divide; None if no such layout is needed or allowed."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
     if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
@@ -131,7 +131,7 @@ def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> N
 
 
 def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: ScriptStages) -> None:
-    """Make the call `setup` build the stages of the layout of `job`, after the process groups were made."""
+    """Make the call `setup` build the stages of the layout of `job`; the process groups exist already."""
     placement = job.placement
     for name in SAVED_NAMES:
         setattr(script, name, getattr(job.flags, name))
@@ -149,7 +149,7 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: Scrip
 
 
 def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
-    """The saved layout of the job whose checkpoint the script loads; None for a new job or other numbers of ranks."""
+    """The saved layout of the job whose checkpoint the script loads; None for a new job or changed numbers of ranks."""
     load = getattr(script, "load", None)
     if not load or getattr(script, "finetune", False) or not Path(load, _TRACKER).is_file():
         return None
@@ -180,7 +180,7 @@ def _reason_to_keep(script: Namespace) -> str | None:
 
 
 def _other_source(script: Namespace) -> str | None:
-    """Name of the script's argument, if any, because of which megatron-core does not build the model from a layout."""
+    """Name of the script's argument, if any, that keeps megatron-core from building the model from a layout."""
     patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.command_line import LaunchFlags
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""Arguments that hold a layer pattern: Megatron-LM copies the older argument, the second, to the first."""
+"""The two arguments for a layer pattern; Megatron-LM copies the second, which is older, to the first."""
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
@@ -30,10 +30,10 @@ _TAKEN_OVER = "zero_bubble_overlaps_experts"
 
 
 def take_over_overlap(script: Namespace) -> None:
-    """Let a zero-bubble schedule overlap messages between experts; megatron-core's overlap needs several chunks a rank.
+    """Let the zero-bubble schedule, in place of megatron-core, overlap messages between experts.
 
-    The script's `--overlap-moe-expert-parallel-comm` and `--delay-wgrad-compute` are switched off, because the schedule
-    overlaps messages between experts and defers W in any case.
+    megatron-core's overlap needs several chunks a rank. The script's `--overlap-moe-expert-parallel-comm` and
+    `--delay-wgrad-compute` are switched off, because the schedule itself overlaps these messages and defers W.
     """
     if getattr(script, _OVERLAP, False):
         setattr(script, _TAKEN_OVER, True)

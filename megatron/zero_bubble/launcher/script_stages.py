@@ -21,8 +21,8 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 class ScriptStages:
     """Hooks that put the stages of a script's model on the ranks of a placement.
 
-    A V placement has the first and the last stage on rank 0. A script asks megatron-core for its stage to decide
-    whether to read data, and expects the losses on the last rank, which logs them.
+    A V placement has the first and the last stage on rank 0. To decide whether to read data, a script asks
+    megatron-core which stage runs. A script also expects the losses on the last rank, which logs them.
 
     Args:
         layout: the layers of each stage, in model order, in megatron-core's notation; None if the script's own
@@ -105,7 +105,7 @@ class ScriptStages:
         return self._is_stage(call, self._placement.num_stages - 1)
 
     def _is_stage(self, call: Call, wanted: int) -> bool:
-        """Whether the running stage of a V, or the stage of the call's chunk if no stage runs, is stage `wanted`."""
+        """Whether stage `wanted` is the running stage of a V or, if no stage runs, the stage of the call's chunk."""
         if self._running is not None:
             return self._running == wanted
         if not self.is_v or call["ignore_virtual"] or call["vp_stage"] is None:
@@ -113,7 +113,7 @@ class ScriptStages:
         return self._stage_of(call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the script's forward step; in a V, the stage hooks answer for the stage that the step runs."""
+        """Return the script's forward step, during which the stage hooks of a V answer for the stage of the step."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
             with self._at(self._stage_of(get_attr_wrapped_model(model, "vp_stage"))):
@@ -135,7 +135,8 @@ class ScriptStages:
         The losses of multi-token prediction, which megatron-core sums in a global variable, are copied, too.
 
         Args:
-            losses: on the rank of the last stage, one entry of tensors and plain values for each microbatch.
+            losses: one entry of tensors and plain values for each microbatch; only the entries on the last stage's rank
+                are read.
         """
         if not self.is_v:
             return losses

@@ -1,9 +1,10 @@
-"""The steps of a script that calls `optimizer.step()` itself: post-validation, hierarchical SGD, waits of replicas.
+"""Handles a script's calls of `optimizer.step()` under post-validation and hierarchical SGD.
 
 Under post-validation the schedule has already taken the step when the script calls `optimizer.step()`. The hooked
-`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. The hooked
-`optimizer.step()` returns the norm of the gradients only in iterations that the script logs, after validating the step.
-Gradients are zeroed when the step is validated; saving and evaluating first validate a pending step.
+`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. Only in the first
+and the last iteration, and in iterations that the script logs, does the hooked `optimizer.step()` validate the step and
+return the norm of the gradients. Gradients are zeroed when the step is validated; saving and evaluating first validate
+a pending step.
 
 Megatron-LM reduces each iteration's loss over all replicas, so that all replicas would wait in every iteration. Under
 hierarchical SGD, Megatron-LM gets this replica's own loss in a form that it does not reduce, and the sums of losses are
@@ -30,7 +31,7 @@ _UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
 
 
 class ScriptPostValidation:
-    """Replaces a script's calls of its optimizer under post-validation."""
+    """Replaces a script's calls of the optimizer under post-validation."""
 
     def __init__(self, script: Namespace) -> None:
         self._script = script
@@ -39,7 +40,7 @@ class ScriptPostValidation:
         self._post_validation: PostValidation | None = None
         self._outcome = StepOutcome(was_updated=True, grad_norm=None)
         self._is_first = True
-        """Whether no step has run yet: scripts log the first iteration of a run, whatever the interval."""
+        """Whether no step has run yet; scripts log the first iteration of a run, whatever the logging interval."""
 
     def start(self, post_validation: PostValidation | None, optimizer: Any, chunks: list[Any]) -> None:
         """Begin to report the steps that `post_validation` takes with the script's optimizer and model chunks.
@@ -79,7 +80,7 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Hook around zeroing gradients: skip the call while a step is pending; settling zeroes the gradients."""
+        """Hook around zeroing gradients: skip the call while a step is pending; settling the step zeroes them."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
@@ -162,13 +163,13 @@ class ScriptReplicas:
         return [{name: _own_mean([each[name] for each in losses]) for name in losses[0]}]
 
     def after_step(self, iteration: int) -> None:
-        """Validate the last step and average parameters over replicas, if an average is due after `iteration`."""
+        """If an average is due after `iteration`, validate the last step and average parameters over replicas."""
         if self._session.replicas.changes_after(iteration):
             self._session.settle()
         self._session.replicas.after_step(iteration)
 
     def average_first(self, call: Call) -> Any:
-        """Hook around an evaluation: give all replicas the same parameters first."""
+        """Hook around an evaluation: first give all replicas the same parameters."""
         if self._session.has_started:
             self._session.average_all(call["iteration"])
         return call.proceed()
@@ -191,7 +192,7 @@ class ScriptReplicas:
 
 
 def _own_mean(reports: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a replica's mean of a loss over microbatches; a report is a mean, or a sum and a number of tokens."""
+    """Return the mean of a loss over this replica's microbatches; a report is a mean, or a sum and a token count."""
     if reports[0].numel() != 2:
         return torch.stack([report.reshape(-1) for report in reports]).mean(dim=0)
     total = torch.stack([report.reshape(-1) for report in reports]).sum(dim=0)

@@ -239,6 +239,6 @@ def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Modul
 
 
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of the tokens, and their number."""
+    """Return the summed loss of the tokens, the number of tokens, and the loss to report."""
     loss = output.float().sum()
     return loss, torch.tensor(output.numel(), dtype=torch.int, device=output.device), {"loss": loss.detach()}

@@ -84,7 +84,7 @@ def cut_batch(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def positions(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return the positions of the `length` tokens of context-parallel rank `rank` in the whole sequence."""
+    """Return the positions in the whole sequence of the `length` tokens that context-parallel rank `rank` holds."""
     half = length // 2
     first, last = rank * half, (2 * size - rank - 1) * half
     return torch.cat([torch.arange(start, start + half, device=device) for start in (first, last)])

@@ -40,7 +40,7 @@ from megatron.zero_bubble.runtime.joint import jointly
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 _COMMON_OBJECT = MetadataIndex("common_state/shard_0_1")
-"""The object in a `.distcp` file that megatron-core writes in place of `common.pt`, from 0.19 on."""
+"""From 0.19 on, megatron-core writes this object into a `.distcp` file, in place of the file `common.pt`."""
 
 _METADATA_NAMES = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
@@ -72,7 +72,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the list of a checkpoint's parts, and the places of the parts in files, from `.metadata` in `folder`.
+    """Read `.metadata` in `folder`: the list of a checkpoint's parts, and the place of each part in a file.
 
     Raises:
         CheckpointError: `.metadata` is missing or damaged, or does not describe a checkpoint.
@@ -88,7 +88,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def extents(metadata: Metadata) -> dict[str, int]:
-    """Return the smallest size in bytes that each file of a checkpoint must have, by file name."""
+    """Return, by file name, the minimum size in bytes of each file of a checkpoint."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -117,14 +117,14 @@ def read_common(folder: str | Path) -> dict[str, Any]:
 
 
 def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """Fill `request`, which names this rank's part of the state, from the checkpoint; a collective call.
+    """Load the state that this rank requests, and return it; a collective call of all ranks.
 
     Args:
         metadata: the metadata that `read_metadata` returned for `folder`.
 
     Raises:
-        CheckpointError: raised on every rank, if any rank's part of the state is missing, damaged or of another kind,
-            or if no rank asks for a part of the saved model.
+        CheckpointError: raised on every rank, if a part that any rank requests is missing, is damaged or has another
+            type than requested, or if the checkpoint has a tensor of the model that no rank requests.
     """
     asked: set[str] = set()
 
@@ -205,7 +205,7 @@ def _why(error: Exception) -> str:
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of `.distcp` files, with metadata that is already read, and with errors that name the file."""
+    """torch's reader of `.distcp` files, changed to use metadata read before and to name the file in errors."""
 
     def __init__(self, metadata: Metadata, path: str) -> None:
         super().__init__(path)
@@ -227,7 +227,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(torch_dist.MCoreLoadPlanner):
-    """megatron-core's load planner with an error of one line for missing parts, and with restricted unpickling."""
+    """megatron-core's load planner, changed to report missing parts in one line and to unpickle only safe classes."""
 
     def __init__(self, asked: set[str], *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -255,7 +255,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
 
 
 def _check_extra_state(name: str, state: Any) -> None:
-    """Raise an error for a layer's extra state if Transformer Engine would unpickle it without restriction."""
+    """Raise an error if a layer's extra state could run code when Transformer Engine unpickles that state."""
     if isinstance(state, torch.Tensor) and state.numel() > 0:
         raise ValueError(f"{name} is FP8 state, which Transformer Engine would unpickle without protection")
     if isinstance(state, io.BytesIO):
@@ -278,7 +278,7 @@ def _restricted(metadata: Metadata, asked: set[str]) -> Iterator[None]:
 
 
 def _common_reader() -> tuple[Any, str]:
-    """Return owner and name of megatron-core's function that loads the part of a checkpoint that all ranks share."""
+    """Return the owner and the name of megatron-core's loader of the part of a checkpoint that all ranks share."""
     # The loader is a method up to megatron-core 0.16, a function from 0.17 on, and another function from 0.19 on.
     owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
     return owner, "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"

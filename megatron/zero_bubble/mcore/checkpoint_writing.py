@@ -1,4 +1,4 @@
-"""Writes checkpoints in torch_dist format in threads of the saving process; any error is raised on all ranks."""
+"""Writes checkpoints in torch_dist format with threads of the saving process; all ranks raise an error of any rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) 
 
 
 def _reason(error: BaseException) -> str:
-    """Describe why a write failed, in the operating system's words where torch and megatron-core pass them on."""
+    """Describe why a write failed, with the operating system's message if torch and megatron-core pass it on."""
     text = first_sentence(error).removeprefix("Worker failure: ")
     if "inline_container.cc" in text:
         return "a write failed, as on a full disk"
@@ -61,7 +61,7 @@ def _raise_first(failures: list[str]) -> None:
 
 @contextmanager
 def _failures_after_the_end() -> Iterator[list[str]]:
-    """Suppress the errors of the files that only rank 0 writes, and collect the errors in the yielded list.
+    """Catch the errors in writing the files that only rank 0 writes, and collect these errors in the yielded list.
 
     If rank 0 left a save with an error, the other ranks would wait forever for rank 0 in the next collective call.
     """
@@ -85,20 +85,20 @@ def _noting(write: Callable[..., None], failures: list[str]) -> Callable[..., No
 
 
 _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""Names of megatron-core's method that writes a rank's files: up to version 0.16, and from version 0.17 on."""
+"""Names of megatron-core's method that writes a rank's files: the first name up to 0.16, the second from 0.17 on."""
 
 
 def write_in_threads(*, keep_results: bool) -> None:
     """Let megatron-core write each file of a checkpoint in a thread; called before the first save.
 
     megatron-core 0.16 forks a process for each file, and waits forever when the system kills such a process for lack of
-    memory. From 0.17 on, megatron-core starts threads, but an error in a thread ends its rank while the other ranks
-    wait for that rank.
+    memory. From 0.17 on, megatron-core starts threads, but an error in a thread ends the process of the rank, and the
+    other ranks wait for this rank.
 
     Args:
-        keep_results: whether the writers also return their results through a queue in this process. By default
-            megatron-core starts a server process for the writers' results at the first save. The server process takes
-            150 MB a rank, and survives when the rank is killed. Asynchronous saves need the server process.
+        keep_results: whether a queue in this process takes the writers' results. Otherwise megatron-core starts a
+            server process for the results at the first save. The server process takes 150 MB a rank, and survives when
+            the rank is killed. Asynchronous saves need the server process.
     """
     for name in _NAMES:
         if hasattr(FileSystemWriterAsync, name):
@@ -108,7 +108,7 @@ def write_in_threads(*, keep_results: bool) -> None:
 
 
 def write_files(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-    """Write the files of a rank, and put the results of each file, or the first error, into the queue `results`.
+    """Write a rank's files; put all files' results or, if a write failed, the first error into the queue `results`.
 
     Args:
         transforms: transformations of the bytes that are written.

@@ -1,10 +1,10 @@
-"""Splits megatron-core's full recomputation into R, which runs a block's forward again, and the block's backward.
+"""Separates R, which runs the forward of a fully recomputed block again, from the block's backward.
 
-megatron-core checkpoints blocks of whole layers: the forward of a block keeps only the block's input, and its backward
-first runs the forward again. megatron-core recomputes with `CheckpointFunction`, which `split_checkpoints` replaces
-while an F of the executor runs. With the replacement, a block either keeps its activations, or drops them and hands its
-recomputation to the `RecomputationStore`. The backward of a block that dropped its activations uses the graph that R
-has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
+megatron-core checkpoints blocks of whole layers: the forward of a block keeps only the block's input, and the block's
+backward first runs the forward again. megatron-core recomputes with `CheckpointFunction`, which `split_checkpoints`
+replaces while an F of the executor runs. With the replacement, a block either keeps its activations, or drops them and
+hands its recomputation to the `RecomputationStore`. The backward of a block that dropped its activations uses the graph
+that R has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
 
 Activation checkpoints inside of a block and Transformer Engine's checkpoints (fp8 and fp4) are not replaced.
 """

@@ -25,8 +25,8 @@ _ROUNDS, _CALLS, _PRODUCTS = 12, 4, 2
 def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
 
-    The returned time belongs to the slowest pair of neighbouring ranks. In a schedule that is planned with a shorter
-    time, the slowest pair would wait at every message.
+    The returned time belongs to the slowest pair of neighbouring ranks. If the schedule were planned with the time of a
+    faster pair, the slowest pair would wait at every message.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     slowest = torch.zeros(1, device=torch.cuda.current_device())
@@ -40,7 +40,7 @@ def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, t
 
 
 def measure_collective_of_pipeline(spec: TensorSpec, timeout: timedelta) -> float:
-    """Measure the milliseconds of a collective of vocabulary shards; a collective call of the whole job."""
+    """Measure the milliseconds of one collective that vocabulary shards need; a collective call of the whole job."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return 0.0

@@ -31,11 +31,11 @@ hidden size."""
 
 
 class Connections:
-    """The channels of a rank to neighbouring stages and, with vocabulary shards, the collectives of all ranks.
+    """A rank's channels to neighbouring stages and, if the model has vocabulary shards, the shards' collectives.
 
     Args:
         communicator: the class of the channels.
-        timeout: time limit for one message or collective, by default megatron-core's.
+        timeout: time limit for one message or collective, by default megatron-core's time limit.
         report: called with the memory of the channels once the channels are open.
     """
 
@@ -53,8 +53,8 @@ class Connections:
     def prepare(self, chunks: Sequence[torch.nn.Module], placement: Placement, groups: ProcessGroupCollection) -> None:
         """Read the model's settings, and open the collectives of the model's vocabulary shards, if there are any.
 
-        This is a collective call of a pipeline's ranks and their tensor-parallel ranks. Calls of `prepare` after the
-        first have no effect.
+        This is a collective call of the ranks of a pipeline and of these ranks' tensor-parallel groups. Calls of
+        `prepare` after the first have no effect.
         """
         if self._channels is None:
             config = get_model_config(chunks[0])
@@ -63,7 +63,7 @@ class Connections:
             self._vocabulary = open_vocabulary(chunks, placement, groups, own_device(), self.timeout)
 
     def channels(self, schedule: Schedule, group: dist.ProcessGroup) -> ChannelCommunicator | VariableChannels:
-        """Return the channels that a schedule's messages go through; the first call opens them, on all ranks together.
+        """Return the channels for a schedule's messages; the first call opens the channels and is a collective call.
 
         Raises:
             ScheduleError: the model has vocabulary shards but the schedule has no operations on vocabulary shards, or

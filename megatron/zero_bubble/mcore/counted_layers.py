@@ -1,10 +1,10 @@
-"""Gives layers on the meta device the memory and operations of GPU kernels, where megatron-core's own layers differ.
+"""Makes layers on the meta device keep the tensors and count the operations of the kernels that a GPU would run.
 
 Layers that this module does not replace are counted as megatron-core implements them. The counted layers are
-megatron-core's local layers, also for a job with Transformer Engine: the layers of Transformer Engine 2.x keep the same
-tensors (`pytorch/module/`). Transformer Engine's fused norm and linear layer saves the norm's input and output and a
-statistic for each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its input (`linear.py`).
-Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
+megatron-core's local layers, also for a job with Transformer Engine, because the layers of Transformer Engine 2.x keep
+the same tensors (`pytorch/module/`). Transformer Engine's fused norm and linear layer saves the norm's input, the
+norm's output and a statistic for each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its input
+(`linear.py`). Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
 (`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's mask.
 The counted memory leaves out norm statistics.
 """
@@ -52,7 +52,7 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Give the layers of a local model, except its projections, the memory and the operations of a GPU's kernels."""
+    """Give the layers of a local model, except the projections, the memory and the operations of a GPU's kernels."""
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
             vars(module)["forward"] = partial(_norm, module)
@@ -70,7 +70,7 @@ def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
 
 
 def expert_parameters(model: torch.nn.Module) -> dict[int, int]:
-    """Map the id of each routed expert's parameter to the number of the rank's experts that it represents."""
+    """Map the id of each parameter of routed experts to the number of experts for which the parameter stands."""
     experts = [module for module in model.modules() if isinstance(module, MergedExperts)]
     return {id(parameter): expert.num_merged for expert in experts for parameter in expert.parameters()}
 
@@ -100,7 +100,7 @@ class MergedExperts(SequentialMLP):
 
 
 class EvenDispatcher:
-    """Dispatcher that gives every rank's experts the same number of tokens and keeps no tensors."""
+    """Dispatches the same number of tokens to the experts of every rank, and keeps no tensors."""
 
     def __init__(self, experts_of_a_token: int) -> None:
         self._copies = experts_of_a_token * parallel_state.get_expert_tensor_parallel_world_size()
@@ -132,7 +132,7 @@ def rotated(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 class CountedAttention(torch.nn.Module):
-    """Core attention that keeps the tensors and counts the operations of one kernel.
+    """Core attention that keeps the tensors of one kernel and counts the kernel's operations.
 
     A fused kernel skips the pairs of query and key that a causal mask forbids, unless the kernel gets the mask as a
     tensor. The backward of a fused kernel computes one of the two matrix products of the forward again.
@@ -180,7 +180,7 @@ class CountedAttention(torch.nn.Module):
 
 
 def _causal_pairs(length: int, window: tuple[int, int] | None) -> float:
-    """Return the number of pairs of query and key that a causal mask, and a window of keys if given, allow."""
+    """Return the number of pairs of query and key that a causal mask and, if given, a window of keys allow."""
     reach = length if window is None or window[0] < 0 else min(window[0], length)
     return length * reach - reach**2 / 2
 
@@ -197,7 +197,7 @@ def _flops_of_work(like: Any, flops: float, **_: Any) -> float:
 
 
 class _Kernel(torch.autograd.Function):
-    """An operator that keeps chosen tensors; its output has any shape, and its gradients have its inputs' shapes."""
+    """An operator that keeps given tensors; its output has a given shape, and its gradients have its inputs' shapes."""
 
     @staticmethod
     def forward(
@@ -231,14 +231,14 @@ def _kernel(
 
 
 def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Stand in for a norm: one kernel, which keeps the norm's input."""
+    """Stand in for a norm with one kernel, which keeps the norm's input."""
     return _kernel(hidden.shape, hidden, *norm.parameters(), kept=(hidden,))
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """Stand in for Mamba's convolution, scan and gate, one kernel of `mamba_ssm`, and for the norm after that kernel.
+    """Stand in for one kernel of `mamba_ssm`, which computes convolution, scan and gate, and for the norm after it.
 
-    Mamba's kernel keeps its input and its output before the gate. Its number of operations is Megatron-LM's estimate.
+    Mamba's kernel keeps its input, and its output before the gate. The number of operations is Megatron-LM's estimate.
     """
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
@@ -263,7 +263,7 @@ def _delta_rule(
 
 
 def _duplicate(attention: Any) -> None:
-    """Give every tensor-parallel rank the whole projections to latent vectors, as Transformer Engine's layers do."""
+    """Give every tensor-parallel rank a whole copy of the projections to latent vectors, as in Transformer Engine."""
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         if (split := getattr(attention, name, None)) is not None:
             whole = ColumnParallelLinear(

@@ -34,7 +34,7 @@ class Substitution(NamedTuple):
 
 
 def substitutions() -> Iterator[Substitution]:
-    """Yield every substitution for a machine without CUDA, in the order of their application."""
+    """Yield all substitutions for a machine without CUDA, in the order of application."""
     yield from _devices()
     yield from _streams()
     yield from _meshes()
@@ -47,7 +47,8 @@ def substitutions() -> Iterator[Substitution]:
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """Environment variables that `substitute_cuda()` sets on a machine without CUDA, unless the user has set them.
 
-megatron-core compiles some of its functions when it is imported, which on a CPU takes minutes and gains nothing."""
+megatron-core compiles some of its functions when it is imported. On a CPU, compiling takes minutes and gains
+nothing."""
 
 
 class CpuSubstitution:
@@ -151,7 +152,7 @@ def _random_state() -> Iterator[Substitution]:
 
 
 class _DeviceGenerator:
-    """Emulates CUDA's random generator: torch's CPU generator draws, after it is given the emulated generator's state.
+    """Emulates CUDA's random generator with torch's CPU generator, which gets the emulated state before it draws.
 
     The emulated generator has its own state, because data loaders and datasets draw from the CPU generator, too. With
     one state for the emulated and the CPU generator, opening a data loader would change the dropout of a resumed run.
@@ -281,7 +282,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Tensor.type` that gives CPU tensors the type names of CUDA tensors, even if `type_of` already does."""
+    """Return a `Tensor.type` that gives CPU tensors the type names of CUDA tensors; `type_of` may already do so."""
 
     def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_of(self, *args, **kwargs)

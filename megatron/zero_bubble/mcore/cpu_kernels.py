@@ -1,8 +1,8 @@
 """Kernels of Mamba and of gated delta nets in plain PyTorch, for machines without CUDA.
 
 The functions of this module replace the kernels of `mamba_ssm` and `fla` in megatron-core. Mamba's scan runs over the
-whole sequence at once and not chunk by chunk, which takes memory that is quadratic in the sequence's length. The gated
-delta rule is megatron-core's own implementation, which megatron-core otherwise uses only in deterministic mode.
+whole sequence at once and not chunk by chunk. The scan's memory is therefore quadratic in the sequence's length. The
+gated delta rule is megatron-core's own implementation, which megatron-core otherwise uses only in deterministic mode.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def convolve_and_scan(
     ngroups: int = 1,
     **unused: Any,
 ) -> torch.Tensor:
-    """Compute `mamba_split_conv1d_scan_combined`: a causal convolution of x, b and c, the scan, and its gate z.
+    """Compute `mamba_split_conv1d_scan_combined`: a causal convolution of x, b and c, then the scan with the gate z.
 
     Args:
         zxbcdt: [batch, length, features], with z, x, b, c and dt in this order.

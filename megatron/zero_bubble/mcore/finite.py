@@ -30,7 +30,7 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+(?=\.)")
 def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
     """Return a finite `loss` bitwise unchanged in value and gradient, and give an infinite loss a NaN gradient.
 
-    The gradient of an infinite loss may be finite. A NaN gradient shows in the norm of all gradients, on all ranks.
+    The gradient of an infinite loss may be finite. A NaN gradient makes the norm of all gradients NaN on all ranks.
     """
     return loss * (1 + 0 * loss.detach())
 
@@ -51,9 +51,9 @@ class FiniteCheck:
     """Checks losses, gradients and weights, and raises an error on all ranks if any value is not finite.
 
     Args:
-        chunks: this rank's modules in DDP.
+        chunks: this rank's model chunks, wrapped in DDP.
         placement: maps this rank's chunks to stages.
-        error: the type of error that is raised, with a message of one line.
+        error: the type of the errors that are raised; their messages are one line each.
         iteration: returns the number of the present iteration.
     """
 
@@ -73,7 +73,7 @@ class FiniteCheck:
         self.losses: Iterable[torch.Tensor] = ()
         """The losses of this iteration's microbatches on this rank."""
         self.steps_with: dist.ProcessGroup | None = None
-        """Ranks that share a norm of gradients, and together find the value that is not finite; None for all ranks."""
+        """The ranks that share a gradient norm and together look for the non-finite value; None for all ranks."""
         for chunk in chunks:
             # FSDP has no buckets.
             for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
@@ -81,7 +81,7 @@ class FiniteCheck:
                 group.check_grads = partial(self._record_norms, group)
 
     def _record_norms(self, group: Any, **unused: bool) -> None:
-        """Keep the norms of this rank's gradients before their reduction over replicas; does not wait for the norms."""
+        """Keep this rank's gradient norms from before the reduction over replicas, without waiting for the device."""
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:
@@ -102,7 +102,7 @@ class FiniteCheck:
         optimizer.prepare_grads, optimizer.get_grad_norm = prepare_grads, get_grad_norm
 
     def check_norm(self, norm: float | None) -> None:
-        """Raise an error if the norm of all gradients, equal on all ranks, is infinite, NaN or None (not computed)."""
+        """Raise an error if `norm` is infinite, NaN or None (not computed); the ranks of `steps_with` share a norm."""
         if norm is None or not math.isfinite(norm):
             finding = self._find_weight() or self._find_loss() or self._find_gradient()
             self._end(f"iteration {self._iteration()}", finding, self.steps_with)
@@ -147,7 +147,7 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the last parameter in model order with a gradient that is not finite, as backward starts at the end."""
+        """Find the last parameter in model order whose gradient is not finite, because backward starts at the end."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from another replica

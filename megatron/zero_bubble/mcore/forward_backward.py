@@ -48,7 +48,7 @@ class GradSync:
         self._entered: dict[int, contextlib.AbstractContextManager[Any]] = {}
 
     def enable(self, chunk: int, enabled: bool) -> None:
-        """Leave `no_sync` of `chunk` if `enabled`, so that DDP counts its gradients as ready; else enter `no_sync`."""
+        """Leave `no_sync` of `chunk` if `enabled`, so that DDP counts the chunk's gradients as ready; else enter it."""
         if enabled and chunk in self._entered:
             self._entered.pop(chunk).__exit__(None, None, None)
         elif not enabled and chunk not in self._entered:
@@ -67,17 +67,17 @@ class MegatronStage:
     Attributes:
         forward_step_func: the user's forward step, as megatron-core takes it.
         data_iterators: one iterator for each model chunk; None for a chunk that needs no data.
-        model_chunks: this rank's modules, by chunk.
+        model_chunks: this rank's modules, one for each chunk.
         output_shape: shape of the tensor that passes between stages.
         shapes_vary: whether the tensors between stages vary in shape, so that headers announce the shapes.
         cp_group_size: context-parallel size, by which megatron-core scales the loss.
-        forward_data_store: results of the loss function, one for each microbatch, on the last stage.
+        forward_data_store: on the last stage, the result of the loss function for each microbatch.
         num_tokens: sum of the token counts that the loss function returned.
         finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
         num_early_forwards: number of forwards that all ranks together run before VALIDATE.
         recomputation_store: the executor's `RecomputationStore`; None if B recomputes as the model's config says.
-        vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not in shards.
+        vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not sharded.
     """
 
     forward_step_func: Callable[..., Any]
@@ -221,7 +221,7 @@ class MegatronStage:
         self.vocabulary.embed(microbatch)
 
     def _compute_loss(self, microbatch: int) -> None:
-        """Run L: apply the user's loss function to the losses of all tokens, and compute gradients of these losses."""
+        """Run L: compute the user's loss from all tokens' losses, and its gradient with respect to these losses."""
         assert self.vocabulary is not None
         chunk = self.placement.chunk_of(self.placement.num_stages - 1)
         losses, loss_function = self.vocabulary.begin_loss(microbatch)

@@ -3,8 +3,8 @@
 The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
 the layer's backward, and reduces the gradients there. In a zero-bubble schedule, W computes the gradients of weights
 later and outside of autograd. In this module, FSDP2 only accumulates gradients in backward. The gradients of a layer
-are reduced explicitly after the layer's last W of a step, as in torch's own pipelines after the last backward. The
-reduced gradients equal the gradients of DDP, with sums in the same order.
+are reduced explicitly after the layer's last W of a step; torch's own pipelines reduce them after the last backward.
+The reduced gradients equal the gradients of DDP, because both are summed in the same order.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
     `split_weight_gradients` must have been called on `module` before.
 
     Args:
-        module: the chunk, on its device, with all its parameters.
-        keeps_parameters: whether a layer's parameters, once gathered, stay until the end of the step (ZeRO-2).
+        module: the chunk with all its parameters, already on its device.
+        keeps_parameters: whether a layer's parameters, once gathered, stay gathered until the end of the step (ZeRO-2).
         reduces_every_microbatch: whether the gradients of a layer are reduced after every W of the layer, so that no
             replica holds unsharded gradients. If false, gradients are reduced only after the layer's last W of a step.
         gradient_dtype: type in which gradients are summed over microbatches and replicas. The optimizer gets the sum in
@@ -100,7 +100,8 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
     def _set_up_gathering(self) -> None:
         """Let each layer start to gather the parameters of the next layer before the layer itself computes.
 
-        By default, FSDP gathers in the order of the last forwards, which in a pipeline belong to other microbatches.
+        By default, FSDP gathers layers in the order of the latest forwards, which in a pipeline are of other
+        microbatches.
         """
         order = [self._root, *self._layers]
         for before, after in pairwise(order):
@@ -123,7 +124,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Treat gradients inside the `with` block as gradients of a microbatch before the last."""
+        """Treat gradients inside the `with` block as gradients of a microbatch before the last microbatch of a step."""
         self._is_last_microbatch = False
         try:
             yield
@@ -131,7 +132,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """Take the gradient of a gathered weight after its W; reduce the gradients of a layer when all are complete."""
+        """After the W of a gathered weight, take the gradient; reduce a layer's gradients once all are complete."""
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
         if parameter.unsharded_accumulated_grad is None:
@@ -163,7 +164,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        """Free all gathered parameters; called when no F or B needs them before the parameters change."""
+        """Free all gathered parameters; called when no further F or B needs these values of the parameters."""
         for part in (self._root, *self._layers):
             part.reshard()
 
@@ -177,7 +178,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
                 yield from (gradient for gradient in gradients if gradient is not None)
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply all gradients, which are already reduced, by `scaling_factor`."""
+        """Multiply all gradients by `scaling_factor`; called after the gradients are reduced."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scaling_factor)

@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES, STACK_M
 from megatron.zero_bubble.mcore.layer_spec import LocalNorm, allow_local_latent_attention
 
 _SOME = 8
-"""A number of experts; megatron-core returns the spec of a layer with experts for any number of experts except None."""
+"""An arbitrary number of experts: for any number but None, megatron-core returns the spec of a layer with experts."""
 LOCAL_LAYERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "*": ("attention_layer", "attention"),
@@ -52,12 +52,12 @@ _SPARSE = "dsa_layer"
 
 
 def local_layers() -> dict[str, str]:
-    """Return the symbols and names in words of the local layers that the installed megatron-core has."""
+    """Return the symbol and the name in words of each local layer that the installed megatron-core has."""
     return {symbol: words for symbol, (name, words) in LOCAL_LAYERS.items() if name in _SUBMODULES.__dataclass_fields__}
 
 
 class NoSparseAttention:
-    """Refuses to build sparse attention, which has no local layers."""
+    """Refuses to build sparse attention, which no local layer computes."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **unused: Any) -> None:
         known = ", ".join(f"{symbol} ({words})" for symbol, words in local_layers().items())

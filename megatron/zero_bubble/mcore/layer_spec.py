@@ -55,9 +55,9 @@ _NORMS_IN_ATTENTION = {"q_layernorm", "k_layernorm", "kv_layernorm"}
 class LocalNorm:
     """A norm of torch that supports two settings that megatron-core's own wrapper refuses.
 
-    The two supported settings are weights around zero (`--apply-layernorm-1p`) and sequence parallelism. Under sequence
-    parallelism, each tensor-parallel rank normalises its slice of the sequence, so the gradients of the norm's
-    parameters are partial. The norm's parameters are marked `sequence_parallel`, so that megatron-core sums their
+    The two settings are weights stored as differences from 1 (`--apply-layernorm-1p`) and sequence parallelism. Under
+    sequence parallelism, each tensor-parallel rank normalises its slice of the sequence, so the gradients of the norm's
+    parameters are partial. The norm's parameters are marked `sequence_parallel`, so that megatron-core sums these
     gradients over the tensor-parallel ranks at the end of a step.
     """
 
@@ -76,8 +76,8 @@ def _needs_local_norm(config: TransformerConfig) -> bool:
 def allow_local_latent_attention() -> None:
     """Let megatron-core build latent attention where Transformer Engine is not installed.
 
-    megatron-core tests only whether its adapter of Transformer Engine can be imported, which succeeds without
-    Transformer Engine.
+    megatron-core tests only whether its adapter of Transformer Engine can be imported. This import succeeds even
+    without Transformer Engine.
     """
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
@@ -123,7 +123,7 @@ def _completed_local_layer(
 def block_spec(
     config: TransformerConfig, layers: Sequence[ModuleSpec], vp_stage: int | None, pp_rank: int
 ) -> TransformerBlockSubmodules:
-    """Return the spec of one model chunk's decoder, with the chunk's part of the layers of the model."""
+    """Return the spec of one model chunk's decoder, which has the chunk's share of the model's layers."""
     layout: Any = config.pipeline_model_parallel_layout
     if layout is not None:
         # The layout knows its rank; in a V, `pp_rank` is the rank on which megatron-core would have the stage.

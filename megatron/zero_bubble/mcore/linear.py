@@ -1,10 +1,10 @@
 """Splits the backward of megatron-core's linear layers into B and W.
 
-`split_weight_gradients` binds another `_forward_impl` to each ColumnParallelLinear and RowParallelLinear
-*instance* of a model; nothing is patched globally. The forward of a linear layer is megatron-core's own. Inside
-`WeightGradStore.deferring()`, backward computes only the gradients of the input and of the bias (a sum), and puts
-a function that computes the weight's gradient into the store. Outside of `WeightGradStore.deferring()`,
-megatron-core's own fused backward runs.
+`split_weight_gradients` binds another `_forward_impl` to each ColumnParallelLinear and RowParallelLinear *instance* of
+a model; nothing is patched globally. The forward of a linear layer is megatron-core's own. Inside
+`WeightGradStore.deferring()`, backward computes only the gradients of the input and of the bias (a sum), and puts into
+the store a function that computes the weight's gradient. Outside of `WeightGradStore.deferring()`, megatron-core's own
+fused backward runs.
 
 Modules of Transformer Engine defer W themselves; `transformer_engine.py` runs their W in the order of the store.
 """
@@ -53,7 +53,7 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
         The names of the parameters whose gradient is now computed in W.
 
     Raises:
-        ValueError: a layer has a setting under which its W cannot be deferred, or the model is in DDP already.
+        ValueError: a layer has a setting under which its W cannot be deferred, or the model is already wrapped in DDP.
     """
     split = []
     for chunk in model_chunks:
@@ -217,11 +217,12 @@ class Gradients:
 
     Attributes:
         total: number of all trained parameters.
-        in_w: weights of split layers, whose gradient W computes.
+        in_w: weights of layers whose backward is split, so that W computes the weights' gradients.
         embeddings: embedding tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
-        vectors: parameters of norms and biases, whose gradient is a sum and not a matrix product.
-        unsplit: weights in neither `in_w` nor `embeddings`, by `name (Class)` of their module, with `*` for the numbers
-            of layers and experts. B computes the gradients of these weights, by matrix products or in unknown ways.
+        vectors: biases, and parameters of norms; their gradients are sums and not matrix products.
+        unsplit: numbers of weights in neither `in_w` nor `embeddings`, for each `name (Class)` of a module, with `*` in
+            place of the numbers of layers and experts. B computes the gradients of these weights, by matrix products or
+            in unknown ways.
         missed: entries of `unsplit` that could defer W but do not: linear layers and modules with `backward_dw()`.
     """
 
@@ -234,7 +235,10 @@ class Gradients:
 
 
 def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
-    """Count the parameters of bare or wrapped chunks by where gradients arise, after `split_weight_gradients`."""
+    """Count the parameters of bare or wrapped chunks by what computes their gradients.
+
+    Call `count_gradients` after `split_weight_gradients`.
+    """
     counts: Counter[str] = Counter()
     unsplit: Counter[str] = Counter()
     missed = set()

@@ -42,7 +42,7 @@ class StepData:
         return [size_of(item) for item in next((items for items in self._read if items is not None), [])]
 
     def sizes_ahead(self) -> list[MicrobatchSize | None]:
-        """Return sizes of the next `count` microbatches after this step; [] if the iterator cannot look ahead."""
+        """Return the sizes of the next step's microbatches; [] if the iterator cannot look ahead."""
         source = next((source for source in self._sources if source is not None), None)
         if isinstance(source, RerunDataIterator):
             if not isinstance(source.iterable, LookAhead):
@@ -51,7 +51,7 @@ class StepData:
         return [size_of(item) for item in source.peek(self._count)] if isinstance(source, LookAhead) else []
 
     def ordered(self, decision: StepDecision) -> list[Iterator[Any] | None]:
-        """Return iterators over the microbatches in the decided order, or in the data's order if data is missing."""
+        """Return iterators over the microbatches in the decided order, or in the data's order if the data has ended."""
         return [
             None
             if items is None
@@ -68,7 +68,7 @@ def _items(source: Iterator[Any]) -> Iterator[Any]:
 
 
 class JobPeers:
-    """All ranks of a megatron-core job, as the `Peers` of a `StepPlanner`; all ranks create it in a collective call.
+    """All ranks of a megatron-core job, as the `Peers` of a `StepPlanner`; the constructor is a collective call.
 
     Args:
         timeout: time limit for one message.
@@ -114,7 +114,7 @@ class JobPeers:
         return values
 
     def highest(self, level: int) -> int:
-        """Return the highest memory level of all replicas; called on the first rank of each replica."""
+        """Return the highest of all replicas' memory levels; a collective call of the first rank of each replica."""
         if self._firsts is None:
             return level
         highest = torch.tensor([level])
@@ -192,7 +192,7 @@ class StepPlans:
         return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
 
     def take_times(self) -> OrderTimes | None:
-        """Return predicted times of steps planned since the last call; None if no step was planned by `decide`."""
+        """Return the predicted times of the steps planned since the last call; None if `decide` has planned no step."""
         return None if self._planner is None else self._planner.take_times()
 
     def close(self) -> None:

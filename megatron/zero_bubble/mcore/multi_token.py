@@ -16,8 +16,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float, ...]:
     """Return the last iteration's losses of multi-token prediction, and reset them; () on stages before the last.
 
-    Each returned loss belongs to one further predicted token, and is a mean over microbatches and ranks of `group`.
-    Megatron-LM logs the mean over replicas. `take_losses` is a collective call of `group`'s ranks on the last stage.
+    Each returned loss belongs to one further predicted token, and is a mean over the microbatches and over the ranks of
+    `group`. Megatron-LM logs the mean over replicas. `take_losses` is a collective call of `group`'s ranks on the last
+    stage.
     """
     tracked = tracked_sums()
     sums = tracked.get("values", tracked.get("loss_values"))  # `loss_values` from megatron-core 0.19 on
@@ -30,7 +31,7 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 
 
 def tracked_sums() -> dict[str, torch.Tensor]:
-    """Return megatron-core's multi-token sums over an iteration's microbatches, by name; {} except on the last stage.
+    """Return, by name, the multi-token sums over an iteration's microbatches; {} except on the last stage.
 
     The returned sums are sums of losses and, from megatron-core 0.19 on, counts of correct and of all predictions.
     """

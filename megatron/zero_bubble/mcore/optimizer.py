@@ -1,8 +1,8 @@
 """Gives access to the parts of megatron-core's optimizers, and lets checkpoints of torch's Adam and SGD be loaded.
 
-Without apex and Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot load the
-state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have yet. Then
-megatron-core looks for the number of steps among the tensors of every shard, where this number was not saved.
+With neither apex nor Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot
+load this state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have
+yet. Then megatron-core looks for the number of steps among the tensors of every shard, where this number was not saved.
 megatron-core cannot load the state of SGD, because megatron-core has no function that allocates this state. From 0.19
 on, megatron-core does not load the state of parameters whose learning rate has changed.
 """
@@ -31,7 +31,7 @@ from megatron.zero_bubble.mcore.shard_checkpoints import optimizer_shards
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers that a chained optimizer consists of, or `[optimizer]` if it is not chained."""
+    """Return the optimizers that a chained optimizer consists of, or `[optimizer]` if `optimizer` is not chained."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
@@ -128,7 +128,7 @@ def _is_distributed(optimizer: Any) -> bool:
 
 
 def _loader_of_any_step(adam: torch.optim.Optimizer) -> Any:
-    """Return a `load_state_dict` that fills in a missing number of steps: megatron-core does not save the number 0."""
+    """Return a `load_state_dict` that sets a missing number of steps to 0, because megatron-core does not save a 0."""
     load = adam.load_state_dict
 
     def load_any_step(states: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ Norm = float | torch.Tensor
 
 
 def norm_groups(optimizer: MegatronOptimizer) -> list[tuple[list[MegatronOptimizer], dist.ProcessGroup]]:
-    """Return, for each gradient norm that megatron-core computes, the norm's optimizers and reducing process group."""
+    """Return, for each gradient norm of megatron-core, its optimizers and the process group that reduces it."""
     if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
         return [(parts(optimizer), optimizer.get_grad_stats_parallel_group())]
     return [([part], part.get_grad_stats_parallel_group()) for part in parts(optimizer)]

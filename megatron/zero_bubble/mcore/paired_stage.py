@@ -1,9 +1,9 @@
 """Runs a forward and a backward as one operation, layer by layer, with the schedule plans of megatron-core's models.
 
 megatron-core uses schedule plans for `--overlap-moe-expert-parallel-comm`. A schedule plan cuts a forward and its
-backward into nodes, such as the experts of a layer and the exchanges before and after them. Given the schedule plans of
-a forward and of another microbatch's backward, the plans' `run` executes the nodes of both plans in turn, on one stream
-for computing and one for exchanges.
+backward into nodes, such as the experts of a layer and the exchanges before and after them. The plans' `run` takes the
+schedule plans of a forward and of another microbatch's backward, and executes the nodes of the two plans in turn, on
+one stream for computation and one for exchanges.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def refuse_unpaired(config: Any, model_class: type[Any] | None = None) -> None:
 
 
 class _KeptPlan(NamedTuple):
-    """The schedule plan of a forward, which its backward continues."""
+    """The schedule plan of a microbatch's forward, which the microbatch's backward continues."""
 
     plan: Any
     loss: ScheduleNode | None
@@ -184,8 +184,10 @@ class PairedStage(MegatronStage):
         return result
 
     def _gradient_of_output(self, backward: _Backward) -> tuple[Any, torch.Tensor]:
-        """Return the schedule plan of a backward and the gradient of the model's output, which the last stage computes
-        from the loss."""
+        """Return the schedule plan of a backward, and the gradient of the model's output.
+
+        The last stage computes this gradient from the loss.
+        """
         plan, loss = self._kept.pop((backward.chunk, backward.microbatch))
         if backward.input_tensor is not None:
             backward.input_tensor.retain_grad()

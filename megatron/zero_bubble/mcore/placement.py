@@ -2,10 +2,10 @@
 
 megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the odd chunks run
 from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. Chunk 1 gets a
-substitute for the pipeline group with only a rank and a size: megatron-core reads nothing else of the group. In a V the
-first and the last stage share rank 0. If the last stage of a V uses the embedding, too (tied to the output layer, or
-for multi-token prediction), rank 0 has two copies of the embedding, whose gradients are added locally. megatron-core
-itself would all-reduce the gradients of the two copies between the first and the last rank.
+substitute for the pipeline group with only a rank and a size, because megatron-core reads nothing else of the group. In
+a V, rank 0 has both the first and the last stage. If the last stage of a V also uses the embedding, in a tied output
+layer or for multi-token prediction, rank 0 has two copies of the embedding. The gradients of the two copies are added
+locally; megatron-core itself would all-reduce these gradients between the first and the last rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.zero_bubble.schedule import Placement
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Substitute for the pipeline group: tells a chunk under construction which of `num_ranks` stages it is."""
+    """Substitutes for the pipeline group, and tells a chunk under construction which of `num_ranks` stages it is."""
 
     position: int
     num_ranks: int
@@ -43,7 +43,7 @@ class StagePosition:
 
 
 def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCollection:
-    """Return the process groups for building chunk `chunk` of `rank`; the caller may be another rank."""
+    """Return the process groups for building chunk `chunk` of `rank`, which may be another rank than the caller."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     position = placement.stage_of(rank, chunk) % placement.num_ranks
     if (position, placement.num_ranks) != (groups.pp.rank(), groups.pp.size()):
@@ -68,7 +68,7 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int], int | None], l
 
 
 def adopt_placement(placement: Placement) -> None:
-    """Set megatron-core's parallel state for a placement that was chosen after its initialization; a collective call.
+    """Set the parallel state for a placement that was chosen after megatron-core's initialization; a collective call.
 
     Call `adopt_placement` before any model is built. `initialize_model_parallel` must have been called for a placement
     with the first and the last stage on different ranks. The groups that reduce tied embeddings are created again if
@@ -92,8 +92,7 @@ def adopt_placement(placement: Placement) -> None:
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the embedding weights of the first stage to the last, if the two stages are chunks of this rank that share
-    weights.
+    """Copy the first stage's embedding weights to the last stage, if this rank has both stages and they share weights.
 
     megatron-core sets the last stage's copy of the embedding to zero and fills it by an all-reduce between ranks.
     """
@@ -138,7 +137,8 @@ def finalize_gradients(
     """Run `config.finalize_model_grads_func` at the end of a step, for any placement; a collective call.
 
     Args:
-        num_tokens: number of tokens, a scalar that the last stage's rank knows; None if the loss is not per token.
+        num_tokens: number of tokens in this replica's step, a scalar that only the last stage's rank knows; None if the
+            loss is not averaged per token.
     """
     if placement.rank_of(placement.num_stages - 1) == placement.num_ranks - 1:
         config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
@@ -188,7 +188,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
     Args:
         stages: the layers of each stage, in model order, in one of megatron-core's notations.
-        rank: the pipeline rank whose layers are requested; another rank than this process's is allowed.
+        rank: the pipeline rank whose layers are requested; it may differ from this process's rank.
     """
 
     layout: list[list[list[LayerType]]]

@@ -1,11 +1,11 @@
 """The optimizer's step without a global synchronisation: step first, validate later, amend the step if it was wrong.
 
 megatron-core's step reduces two values over all stages before it updates a parameter: the squared norm of the gradients
-and, with a loss scale, whether any gradient is not finite. With post-validation each stage checks its own gradients
-only, starts the reductions over all stages in the background, and steps. The reductions over all stages complete during
-the next iteration's warmup and mostly confirm the step. If the reductions show that gradients should have been clipped
-or the step skipped, the step is undone and the right step is taken. The updated parameters equal megatron-core's bit
-for bit: the reductions have the same inputs and group as in megatron-core.
+and, with a loss scale, whether any gradient is not finite. With post-validation each stage checks only its own
+gradients, starts the reductions over all stages in the background, and steps. The reductions over all stages complete
+during the next iteration's warmup and usually confirm the step. If the reductions show that gradients should have been
+clipped or the step skipped, the step is undone and the right step is taken. The updated parameters equal
+megatron-core's bit for bit, because the reductions have the same inputs and group as in megatron-core.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class PostValidation:
         rollback: undoes a step of the torch optimizers in `optimizer`.
         model_chunks: this rank's model chunks, wrapped in DDP.
         settled: called with the outcome of every step, as soon as the step is validated and, if it was wrong, amended.
-        check_norm: called with the norm of all gradients, before a wrong step is amended; the norm is None if an Inf or
-            NaN was found; may raise an error.
+        check_norm: called with the norm of all gradients, or with None if an Inf or NaN was found, before a wrong step
+            is amended; `check_norm` may raise an error.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PostValidation:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last optimizer step is not validated yet: parameters and the loss scale may then still change."""
+        """Whether the last optimizer step awaits validation, so that parameters and the loss scale may still change."""
         return self._pending is not None
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class PostValidation:
                 again if the step was wrong.
 
         Returns:
-            Whether the step was wrong on any rank: the same answer on every rank.
+            Whether the step was wrong on any rank; every rank gets the same answer.
         """
         if self._pending is None:
             return False
@@ -156,7 +156,7 @@ class PostValidation:
         return was_wrong
 
     def parameters_changed(self) -> None:
-        """Note that parameters changed outside of a step: undoing the next step restores the present parameters."""
+        """Record that parameters changed outside of a step, so that undoing the next step restores these parameters."""
         assert self._pending is None, "the last step has to be validated first"
         self._rollback.prepare()
 
@@ -175,7 +175,7 @@ class PostValidation:
         return norm is not None and math.isnan(norm)
 
     def _scales_forwards(self, pending: _Pending) -> bool:
-        """Tell whether forwards have used an outdated loss scale: only auxiliary losses use the scale in a forward."""
+        """Tell whether forwards have used an outdated loss scale; in a forward, only auxiliary losses use the scale."""
         config = get_model_config(self._chunks[0])
         if config.num_moe_experts is None and not getattr(config, "mtp_num_layers", None):
             return False
@@ -220,7 +220,7 @@ class PostValidation:
         return _reduce(both, dist.ReduceOp.MAX, optimizer.get_grad_stats_parallel_group())
 
     def _clips(self, norm: Norm | None) -> bool:
-        """Tell whether megatron-core's clipping changes gradients of norm `norm`; with a NaN norm it changes none."""
+        """Tell whether megatron-core's clipping changes gradients of norm `norm`; a NaN norm changes no gradient."""
         return norm is not None and self._clip > 0.0 and bool(self._clip / (norm + 1.0e-6) < 1.0)
 
     def _skip(self, pending: _Pending, infinite: list[bool]) -> None:

@@ -1,4 +1,4 @@
-"""Refuses settings of megatron-core and Megatron-LM that no zero-bubble schedule, or a feature in use, supports."""
+"""Refuses settings of Megatron that no zero-bubble schedule supports, or that a feature in use does not support."""
 
 from __future__ import annotations
 

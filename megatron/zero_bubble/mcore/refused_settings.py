@@ -1,4 +1,4 @@
-"""The refused settings of Megatron: with every zero-bubble schedule, with a project feature, or for some values."""
+"""The settings of Megatron that are refused, with every zero-bubble schedule or only with a feature of this project."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """Condition that the value, a number of weight shards, exceeds the number of tensor ranks in the setting `name`."""
+    """Condition that a number of weight shards exceeds the number of tensor ranks, which the setting `name` gives."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 
@@ -70,9 +70,10 @@ class Refusal:
 
     Attributes:
         names: the names of configuration fields and of Megatron-LM's arguments, separated by white space.
-        reason: why the settings are refused; the words after the colon of an error message.
-        instead: the remedy, after the semicolon of an error message; empty if the setting can only be left out.
-        when: condition, on the value or on other settings, under which the settings are refused.
+        reason: why the settings are refused, as the text after the colon of the error message.
+        instead: the remedy, as the text after the semicolon of the error message; empty if the setting can only be left
+            out.
+        when: the condition under which the settings are refused; it may depend on the value and on other settings.
         features: features with which the settings are refused; empty if every zero-bubble schedule refuses them.
     """
 
@@ -84,7 +85,7 @@ class Refusal:
 
 
 def _with(features: list[Feature], *rows: Refusal) -> Iterator[Refusal]:
-    """Yield copies of the refusals in `rows` that hold only with the given features."""
+    """Yield copies of the refusals in `rows`, restricted to the given features."""
     return (replace(row, features=tuple(features)) for row in rows)
 
 

@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 
 class ReplicaAveraging:
-    """Averages parameters, in place of gradients, over the replicas of this rank; created before the first step.
+    """Averages this rank's parameters, in place of gradients, over replicas; created before the first step.
 
     Args:
         optimizer: the optimizer that `get_megatron_optimizer` has made.
@@ -60,7 +60,7 @@ class ReplicaAveraging:
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """Average parameters over the replica group due after `iteration`, if any; a collective call of the group.
+        """Average parameters over the group of replicas due after `iteration`, if any; a collective call of this group.
 
         The step of `iteration` must have been validated.
         """
@@ -76,8 +76,8 @@ class ReplicaAveraging:
         """Give all replicas the mean of their parameters after `iteration`; a collective call of all ranks.
 
         Args:
-            with_states: average the optimizer's moments, too. A checkpoint then holds the state of all replicas, and a
-                job that loads the checkpoint continues like the job that saved it.
+            with_states: whether to average the optimizer's moments, too. A checkpoint then holds the state of all
+                replicas, and a job that loads the checkpoint continues like the job that saved it.
         """
         if self._averaged_at != iteration:
             self._averager.average_over_all(self._parameters())
@@ -133,7 +133,7 @@ def _averaging_groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dis
 
 @torch.no_grad()
 def _unify_tied_embeddings(chunks: Sequence[Any]) -> None:
-    """Copy tied embeddings from the first stage to the last: the two copies were averaged in different orders."""
+    """Copy tied embeddings from the first stage to the last, because the copies were averaged in different orders."""
     tied = tied_weights(chunks)
     if tied is not None:
         embedding, last = tied

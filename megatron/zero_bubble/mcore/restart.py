@@ -37,14 +37,14 @@ class RewindableIterator:
         self._kept = None
 
     def forget(self) -> None:
-        """Drop the items kept for `rewind`, which must not be called any more."""
+        """Drop the items that were kept for `rewind`; from then on, `rewind` must not be called."""
         self._kept = None
 
 
 def make_rewindable(
     iterators: Sequence[Iterator[Any] | None],
 ) -> tuple[list[Iterator[Any] | None], list[RewindableIterator]]:
-    """Wrap iterators in a `RewindableIterator`; return a wrapper for each chunk, and a list of the distinct wrappers.
+    """Wrap each iterator in a `RewindableIterator`; return each chunk's wrapper, and a list of the distinct wrappers.
 
     Chunks that share an iterator share its wrapper.
     """
@@ -61,8 +61,11 @@ class Restart:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Restore the saved states: a buffer that counts in a forward, such as an expert's tokens, would otherwise
-        count a repeated forward twice."""
+        """Restore the saved states.
+
+        If the states were not restored, a buffer that counts the tokens of an expert would count a repeated forward
+        twice.
+        """
         random._set_all_rng_states(*self._random)
         for buffer, before in self._buffers:
             buffer.copy_(before)

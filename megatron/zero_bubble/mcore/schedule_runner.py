@@ -46,8 +46,8 @@ from megatron.zero_bubble.schedule.step_ops import num_forwards_before_validatio
 class ForwardBackward:
     """Runs forward and backward of all microbatches of a step with the schedules of a plan.
 
-    Schedules are generated, lowered and validated once for each number of microbatches, and kept.
-    The process groups of the channels are created when the first step or evaluation begins.
+    Schedules are generated, lowered and validated once for each number of microbatches, and kept for later steps. The
+    process groups of the channels are created when the first step or evaluation begins.
 
     Args:
         connections: the channels between ranks; by default over torch.distributed, with megatron-core's timeout.
@@ -150,7 +150,7 @@ class ForwardBackward:
         return PipelineTime(1e3 * max(step.span for step in steps), idle_share(steps))
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
-        """Return the simulated timeline of the current schedule at measured costs; None before costs are measured."""
+        """Return the current schedule's timeline, simulated with measured costs; None before costs are measured."""
         return self._running.prediction(num_microbatches)
 
     def predicted_idle(self, num_microbatches: int) -> Idle | None:
@@ -173,7 +173,8 @@ class ForwardBackward:
         Args:
             arguments: the fields of `StepCall`, which are the arguments of megatron-core's forward-backward functions.
 
-        Returns: The results of the loss function for each microbatch, on the rank that holds the last stage.
+        Returns: On the rank of the last stage, the results of the loss function for each microbatch; on other ranks,
+        [].
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules cannot honour.
@@ -204,7 +205,10 @@ class ForwardBackward:
         return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
 
     def _prepare(self, call: StepCall) -> None:
-        """Open the connections, after validating the last step (evaluation) or adopting the next plan (training)."""
+        """Open the connections.
+
+        Before an evaluation, validate the last optimizer step; before a training step, adopt the next plan.
+        """
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
         if call.forward_only:

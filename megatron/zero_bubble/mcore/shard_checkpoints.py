@@ -1,9 +1,9 @@
 """Lets megatron-core save and load parameters and optimizer state that torch's FSDP2 shards.
 
-megatron-core saves each replica's rows of a parameter as a part of the whole parameter, under the parameter's name
-without sharding. Any number of replicas, sharded or not, can load a checkpoint of sharded replicas. This module
-corrects three steps of saving and loading: the matching of the optimizer's state to the parameters, the places of rows
-of gated layers, and the conversion of loaded tensors to shards.
+megatron-core saves each replica's rows of a parameter as a part of the whole parameter, under the name that the
+parameter has without sharding. Any number of replicas, sharded or not, can load a checkpoint of sharded replicas. This
+module corrects three steps of saving and loading: the matching of the optimizer's state to the parameters, the places
+of rows of gated layers, and the conversion of loaded tensors to shards.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def sharded_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
 def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFactory:
     """Return the part of a checkpoint that saves this replica's rows of a gated weight or bias at the right places.
 
-    megatron-core cuts each shard into rows of the gate and rows of the input projection, as if the shard were its
-    rank's whole tensor.
+    megatron-core cuts each shard into rows of the gate and rows of the input projection, as if the shard were the whole
+    tensor of a tensor-parallel rank.
     """
     build, mesh = part.build_fn, parameter.device_mesh
     ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
@@ -79,8 +79,8 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
     """Return the places of a replica's equal pieces in a gated layer's unsharded weight, and the number of places.
 
     The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
-    tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. The
-    replicas of a tensor-parallel rank divide the rows of the rank.
+    tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. The rows
+    of a tensor-parallel rank are divided among the replicas of this rank.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2
@@ -99,7 +99,8 @@ def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the loaded `state` of a part of the optimizer, with the states of sharded parameters as shards.
 
     Args:
-        part: a megatron-core optimizer in fp32, or with fp32 copies of the parameters, but no distributed optimizer.
+        part: a megatron-core optimizer that is not a distributed optimizer, in fp32 or with fp32 copies of the
+            parameters.
     """
     parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
     # With fp32 copies, torch's state is the entry `optimizer` of `state`. The entry with the number of steps has no

@@ -22,7 +22,7 @@ _GROUPS = (
     *("tp", "pp", "cp", "embd", "pos_embd", "dp_cp", "tp_dp_cp", "dp"),
     *("gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),
 )
-"""The process groups of megatron-core's own schedules in any supported version; the oldest version lacks the last."""
+"""The process groups that megatron-core's own schedules use in any supported version; older versions lack some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
 
 
 def refuse_unsplit_recomputation(config: Any, model_class: type[Any] | None = None) -> None:
-    """Raise `ValueError` if the schedule has recomputations, but the model recomputes nothing or only within B.
+    """Raise `ValueError` if a model recomputes nothing or only within B, and so cannot run the R of a schedule.
 
     Args:
         model_class: the class of the model; None if the class is known to support recomputation.
@@ -136,7 +136,7 @@ def refuse_unsplit_recomputation(config: Any, model_class: type[Any] | None = No
 
 
 def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:
-    """Raise an error if DDP would lose W's gradients: without `delay_wgrad_compute` DDP takes gradients in B only."""
+    """Raise an error if DDP lacks `delay_wgrad_compute`, so that it takes gradients only in B and would lose W's."""
     ddp_config: Any = getattr(chunk, "ddp_config", None)
     if ddp_config is None or ddp_config.delay_wgrad_compute:
         return

@@ -17,7 +17,7 @@ from packaging.version import Version
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
-"""The oldest supported version of Transformer Engine, which Megatron-LM's arguments demand, too: its
+"""The oldest supported version of Transformer Engine, which Megatron-LM's arguments demand, too. In this version,
 `delay_wgrad_compute` works without fused accumulation of gradients and with overlapped reduction."""
 
 
@@ -83,7 +83,7 @@ def is_in_main_grad(parameter: Any) -> bool:
 
 
 def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Return zeros in the shape of `weight`, in the memory of one number, for a gradient already in `main_grad`.
+    """Return zeros in the shape of `weight` that take the memory of one number, for a gradient that is in `main_grad`.
 
     DDP's hook expects a gradient, and adds this gradient to `main_grad` if `zero_out_wgrad` is set.
     """
@@ -91,7 +91,7 @@ def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _drop_dummy_gradient(parameter: torch.Tensor) -> None:
-    """Drop the dummy gradient of B where W adds the gradient to `main_grad`: the dummy is as large as the weight."""
+    """Drop B's dummy gradient if W adds the gradient to `main_grad`, because the dummy is as large as the weight."""
     if is_in_main_grad(parameter):
         parameter.grad = None
 

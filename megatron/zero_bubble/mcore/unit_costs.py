@@ -56,15 +56,15 @@ def measure_model(
 
     `measure_model` is a collective call of the whole job and returns the same costs on every rank.
 
-    All ranks measure every unit at the same time. The result is the median over ranks: ranks differ only by noise, and
-    the slowest rank would have the most noise. Times are in milliseconds, memory in bytes. `time_r` and `memory_r` of a
-    layer are the time and the restored memory of its full recomputation. Random states are restored at the end.
+    All ranks measure every unit at the same time. The result is the median over ranks, because ranks differ only by
+    noise, and the slowest rank has the most noise. Times are in milliseconds, memory in bytes. `time_r` and `memory_r`
+    of a layer are the time and the restored memory of its full recomputation. Random states are restored at the end.
 
     Args:
         kinds: for each layer of the model, the `Unit.layer` with the same costs.
         communicator: the class of the channels over which a message is measured.
         timeout: time limit for one message.
-        seconds: time for measuring all units; each unit is timed at least once, even if that takes longer.
+        seconds: time for building and measuring all units; each unit is timed at least once, even if that takes longer.
         pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`); if so, each unit
             also runs one pair of a forward and a backward. The exchange times of a unit are the times of exchanges
             between experts that a pair of a forward and a backward hides.
@@ -187,7 +187,7 @@ def _agreed_passes(fitting: float) -> int:
     """Return the number of further passes that every rank has time for; a collective call of all ranks.
 
     Args:
-        fitting: number of passes that this rank has time for; it counts as 0 below 0, and as `_MOST_PASSES - 1` above.
+        fitting: number of passes that this rank has time for; it is limited to the range from 0 to `_MOST_PASSES - 1`.
     """
     passes = torch.tensor(max(0, min(_MOST_PASSES - 1, math.floor(fitting))), device=torch.cuda.current_device())
     dist.all_reduce(passes, op=dist.ReduceOp.MIN)

@@ -39,16 +39,16 @@ class MeasuredUnit(NamedTuple):
     spread: float
     """Largest relative spread of an operation's duration: half the interquartile range divided by the median."""
     time_between: float
-    """Median milliseconds from the end of an operation to the start of the next one."""
+    """Median milliseconds from the end of an operation to the start of the next operation."""
     fused_backward: float
     """Median milliseconds of a backward that computes both gradients at once."""
     split_backward: float
-    """Median milliseconds of B and W right after each other."""
+    """Median milliseconds of a B and the W right after it."""
     pairs: PairTime
 
 
 def clear_losses() -> None:
-    """Clear megatron-core's sums of losses; the next model's first forward creates them in that model's size."""
+    """Clear megatron-core's sums of losses; the first forward of the next model creates sums in this model's size."""
     MTPLossLoggingHelper.tracker.clear()
     _losses_of_experts().clear()
 
@@ -88,7 +88,7 @@ class UnitRun:
         self._fused_backwards: list[float] = []
         """Milliseconds of backwards that compute both gradients at once."""
         self._split_backwards: list[float] = []
-        """Milliseconds of B and W right after each other."""
+        """Milliseconds of each B and the W right after it."""
         self._device = next(self._model.parameters()).device
         self._config = get_model_config(self._model)
         self._config.no_sync_func = self._model.no_sync
@@ -113,7 +113,7 @@ class UnitRun:
         self._profiler.add(recorder.take())
 
     def run_backwards(self, caches: ColdCaches) -> None:
-        """Measure a backward that computes both gradients at once, and B and W right after each other.
+        """Measure a backward that computes both gradients at once, and a B and the W right after it.
 
         The caches are evicted only before F and before the backward, so that split and fused backward are comparable.
         """

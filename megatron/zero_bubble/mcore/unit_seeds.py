@@ -1,9 +1,10 @@
-"""Draws a model's initial weights and its dropout from seeds of its units, so that they do not depend on the layout.
+"""Draws a model's initial weights and dropout from seeds of the model's units, independently of the layout.
 
 megatron-core seeds each pipeline rank once, so that the random numbers of a layer depend on the rank and on all
 previous draws of the rank. With this module each unit has its own seeds for its weights and for the dropout of each
 microbatch. A unit is the embedding, a layer, a layer of multi-token prediction, or the output layer. As in
-megatron-core, tensor-parallel and expert-parallel ranks derive equal or different numbers from the seed of a unit.
+megatron-core, tensor-parallel and expert-parallel ranks derive from a unit's seed equal numbers where the ranks hold
+copies, and different numbers where the ranks hold parts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
     """Let the units of the one model that is built inside the `with` block draw their weights from their own seeds.
 
     Args:
-        first_layer: number of layers on earlier stages, if the model is one stage that is built as a whole model.
+        first_layer: number of layers in earlier stages, if the model is a single stage that numbers its own layers from
+            1.
     """
     before = random._get_all_rng_states()
     construction = _Construction(seed)
@@ -118,7 +120,7 @@ def _layer_number(call: dict[str, Any]) -> int:
 
 @contextmanager
 def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Callable[[], int]) -> Iterator[None]:
-    """Inside the `with` block each unit draws its dropout of a microbatch from its own seed.
+    """Let each unit draw its dropout for a microbatch from a seed of its own inside the `with` block.
 
     A unit's seed follows from `seed`, the iteration, the microbatch's number in the iteration, the data-parallel rank
     and the unit. A model without dropout stays unchanged.
@@ -128,7 +130,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
         iteration: returns the number of the running iteration.
 
     Raises:
-        ValueError: the random states are tracked by something else than megatron-core's own class.
+        ValueError: another class than megatron-core's own tracks the random states.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     config = get_model_config(models[0])
@@ -201,7 +203,7 @@ def _generator_states(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _microbatch_told() -> AbstractContextManager[None]:
-    """Let every forward step tell the model its microbatch's number, which megatron-core tells only the layers."""
+    """Let every forward step tell the model the number of the microbatch; megatron-core tells only the layers."""
     original = schedules.set_current_microbatch
 
     def tell(model: torch.nn.Module, microbatch_id: int) -> None:

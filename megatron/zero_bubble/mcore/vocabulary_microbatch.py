@@ -15,8 +15,10 @@ from megatron.zero_bubble.schedule import OpKind
 
 @dataclass
 class Microbatch:
-    """Intermediate results of one microbatch that operations pass to each other. A size n is the number of tokens,
-    batch times sequence, in the order [sequence, batch]."""
+    """The results that operations on a vocabulary shard pass to each other for one microbatch.
+
+    In shapes, n is the number of tokens, batch times sequence; the tokens are in the order [sequence, batch].
+    """
 
     outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Kind of collective -> tensors for this rank to broadcast. Tensors are kept here until the lane sends them,
@@ -27,7 +29,7 @@ class Microbatch:
     tokens: torch.Tensor | None = None
     """Token numbers, [batch, sequence]."""
     looked_up: torch.Tensor | None = None
-    """Embeddings that this shard looked up, [batch, sequence, hidden]; on the first rank, after the collective
+    """Embeddings that this shard looked up, [batch, sequence, hidden]; on the first stage's rank, after the collective
     EMBEDDED, the sum of all pipeline ranks' embeddings."""
     embedding_gradient: torch.Tensor | None = None
     """Gradient with respect to the embedded tokens of the first stage, [batch, sequence, hidden]."""
@@ -41,13 +43,13 @@ class Microbatch:
     alpha: torch.Tensor | None = None
     """This shard's share of the softmax's denominator, for every token, [n]."""
     input_gradient: torch.Tensor | None = None
-    """Gradient of the last stage's output for a loss gradient of 1, [n, hidden]; only on the last rank."""
+    """Gradient of the last stage's output for a loss gradient of 1, [n, hidden]; only on the last stage's rank."""
     loss_gradient: torch.Tensor | None = None
     """Gradient with respect to the loss of every token, [n]."""
 
 
 class KeptGradient(torch.autograd.Function):
-    """Returns the embedding unchanged, and keeps its gradient for EW. No embedding is kept in memory until B."""
+    """Returns the embedding unchanged, and keeps the embedding's gradient for EW, but does not keep the embedding."""
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, looked_up: torch.Tensor, state: Microbatch) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 `shard_vocabulary` changes model chunks that megatron-core has built, before `split_weight_gradients` and DDP. All ranks
 of the pipeline then compute embedding and output layer together, as operations of the schedule (see
-`vocabulary_stage.py`). The first stage begins with the sum of the ranks' embeddings, and the last stage ends with its
+`vocabulary_stage.py`). The first stage begins with the sum of the ranks' embeddings, and the last stage ends with the
 hidden states.
 
-With p pipeline ranks and t tensor ranks, each rank has the shard number `tensor rank * p + pipeline rank` of p t
-shards. Thus each tensor rank's part of Megatron's vocabulary is spread over the pipeline of the tensor rank.
+With p pipeline ranks and t tensor ranks, each rank has the shard with the number `tensor rank * p + pipeline rank`, of
+p t shards in all. Thus each tensor rank's part of Megatron's vocabulary is spread over the pipeline of the tensor rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.zero_bubble.schedule import Placement
 _NAME = "vocabulary_shard"
 """Name of the vocabulary shard among the modules of a rank's first chunk."""
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-"""megatron-core's names of the embedding's and the output layer's weight, in models and in checkpoints."""
+"""megatron-core's names of the weights of the embedding and of the output layer, in models and in checkpoints."""
 
 
 class VocabularyShard(torch.nn.Module):
@@ -63,7 +63,7 @@ class VocabularyShard(torch.nn.Module):
         return [self.embedding] if self.embedding is self.output else [self.embedding, self.output]
 
     def forget_gradients(self) -> None:
-        """Clear the sums of gradients that are kept outside of the parameters' gradients."""
+        """Clear the sums of gradients that are kept in separate buffers."""
         for weight in self.weights:
             weight.forget_gradient()
 
@@ -90,7 +90,7 @@ class VocabularyShard(torch.nn.Module):
 
 
 class SummedEmbedding(torch.nn.Module):
-    """Replaces a `VocabParallelEmbedding`: returns embeddings that were looked up before, reduced over tensor ranks.
+    """Replaces a `VocabParallelEmbedding`, and returns embeddings that were looked up before, summed over tensor ranks.
 
     Attributes:
         looked_up: [batch, sequence, hidden], the embeddings of the next microbatch's tokens that are in this tensor
@@ -123,7 +123,7 @@ class LossInputs(NamedTuple):
 
 
 class HiddenOutput(torch.nn.Module):
-    """Replaces an output layer and the loss after it: keeps the hidden states and the labels, and computes nothing.
+    """Replaces an output layer and the loss after it; keeps the hidden states and the labels, and computes nothing.
 
     Attributes:
         loss_inputs: the inputs of the loss in the last forward; None if this forward had no labels.
@@ -159,7 +159,7 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
 
     Args:
         chunks: all model chunks of this rank.
-        placement: by default megatron-core's placement: linear, or interleaved with several chunks.
+        placement: by default megatron-core's placement, which is linear, or interleaved if a rank has several chunks.
 
     Raises:
         ValueError: the model cannot be sharded; raised on all ranks of the pipeline.
@@ -219,7 +219,7 @@ def _model_of_stage(models: Sequence[Any], placement: Placement, stage: int) -> 
 
 
 def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any) -> str | None:
-    """Return the reason why these models' vocabulary cannot be sharded, in one line; None if it can be sharded."""
+    """Return in one line why these models' vocabulary cannot be sharded; None if it can be sharded."""
     flag = "--zero-bubble-vocabulary-parallel"
     config = get_model_config(models[0])
     kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}

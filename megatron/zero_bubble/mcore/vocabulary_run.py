@@ -65,7 +65,7 @@ def open_vocabulary(
 ) -> VocabularyRun | None:
     """Prepare a run of these model chunks, or return None if their vocabulary is not sharded.
 
-    `open_vocabulary` is a collective call of the ranks of a pipeline and of their tensor-parallel ranks.
+    `open_vocabulary` is a collective call of the ranks of a pipeline and of these ranks' tensor-parallel groups.
 
     Args:
         chunks: all model chunks of this rank, wrapped or not.
@@ -92,7 +92,7 @@ def open_vocabulary(
 
 @dataclass(frozen=True)
 class ShardCollectives:
-    """Collectives of this rank's pipeline and tensor-parallel ranks, over groups that only an `ExchangeLane` uses."""
+    """Collectives of this rank's pipeline and tensor-parallel group, over groups that only an `ExchangeLane` uses."""
 
     pipeline: Collectives
     tensor: Collectives | None
@@ -115,7 +115,8 @@ class ShardCollectives:
 
         Args:
             terms: [tokens, hidden], changed in place.
-            splits_sequence: return only this tensor rank's part of the tokens, as sequence parallelism needs it.
+            splits_sequence: whether to return only this tensor rank's part of the tokens, as sequence parallelism
+                requires.
         """
         self.pipeline.sum_to(terms, root)
         if self.tensor is None or self.pipeline.rank != root:

@@ -9,17 +9,17 @@ and z_d, the label's logit if the label is a row of the shard, else 0. From the 
 
     M = max m_d,   S = sum s_d exp(m_d - M),   Z = sum z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
 
-With g = dLoss/dl of each token, and G_d, which is 1 at the label's row, if this row is in the shard, and 0 elsewhere,
+With g = dLoss/dl of each token, and with G_d = 1 at the label's row if the shard has this row, and G_d = 0 elsewhere,
 
     dX = g sum_d (alpha_d P_d - G_d) W_d,   dW_d = (g (alpha_d P_d - G_d))^T X.
 
-This is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288): the product with W_d needs no other
+This is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288). The product with W_d needs no other
 shard, so one exchange is enough. This module writes the difference as
 
     alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d   with   D_d = P_d - G_d,
 
-and the product D_d W_d is computed. Where the model is sure of a label, alpha_d P_d is almost G_d, and rounding to 16
-bits would lose most of their difference; alpha_d D_d and (alpha_d - 1) G_d are both small there.
+and computes the product D_d W_d. Where the model is sure of a label, alpha_d P_d is almost G_d, and rounding to 16 bits
+would lose most of their difference; alpha_d D_d and (alpha_d - 1) G_d are both small there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad
 from megatron.zero_bubble.runtime.collectives import sum_in_order
 
 _SCALES = {torch.float16: 1024.0}
-"""Type of the weights -> factor of D_d: most probabilities are below fp16's smallest normal number, 6e-5."""
+"""Type of the weights -> factor of D_d, which fp16 needs because most probabilities are below its normal range."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class ShardSoftmax:
         statistics: [3, n], the maximum m_d, the sum s_d and the label's logit z_d, in `statistics_type`.
         rows: [n], the label's row in this shard; arbitrary if another shard has the label.
         is_own: [n], whether the label is in this shard.
-        difference: [n, rows of the shard], D_d = P_d - G_d, times `scale`, in the type of the weights.
-        product: [n, hidden], the product of `difference` and the weights; None once the input gradient is made.
+        difference: [n, rows of the shard], `scale` times D_d = P_d - G_d, in the type of the weights.
+        product: [n, hidden], the product of `difference` and the weights; None once the input gradient is computed.
         label_weights: [n, hidden], the weights of the label's row, zeros if another shard has the label; None when
             `product` is None.
         scale: the factor of D_d in `difference`.
@@ -225,7 +225,7 @@ class ShardWeight(torch.nn.Module):
         Args:
             logits_gradient: [n, rows].
             hidden: [n, hidden].
-            is_fused: add the weight gradient straight into `main_grad`, with apex' kernel.
+            is_fused: whether to add the weight gradient straight into `main_grad`, with apex's kernel.
         """
         if is_fused and hasattr(self.weight, "main_grad"):
             add_to_main_grad(self.weight, hidden, logits_gradient)
@@ -257,7 +257,7 @@ class ShardWeight(torch.nn.Module):
         return self.weight.grad
 
     def complete(self) -> None:
-        """Note that one use of the weight has added the gradients of all microbatches; tell DDP after the last use."""
+        """Record that a use of the weight has added all microbatches' gradients; after the last use, tell DDP."""
         self._num_complete += 1
         if self._num_complete < self.num_uses:
             return
@@ -270,5 +270,5 @@ class ShardWeight(torch.nn.Module):
             self._hook()
 
     def forget_gradient(self) -> None:
-        """Drop sums of gradients outside of `main_grad` for a new step; `main_grad` keeps its gradients."""
+        """Drop the separate sum of the embedding's gradients, for a new step; `main_grad` keeps its gradients."""
         self.embedding_sum, self._num_complete = None, 0

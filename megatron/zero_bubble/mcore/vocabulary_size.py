@@ -1,4 +1,7 @@
-"""Checks whether a vocabulary can be cut into one shard a rank. This module imports neither torch nor megatron.core."""
+"""Checks whether a vocabulary divides into equal shards, one per rank.
+
+This module imports neither torch nor megatron.core.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 
 
 def divides(padded_vocab_size: int, pipeline_ranks: int, tensor_ranks: int) -> bool:
-    """Return whether the vocabulary can be cut into equal shards for all pipeline and tensor ranks."""
+    """Return whether the vocabulary divides into equal shards, one for each pair of pipeline and tensor rank."""
     return padded_vocab_size % (pipeline_ranks * tensor_ranks) == 0
 
 
@@ -19,7 +22,7 @@ def check_vocabulary_size(
         divisible_by: the value of `--make-vocab-size-divisible-by`.
 
     Raises:
-        ValueError: equal shards are impossible; the message names a sufficient value of `divisible_by`.
+        ValueError: equal shards are impossible; the message names a value of `divisible_by` that makes them possible.
     """
     if not divides(padded_vocab_size, pipeline_ranks, tensor_ranks):
         raise ValueError(

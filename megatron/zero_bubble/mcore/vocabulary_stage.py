@@ -1,13 +1,13 @@
 """Runs a step's operations on one rank's vocabulary shard, and the rank's part in the collectives between shards.
 
-`VocabularyStep` keeps the intermediate results between operations, by microbatch. `MegatronStage` calls
+`VocabularyStep` keeps the intermediate results of each microbatch between operations. `MegatronStage` calls
 `VocabularyStep` between the forwards and backwards of megatron-core.
 
-Tensors pass between the computation and the lane of collectives. On a GPU, computation and collectives are two streams,
-and memory that one stream frees must not be reused while the other stream still reads it. Tensors made in the lane are
-not overwritten too early, because each collective waits for all earlier computation. Tensors computed for the lane are
-kept until this rank has waited for a later collective, or are marked by `record_stream`. The rank that broadcasts a
-tensor does not wait for the broadcast.
+The lane runs the collectives beside the computation, and the two exchange tensors. On a GPU, the lane and the
+computation use two streams, and memory that one stream frees must not be reused while the other stream still reads it.
+Tensors made in the lane are not overwritten too early, because each collective waits for all earlier computation.
+Tensors that the lane reads are kept until this rank has waited for a later collective, or are marked by
+`record_stream`. The rank that broadcasts a tensor does not wait for the broadcast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class VocabularyStep:
 
     Args:
         message_shape: shape [sequence, batch, hidden] of the messages between stages.
-        forward_only: whether to leave out tensors that only gradients need.
+        forward_only: whether the step has no backward, and therefore skips tensors that only gradients need.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class VocabularyStep:
         return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 
     def restart(self) -> None:
-        """Drop the results of all microbatches, because their forwards run again; no collective may be under way."""
+        """Drop the results of all microbatches, before their forwards run again; no collective may be under way."""
         self._microbatches = [Microbatch() for _ in range(self._num_microbatches)]
 
     def kept_bytes(self, microbatch: int) -> int:
@@ -78,7 +78,7 @@ class VocabularyStep:
     def read(
         self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
     ) -> None:
-        """Run the forward step of the first stage up to its call of the model: the first rank's part of E."""
+        """Run the first rank's part of E: the forward step of the first stage up to the call of the model."""
         state = self._microbatches[microbatch]
         state.call = record_call(forward_step, data_iterator, model)
         tokens = state.call.tokens
@@ -92,7 +92,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def embed(self, microbatch: int) -> None:
-        """Look up a microbatch's tokens in this shard: operation E."""
+        """Run E: look up a microbatch's tokens in this shard."""
         state = self._microbatches[microbatch]
         weight = self._shard.embedding()
         state.looked_up = look_up(weight, self._shard.embedding.rows, _there(state.tokens))
@@ -105,7 +105,7 @@ class VocabularyStep:
         self._broadcast(self._run.first_rank, *tensors)
 
     def _broadcast(self, root: int, *tensors: torch.Tensor) -> None:
-        """Send the tensors of rank `root` to the other ranks, which receive them in `tensors`."""
+        """Broadcast `tensors` from rank `root`; the other ranks receive into their own `tensors`."""
         for tensor in tensors:
             self._pipeline.broadcast(tensor, root)
         _mark_as_read(*tensors)
@@ -114,7 +114,7 @@ class VocabularyStep:
         self._pipeline.sum_to(_there(state.looked_up), self._run.first_rank)
 
     def begin_first_stage(self, microbatch: int) -> RecordedCall:
-        """Give the first stage its embedded tokens; return the recorded call of the model, which F makes."""
+        """Give the first stage its embedded tokens; return the recorded call of the model, so that F can make it."""
         state, layer = self._microbatches[microbatch], self._run.embedding_layer
         assert layer is not None
         layer.looked_up = _there(state.looked_up)
@@ -134,7 +134,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def add_embedding_gradient(self, microbatch: int) -> None:
-        """Add the gradient of this shard's embedding: operation EW."""
+        """Run EW: add a microbatch's gradient to the gradient of this shard's embedding."""
         state = self._microbatches[microbatch]
         self._shard.embedding.add_embedding_gradient(_there(state.tokens), _there(state.embedding_gradient))
         state.tokens = state.embedding_gradient = None
@@ -145,13 +145,13 @@ class VocabularyStep:
     def forward_last_stage(
         self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
     ) -> tuple[Any, Any]:
-        """Run the forward step of the last stage, and keep the loss function that it returns for L."""
+        """Run the forward step of the last stage, and keep for L the loss function that the forward step returns."""
         call = record_call(forward_step, data_iterator, model)
         self._microbatches[microbatch].loss_function = call.loss_function
         return call.forward_step(data_iterator, model)
 
     def end_last_stage(self, microbatch: int) -> torch.Tensor:
-        """Keep the output of the last stage's forward for S; return this output with its autograd graph for B."""
+        """Keep the last stage's output for S; return the same output with its autograd graph, from which B starts."""
         state, layer = self._microbatches[microbatch], self._run.output_layer
         assert layer is not None
         if layer.loss_inputs is None:
@@ -176,7 +176,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def compute_softmax(self, microbatch: int) -> None:
-        """Compute the softmax on this shard: operation S."""
+        """Run S: compute the softmax on this shard."""
         state, output = self._microbatches[microbatch], self._shard.output
         labels = _there(state.labels).t().reshape(-1)
         hidden = self._whole_hidden(state)
@@ -210,14 +210,14 @@ class VocabularyStep:
             state.input_gradient = total
 
     def begin_loss(self, microbatch: int) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-        """Return the inputs of L: the loss of every token, a leaf [batch, sequence], and the loss function."""
+        """Return the inputs of L: the losses of all tokens, a leaf tensor [batch, sequence], and the loss function."""
         state = self._microbatches[microbatch]
         batch, sequence = self._token_shape
         losses = _there(state.losses).view(sequence, batch).t().contiguous()
         return losses.requires_grad_(not self._forward_only), state.loss_function
 
     def end_loss(self, microbatch: int, gradient: torch.Tensor | None) -> None:
-        """Keep the gradient of L with respect to the loss of every token; a `gradient` of None stands for zeros."""
+        """Keep the gradient of L with respect to the losses of all tokens; a `gradient` of None stands for zeros."""
         state = self._microbatches[microbatch]
         losses = _there(state.losses)
         state.loss_gradient = (
@@ -246,7 +246,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def add_output_gradient(self, microbatch: int) -> None:
-        """Add the gradient of this shard's output layer: operation T."""
+        """Run T: add a microbatch's gradient to the gradient of this shard's output layer."""
         state, output = self._microbatches[microbatch], self._shard.output
         gradient = _there(state.softmax).logits_gradient(_there(state.alpha), _there(state.loss_gradient))
         state.softmax = None

@@ -2,8 +2,8 @@
 block a step.
 
 On a GPU, the first launch of a kernel, the allocator's growth and the creation of a communicator may wait for the whole
-device. In a step, the device also waits for receives that are posted ahead. If the sender of a message waits for the
-rank that has posted the receive of this message, the pipeline hangs. Before the first step, no receives are posted. The
+device. In a step, the device also waits for receives that are posted ahead. If the sender of such a message then waits
+for the receiver, the pipeline hangs. Before the first step, no receives are posted, so that nothing can hang. The
 warm-up restores all state that it changes.
 """
 
@@ -31,8 +31,8 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
     """Compute one microbatch on each of this rank's stages and discard the results; a collective call of all ranks.
 
     The warm-up runs at the start of the first training step, when gradients are zero, and leaves them zero. The first
-    step reads the data of the warm-up again. With fp8, whose scaling remembers every forward, and with varying shapes,
-    which a stage learns from the previous stage, the warm-up only creates communicators.
+    step reads the data of the warm-up again. With fp8 and with varying shapes, the warm-up only creates communicators,
+    because fp8 scaling remembers every forward, and because a stage learns varying shapes from the previous stage.
     """
     _make_communicators(groups, stage.device)
     if get_model_config(stage.model_chunks[0]).fp8 or stage.shapes_vary:
@@ -75,7 +75,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
 
 
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:
-    """Run one all-reduce in every process group that a step may use: the first use of a group creates its communicator.
+    """Create the communicator of every process group that a step may use, by one all-reduce in each group.
 
     All ranks go through the kinds of groups in the same order, and each rank is in one group of each kind.
     """
@@ -89,7 +89,7 @@ def _make_communicators(groups: ProcessGroupCollection, device: torch.device) ->
 
 
 def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int) -> None:
-    """Run F, B and W of one chunk, with noise in place of its neighbours' messages."""
+    """Run F, B and W of one chunk, with random tensors in place of messages from neighbouring stages."""
     place = stage.placement.stage_of(stage.rank, chunk)
     spec = stage.usual_message
     input_tensor, output_grad = None, None
@@ -117,7 +117,7 @@ def _embed(stage: MegatronStage) -> None:
 
 
 def _compute_output(stage: MegatronStage) -> None:
-    """Run S, L, T and EW on this rank's vocabulary shard, after the F and B of its stages."""
+    """Run S, T and EW on this rank's shard, after F and B of the rank's stages; the last stage's rank also runs L."""
     is_last = stage.rank == stage.placement.rank_of(stage.placement.num_stages - 1)
     stage.exchange(Op(OpKind.HIDDEN, 0))
     stage.run_on_shard(Op(OpKind.S, 0))

@@ -1,8 +1,9 @@
-"""Computes W, the deferred weight gradient, of megatron-core's linear layers and hands it to DDP.
+"""Computes W, the deferred weight gradients, for megatron-core's linear layers and hands these gradients to DDP.
 
-W ends by calling the hook with which megatron-core's DDP accumulates `param.grad` into `main_grad` and, once a bucket
-is complete, starts its reduction. Weight gradients are therefore added in the same order as with autograd. DDP gives
-its hook to modules with `register_wgrad_accumulation_and_reduce_hooks` if its config sets `delay_wgrad_compute`.
+W ends by calling a hook of megatron-core's DDP. The hook adds `param.grad` to `main_grad`, and starts the reduction of
+a bucket once the bucket is complete. Weight gradients are therefore added in the same order as with autograd. DDP gives
+its hook to modules that have `register_wgrad_accumulation_and_reduce_hooks`, if the config of DDP sets
+`delay_wgrad_compute`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 
 class LayerWeightGrad:
-    """Adds the weight gradients of one layer to its parameter and tells DDP when they are complete."""
+    """Adds up the weight gradients of one layer in `weight.grad`, and tells DDP when a gradient is complete."""
 
     def __init__(self, weight: Any, store: WeightGradStore) -> None:
         self._hook: Callable[[], None] | None = None
@@ -39,18 +40,18 @@ class LayerWeightGrad:
         weight.register_post_accumulate_grad_hook(reduce)
 
     def set_hook(self, hook: Callable[[], None]) -> None:
-        """Set the hook by which megatron-core's DDP adds `weight.grad` to `weight.main_grad` and counts it as ready."""
+        """Set DDP's hook, which adds `weight.grad` to `weight.main_grad` and marks the weight as ready."""
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the sum of weight gradients to which the W of the layer's current B adds a term."""
+        """Return the sum to which the W that belongs to the layer's current B will add a term."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
-        """Add a term to a microbatch's weight gradient; add the complete gradient to `weight.grad` and call DDP's hook.
+        """Add the term `grad` to the sum `into`; once the sum is complete, add it to `weight.grad` and call DDP's hook.
 
         Args:
             weight: the weight that the forward used: the layer's parameter, or a gathered copy of the parameter.
@@ -69,7 +70,7 @@ class LayerWeightGrad:
 
 
 class MicrobatchSum:
-    """Sums the weight gradient of one microbatch, which has several terms if a forward uses the layer several times.
+    """Sums the terms of one microbatch's weight gradient: one term for each time that the forward uses the layer.
 
     Multi-token prediction uses the output layer several times in a forward. Terms are added in the order of B, as
     autograd does.
@@ -80,7 +81,7 @@ class MicrobatchSum:
         self._total: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add a term of the weight gradient; return the sum once it is complete, until then None."""
+        """Add a term of the weight gradient; return the sum if this term completes it, otherwise None."""
         self.num_missing -= 1
         total = grad if self._total is None else self._total + grad
         # A complete sum is not kept, because it is as large as the weight.

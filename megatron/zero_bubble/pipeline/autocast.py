@@ -1,4 +1,4 @@
-"""Limits autocast to forwards: backwards compute in the types that forwards chose, as outside an autocast block."""
+"""Limits autocast to forwards; a backward computes in the types that its forward has chosen."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Autocast:
         return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
     def forward(self, *, keeps_casts: bool = True) -> torch.autocast:
-        """Return a context manager with these settings. The cache must not keep casts made without gradients."""
+        """Return a context manager with these settings; pass `keeps_casts=False` where gradients are disabled."""
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=self.caches and keeps_casts)
 
     @contextmanager
     def only_in_forwards(self) -> Iterator[None]:
-        """Switch autocast off inside the `with` block, and clear the cache of cast weights before and after it."""
+        """Switch autocast off in the `with` block, and clear the cache of cast weights before and after the block."""
         torch.clear_autocast_cache()
         try:
             with torch.autocast(self.device_type, self.dtype, enabled=False):

@@ -21,11 +21,11 @@ class Microbatches(NamedTuple):
 
 
 def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatches:
-    """Split a pair of inputs and targets along their first dimension, or draw microbatches from an iterator.
+    """Split a pair (inputs, targets) along the first dimension of the tensors, or take microbatches from an iterator.
 
     Raises:
-        ValueError: the batch has a wrong type or unequal lengths, or does not divide into microbatches, or the iterator
-            ends too early.
+        ValueError: the batch has a wrong type, its tensors have unequal lengths, its length is no multiple of `count`,
+            or the iterator ends too early.
     """
     if isinstance(batch, Iterator):
         pairs = [
@@ -70,9 +70,9 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
 
 
 def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
-    """The sizes of microbatches, from the lengths in `cu_seqlens` of a mapping or from the shape of the largest tensor.
+    """The size of each microbatch, from `cu_seqlens` of its inputs or else from the shape of its largest tensor.
 
-    The first dimension of the largest tensor is the number of sequences.
+    If the largest tensor has several dimensions, the first dimension is the number of sequences.
     """
     sizes = []
     for value in inputs:
@@ -84,7 +84,7 @@ def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
 
 
 def common_form(inputs: list[Any]) -> tuple[MessageSpec, bool]:
-    """Return the form of the inputs of the first microbatch, and whether other microbatches have other shapes.
+    """Return the form of the first microbatch's inputs, and whether any other microbatch has different shapes.
 
     Raises:
         ValueError: the inputs of two microbatches differ in structure or type.

@@ -1,4 +1,4 @@
-"""Decides which layers each stage gets: cuts layer weights into consecutive parts with the smallest largest sum."""
+"""Decides which layers each stage gets: cuts the list of layer weights so that the largest sum of a part is minimal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ Boundaries = tuple[int, ...]
 def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """Split `weights` into consecutive non-empty parts so that the largest sum of a part is as small as possible.
 
-    Among partitions with the smallest largest sum, the function chooses the partition with the smallest sum of the
-    parts' squared weights; among equal sums, it chooses the smallest sum of the parts' squared lengths.
+    Among such partitions, the function chooses the partition with the smallest sum of the parts' squared weights. If
+    several partitions still tie, it chooses the smallest sum of the parts' squared lengths.
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
-    """End of the last part -> smallest possible value of the largest sum of a part, for the parts that the loop has
-    added."""
+    """End of the last part -> least possible value of the largest sum of a part, with the parts added so far."""
     for _ in range(num_parts - 1):
         smallest = [
             min((max(smallest[first], total - before[first]) for first in range(end)), default=math.inf)
@@ -30,11 +29,11 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
 
 
 def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
-    """Return the most even partition without a part above `limit`, by dynamic programming over the ends of parts."""
+    """Return the most even partition in which no part's sum exceeds `limit`, by dynamic programming over part ends."""
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
-    """For each part and its end, the best partition up to that end: sums of squared weights and lengths, first layer of
-    the part."""
+    """Number of parts -> end of the last part -> sum of squared weights, sum of squared lengths and first layer of the
+    last part, for the best partition."""
     for part in range(num_parts):
         ends: dict[int, tuple[float, float, int]] = {}
         for first, (squares, lengths, _) in best[-1].items():
@@ -53,7 +52,7 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
 
 
 def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Boundaries:
-    """Check and complete a user's boundaries: the first layers of all stages after the first stage.
+    """Check the first layers that a user gives for all stages but the first; add the first and the last boundary.
 
     Raises:
         ValueError: the boundaries do not leave at least one layer to each stage.
@@ -68,7 +67,7 @@ def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Bounda
 
 
 def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
-    """Return 1 for each class name in which the regular expression is found, ignoring case, and 0 for other names.
+    """Return for each class name 1 if the regular expression matches in the name, ignoring case, and 0 otherwise.
 
     Raises:
         ValueError: `pattern` is not a regular expression, or matches no class.

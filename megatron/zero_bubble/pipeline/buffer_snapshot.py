@@ -8,7 +8,7 @@ import torch
 
 
 class BufferSnapshot:
-    """The buffers of `modules`: the tensors, and copies of their values."""
+    """The buffers of `modules`: the tensors themselves, and copies of their values."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         inside = {each for module in modules for each in module.modules()}
@@ -22,7 +22,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the tensors back that forwards have replaced, and the values of all tensors."""
+        """Put back the buffer tensors that forwards have replaced, and restore the values of all buffers."""
         for buffers, tensors in self._tensors:
             buffers.clear()
             buffers.update(tensors)

@@ -16,10 +16,11 @@ from megatron.zero_bubble.schedule import Placement
 class StepMessages:
     """The messages of a pipeline's steps; creating an instance is a collective call of all ranks.
 
-    From the first step with microbatches of several shapes on, headers announce the shapes of all activations.
+    Once a step has microbatches of different shapes, headers announce the shapes of all activations, in this step and
+    in all later steps.
 
     Args:
-        shapes_vary: whether shapes vary from the first step on.
+        shapes_vary: whether headers announce shapes in every step, including the first.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class StepMessages:
         self.shapes_vary = True
 
     def begin(self, load: Callable[[], Microbatches], autocast: Autocast, *, trains: bool) -> None:
-        """Give the stage the data and the specs of the messages of a step; a collective call of all ranks.
+        """Give the stage the data and the message specs of a step; a collective call of all ranks.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
@@ -88,7 +89,7 @@ class StepMessages:
         return self._trained_form is not None
 
     def _describe(self, load: Callable[[], Microbatches], autocast: Autocast) -> tuple[str, bool]:
-        """Give the stage its data; return everything on which the messages depend, and whether shapes differ."""
+        """Give the stage its data; return all that the messages depend on, and whether microbatches differ in shape."""
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])
         self._stage.begin(microbatches, autocast)

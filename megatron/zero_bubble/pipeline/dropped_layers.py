@@ -42,7 +42,7 @@ class DroppingLayer:
         return call.returned.value_of(outputs)
 
     def _probe(self, value: Any) -> Any:
-        """Run the layer outside of F; if the layer changes its input in place, let it change a copy from now on.
+        """Run the layer outside of F; a layer that changes its input in place gets a copy of its input from now on.
 
         R needs the input of F, and autograd refuses in-place changes of R's input.
         """
@@ -98,7 +98,7 @@ class _DroppedCall:
 
 
 class _Dropped(torch.autograd.Function):
-    """A call of a checkpointed layer; R, or the store within B, reruns the layer before the backward of the call."""
+    """A call of a checkpointed layer; the layer runs again before the call's backward, in R or, without an R, in B."""
 
     @staticmethod
     def forward(ctx: Any, call: _DroppedCall, wanted: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

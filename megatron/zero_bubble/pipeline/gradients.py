@@ -81,7 +81,7 @@ class TiedLayer:
         self._before = {}
 
     def _contiguous_copy(self, stage: int, k: int, *, of_gradient: bool = False) -> torch.Tensor:
-        """Return parameter `k` of a stage's copy, or the parameter's gradient; zeros if this rank does not have it."""
+        """Return parameter `k` of a stage's copy, or that parameter's gradient; zeros if this rank lacks the tensor."""
         result = torch.zeros_like(next(iter(self._own.values()))[k], memory_format=torch.contiguous_format)
         if stage in self._own:
             value = self._own[stage][k].grad if of_gradient else self._own[stage][k]
@@ -108,7 +108,7 @@ def connect_ties(
 
 
 def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Replace gradients by their means over replicas, as DistributedDataParallel does: divided first, then summed."""
+    """Average gradients over replicas as DistributedDataParallel does: divide each gradient first, then sum."""
     works = []
     for parameter in parameters:
         if parameter.requires_grad:
@@ -140,8 +140,7 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 def total_norm(norms: Sequence[LayerNorm], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all ranks' gradients, equal bit by bit to the norm in a single process.
 
-    The norms of the layers are combined in the order of the model's parameters, as `torch.nn.utils.clip_grad_norm_`
-    does.
+    The norms are combined in the order of the model's parameters, as `torch.nn.utils.clip_grad_norm_` does.
     """
     if not norms:
         return torch.tensor(0.0)
@@ -156,7 +155,7 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale this rank's gradients so that the norm over all ranks is at most `max_norm`; return the unscaled norm.
+    """Scale this rank's gradients so that the norm of all ranks is at most `max_norm`; return the norm before scaling.
 
     Args:
         parameters: all parameters of this rank.

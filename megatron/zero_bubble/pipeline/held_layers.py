@@ -1,4 +1,4 @@
-"""Builds the layers of one rank, prepares them (tied, split into B and W, checkpointed), and describes all layers."""
+"""Builds, ties and checkpoints the layers of one rank, splits their backward, and describes the layers of all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 Unsplit = Counter[str]
-"""Class of modules -> number of their parameters whose gradients are computed in B."""
+"""Module class -> number of parameters of such modules whose gradients are computed in B."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class LayerBuilder:
 
 
 def unsplit_of(modules: Sequence[nn.Module], split: set[int]) -> Unsplit:
-    """Count, for each class of modules, the parameters with gradients that are not in `split`."""
+    """Count, for each class of modules, the parameters that require a gradient and are not in `split`."""
     counted, unsplit = set(split), Unsplit()
     for inside in nn.ModuleList(modules).modules():
         for parameter in inside.parameters(recurse=False):
@@ -120,9 +120,9 @@ class Summary:
     layout: StageLayout
     num_microbatches: int
     unsplit: Unsplit
-    """The parameters of all ranks whose W stays in B, counted by class of layer."""
+    """Module class -> number of parameters on all ranks whose W stays in B."""
     num_parameters: int
-    """The number of all ranks' parameters."""
+    """The number of parameters of all ranks together."""
 
     @property
     def unsplit_share(self) -> float:
@@ -148,5 +148,5 @@ class Summary:
         return f"Pipeline: W stays in B for {shares}; split_layers=[...] splits more" if shares else None
 
     def _unsplit_shares(self) -> list[tuple[str, str]]:
-        """Return class and share of the layers whose W stays in B, the largest share first."""
+        """Return each class whose W stays in B, with its share of the parameters, the largest share first."""
         return [(name, f"{count / self.num_parameters:.1%}") for name, count in self.unsplit.most_common()]

@@ -40,7 +40,7 @@ class Interconnect(Protocol):
         ...
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives for tensors on `device` among the ascending `members`; a collective call of all members."""
+        """Open collectives for tensors on `device`; a collective call of the ranks `members`, which are ascending."""
         ...
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ def connect_ranks(
     Args:
         group: the ranks of the pipeline, by default all ranks of the job.
         device: the device of layers and messages; by default this process's GPU with NCCL, otherwise the CPU.
-        timeout: the time after which a missing message, or a rank that is missing in a collective, makes the job fail.
+        timeout: how long a rank waits for a message or a collective before the job fails.
 
     Raises:
         ValueError: torch.distributed is not initialized.
@@ -145,10 +145,10 @@ class Agreement:
         ]
 
     def collect(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank and return the results of all; a collective call.
+        """Run `action` on every rank and return the results of all ranks; a collective call.
 
         Raises:
-            ValueError: `action` raises `ValueError` or `OSError` on any rank. Every rank raises the error of the first
+            ValueError: `action` raises `ValueError` or `OSError` on any rank. Every rank raises the error of the lowest
                 rank whose `action` fails.
         """
         outcomes = self.gather(attempt(action))

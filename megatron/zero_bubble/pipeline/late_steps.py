@@ -1,8 +1,8 @@
 """Takes the optimizer's step of a pipeline before the norm of all gradients is known, and amends a step that was wrong.
 
-A rank with complete gradients reports their norms in the background, takes the optimizer's step, and goes on with the
-forwards of the next training step. Before the first backward of the next step, the rank waits for the reports of all
-ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips, steps again, and runs the
+Once its gradients are complete, a rank reports their norms in the background, takes the optimizer's step, and goes on
+with the forwards of the next training step. Before the first backward of the next step, the rank waits for the reports
+of all ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips, steps again, and runs the
 forwards of the next step again. Parameters, losses and norms are the same, bit by bit, as in a step that waits for the
 norm.
 """
@@ -38,7 +38,7 @@ class TrainingOutcome:
     grad_norm: torch.Tensor
     """The norm of all gradients before clipping."""
     was_amended: bool = False
-    """Whether the optimizer's step was wrong at first, and forwards of the next training step ran twice."""
+    """Whether the optimizer's step had to be amended; forwards of the next step that ran too early were repeated."""
 
 
 class SteppingLayerStage(LayerStage):
@@ -51,14 +51,14 @@ class SteppingLayerStage(LayerStage):
         self._buffers = BufferSnapshot([])
 
     def remember(self) -> None:
-        """Keep random states and buffers, which the forwards before VALIDATE change, to run these forwards again."""
+        """Save the random states and buffers that forwards before VALIDATE change, in case these forwards run again."""
         self._buffers = self.snapshot()
         self._states = [torch.get_rng_state()]
         if self.device.type == "cuda":
             self._states.append(torch.cuda.get_rng_state(self.device))
 
     def step(self) -> None:
-        """Do nothing: the optimizer's step needs gradient sums over tied layers and replicas, computed later."""
+        """Do nothing, because gradients are summed over tied layers and replicas later, before the optimizer's step."""
 
     def restart(self) -> None:
         torch.set_rng_state(self._states[0])
@@ -87,7 +87,7 @@ class _UnvalidatedStep:
     max_norm: float
     has_stepped: bool
     settings: list[dict[str, Any]]
-    """Settings of the optimizer's parameter groups at the step, which a scheduler may have changed since."""
+    """Settings of the parameter groups at the optimizer's step; a learning-rate scheduler may change them later."""
 
 
 class LateSteps:
@@ -145,7 +145,7 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
-        """Send this rank's `StepReport` to all ranks; take the optimizer's step unless it is already known to be wrong.
+        """Send this rank's `StepReport` to all ranks; take the optimizer's step unless this rank knows it to be wrong.
 
         Args:
             norms: the norms of this rank's complete gradients.
@@ -162,14 +162,14 @@ class LateSteps:
             optimizer.step()
 
     def validate(self) -> bool:
-        """Wait for the reports of all ranks, amend the last step if it was wrong, and drop its gradients.
+        """Wait for the reports of all ranks, amend the last optimizer step if it was wrong, and drop the gradients.
 
         Returns:
             Whether the last optimizer step was wrong on any rank; the value is the same on every rank.
 
         Raises:
-            ValueError: on all ranks, if a forward of the step has failed; the optimizer's step is then not taken, or
-                undone.
+            ValueError: on all ranks, if a forward of the step has failed; ranks that have taken the optimizer's step
+                undo it.
         """
         if self._pending is None:
             return False
@@ -204,5 +204,5 @@ class LateSteps:
 
 
 def _clips(norm: torch.Tensor, max_norm: float) -> bool:
-    """Tell whether `clip_grads_with_norm_` changes gradients of this norm, instead of multiplying them by 1."""
+    """Tell whether `clip_grads_with_norm_` multiplies gradients of this norm by a factor other than 1."""
     return not bool(max_norm / (norm + 1e-6) >= 1.0)

@@ -1,4 +1,4 @@
-"""Measures the times of F, B and W: of single layers to balance a partition, and of stages in a running pipeline."""
+"""Measures the times of F, B and W of single layers, to balance a partition, and of stages in a running pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure_layers(
 ) -> list[LayerTimes]:
     """Return the median times of every layer; the times of the loss are added to the times of the last layer.
 
-    The layers themselves stay as they are: copies are measured, one at a time.
+    The layers themselves do not change, because copies are measured, one at a time.
 
     Args:
         example: inputs and targets of one microbatch.
@@ -101,7 +101,7 @@ def _measure(
 
 
 def stage_times(ops: Sequence[MeasuredOp], placement: Placement, rank: int) -> dict[int, LayerTimes]:
-    """Return the median times of one microbatch for each stage of `rank`, from the operations of a step.
+    """Return the median times of one microbatch for each stage of `rank`, from the measured operations of a step.
 
     The times of R, and of an operation that combines B and W, count as time of B.
     """

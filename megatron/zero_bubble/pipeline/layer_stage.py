@@ -35,7 +35,7 @@ class HeldLayer:
 
 
 class Failure(NamedTuple):
-    """A failed forward. The first of several failures, by microbatch and then by stage, is the cause of the others."""
+    """A failed forward. Failures sort by microbatch, then by stage; the first failure causes the others."""
 
     microbatch: int
     stage: int
@@ -43,7 +43,7 @@ class Failure(NamedTuple):
 
 
 class LayerStage:
-    """Computes F and B of the layers of one rank; a `Stage` whose messages are `StageMessage`.
+    """Computes F and B of the layers of one rank; implements `Stage` with `StageMessage` in place of tensors.
 
     The error of a failed forward is recorded, and zeros replace the output. The step continues to its end, so that no
     rank hangs and all ranks can raise the same error.
@@ -90,19 +90,19 @@ class LayerStage:
         return self._microbatches.inputs
 
     def reorder(self, places: Sequence[int]) -> None:
-        """Reorder the step's microbatches; `places` contains for each place the microbatch's number in the data."""
+        """Reorder the step's microbatches; `places[k]` is the number in the data of the microbatch at place k."""
         self._places = places
         if self._microbatches.targets:
             inputs, targets = self._microbatches
             self._microbatches = Microbatches([inputs[n] for n in places], [targets[n] for n in places])
 
     def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
-        """Set the spec of the message that each stage sends to the next stage, with example shapes if shapes vary."""
+        """Set the spec of each stage's message to the next stage; if shapes vary, the specs have example shapes."""
         self._sent = sent
         self._announced = {stage: spec.announced() for stage, spec in sent.items()} if shapes_vary else {}
 
     def trained_parameters(self) -> list[bool]:
-        """Return for every parameter whether it requires a gradient; the gradients in messages depend on that."""
+        """Return for every parameter whether it requires a gradient, which decides the gradients in messages."""
         layers = [layer for chunk in self.chunks for layer in chunk]
         return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
 
@@ -197,7 +197,7 @@ class LayerStage:
         return gradients.answering(partial(self._gradients.get, (stage, op.microbatch)))
 
     def probe(self, stage: int, message: StageMessage | None) -> StageMessage:
-        """Run the forward of `stage` with the first microbatch, without side effects, to learn the form of its message.
+        """Run the forward of `stage` on the first microbatch without side effects; return the stage's message.
 
         Raises:
             ValueError: a layer or the loss fails, or returns an unsupported value.
@@ -255,7 +255,7 @@ class LayerStage:
             buffers.restore()
 
     def snapshot(self) -> BufferSnapshot:
-        """Return the state of the buffers of this rank's layers, and of the loss if the rank computes the loss."""
+        """Return a snapshot of the buffers of this rank's layers and, if the rank computes the loss, of `loss_fn`."""
         return BufferSnapshot(self._restored_modules)
 
 

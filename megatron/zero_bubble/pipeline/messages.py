@@ -1,6 +1,6 @@
 """Messages between stages: tensors in tuples, lists and dicts, sent one after the other on one channel.
 
-The executor only hands messages on. The executor gets a `StageMessage` in place of a tensor, and a
+The executor passes messages on without looking inside. The executor gets a `StageMessage` in place of a tensor, and a
 `MessageCommunicator` in place of a communicator.
 """
 
@@ -24,7 +24,7 @@ from megatron.zero_bubble.runtime.variable_shapes import (
 )
 
 Constant = None | bool | int | float | str
-"""Constants that a message may hold beside tensors; they are the same for every microbatch, and are not sent."""
+"""A constant in a message; constants are the same for every microbatch and are not sent."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MessageSpec:
     """Everything that a receiver must know about a message before the message arrives."""
 
     template: Any
-    """The output of a layer, with a tensor's spec in place of each tensor."""
+    """The output of a layer, with each tensor replaced by its spec."""
     needs_gradient: tuple[bool, ...]
     """For each tensor, whether the sending stage needs the tensor's gradient."""
 
@@ -41,7 +41,7 @@ class MessageSpec:
         return pytree.tree_flatten(self.template)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the spec without derived fields, because specs are sent to other ranks."""
+        """Pickle only the two fields, without cached properties, because specs are sent to other ranks."""
         return MessageSpec, (self.template, self.needs_gradient)
 
     @cached_property
@@ -59,7 +59,7 @@ class MessageSpec:
         return replace(self, template=template)
 
     def value_of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the tensors of a message with this spec, in the structure in which a layer returned them."""
+        """Return the tensors of a message with this spec, in the structure of the layer's output."""
         given = iter(tensors)
         leaves, structure = self._flat
         return pytree.tree_unflatten([next(given) if isinstance(leaf, AnySpec) else leaf for leaf in leaves], structure)
@@ -70,7 +70,7 @@ class MessageSpec:
         return replace(self, template=announced)
 
     def answering(self, find: Callable[[], Sequence[TensorSpec] | None]) -> MessageSpec:
-        """Return the spec of a message of gradients; `find` returns the shapes of the gradients once they are known."""
+        """Return the spec of a message of gradients whose shapes `find` returns as soon as they are known."""
 
         def later(k: int) -> AnswerSpec:
             return AnswerSpec(lambda: None if (specs := find()) is None else specs[k])
@@ -78,7 +78,7 @@ class MessageSpec:
         return replace(self, template=tuple(later(k) for k in range(len(self.tensors))))
 
     def has_form_of(self, other: MessageSpec, *, shapes_vary: bool = False) -> bool:
-        """Tell whether a receiver that expects `other` can receive this message; with `shapes_vary`, in any shape."""
+        """Tell whether a receiver that expects `other` can receive this message; `shapes_vary` allows other shapes."""
         if shapes_vary:
             return bool(self.announced().template == other.announced().template)
         return bool(self.template == other.template)
@@ -122,7 +122,7 @@ class StageMessage:
 
     @property
     def value(self) -> Any:
-        """The content of the message as the value that layers take and return."""
+        """The tensors and constants of the message, in the structure that layers take and return."""
         return self.spec.value_of(self.tensors)
 
     def backward_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
@@ -147,7 +147,7 @@ class StageMessage:
         self.tensors = ()
 
     def spread(self, gradients: StageMessage) -> list[torch.Tensor | None]:
-        """Return a gradient or None for each tensor of this message, from the received message `gradients`."""
+        """Return each tensor's gradient from the message `gradients`, or None for a tensor that needs no gradient."""
         given = iter(gradients.tensors)
         return [next(given) if needs else None for needs in self.spec.needs_gradient]
 
@@ -173,7 +173,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 class _Words(str):
-    """A text that shows without quotes inside of tuples and dicts."""
+    """A string that is printed without quotes inside of tuples and dicts."""
 
     __slots__ = ()
     __repr__ = str.__str__

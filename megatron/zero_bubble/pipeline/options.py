@@ -26,27 +26,28 @@ class PipelineOptions:
     Args:
         partition: which layers a stage gets. "uniform" balances the number of layers, "parameters" the number of
             parameters, "type:REGEX" the number of layers whose class matches, and "profile" the measured times of the
-            layers. A partition as a list contains the first layer of every stage except the first stage.
+            layers. A list gives the first layer of every stage except the first stage.
         example: inputs and targets of one microbatch, for the partition "profile".
-        num_chunks: number of stages of a rank; by default the number that the schedule has.
-        memory_limit: largest activation memory of a rank, in activations of one microbatch on a whole rank; one number
-            for all ranks, or one per rank. The default is the memory that the named schedule needs.
-        offload: speed of a rank's host link in each direction, as the number of microbatches copied in the time of one
-            forward. A planned schedule then copies activations to the host and back where that is faster under
-            `memory_limit`, and microbatches keep their order. None disables copies to the host.
+        num_chunks: number of stages per rank; by default the schedule's own number.
+        memory_limit: largest activation memory of a rank, in units of one microbatch's activations on all stages of a
+            rank; one number for all ranks, or one per rank. The default is the memory that the named schedule needs.
+        offload: speed of a rank's host link in each direction, as the number of microbatches whose activations are
+            copied in the time of one forward. With a number, a planned schedule copies activations to the host and back
+            where this makes the schedule faster under `memory_limit`, and microbatches keep the order of the data. None
+            disables copies to the host.
         checkpoint: whether all layers drop their activations in F and run again in R. The argument `checkpoint` of a
-            `LayerSpec` sets the recomputation of one layer.
+            `LayerSpec` does the same for one layer.
         split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
         variable_shapes: whether layers can return different shapes for two microbatches with equal input shapes, as a
-            layer that drops padding does. Different input shapes are noticed without `variable_shapes`.
-        microbatch_order: "planned" runs microbatches of different shapes in the order with the least predicted time,
-            based on measured times of the first steps with different shapes; "data" keeps the order of the data.
+            layer that drops padding does. Microbatches with different input shapes do not need this option.
+        microbatch_order: "planned" runs microbatches of different shapes in the order with the least time, predicted
+            from the measured times of the first steps in which shapes differ; "data" keeps the order of the data.
         post_validation: whether `train_step` takes the optimizer's step before the norm of all gradients is known.
 
     Raises:
-        ValueError: an option has another type, `microbatch_order` is unknown, shapes vary together with
-            post-validation, or `offload` is not above zero, has no memory limit, or has nothing to copy because all
-            layers are recomputed.
+        ValueError: an option has a wrong type; `microbatch_order` is unknown; `variable_shapes` and `post_validation`
+            are both set; or `offload` is not above zero, is given without `memory_limit`, or is given with
+            `checkpoint`.
     """
 
     partition: Partition = "parameters"
@@ -78,7 +79,7 @@ class PipelineOptions:
             raise ValueError("offload and checkpoint=True: nothing that is recomputed is copied, so leave one out")
 
     def compared(self) -> dict[str, Any]:
-        """The options by name that ranks compare: all but the example, which only one rank uses."""
+        """Name -> value of the options that ranks compare: all options but `example`, which only one rank uses."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "example"}
 
 
@@ -117,14 +118,14 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "variable_shapes": (_is_flag, "True or False"),
     "post_validation": (_is_flag, "True or False"),
 }
-"""Option -> whether a value has the option's type, and this type in words."""
+"""Option -> function that tells whether a value has the option's type, and a description of the type."""
 
 
 def check_types(layers: Any, loss_fn: Any, options: Any) -> None:
     """Check the arguments of a `Pipeline` that its ranks do not compare.
 
     Raises:
-        ValueError: an argument has another type.
+        ValueError: an argument has a wrong type.
     """
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers must be a list of layers, got {_short(layers)}")
@@ -135,7 +136,7 @@ def check_types(layers: Any, loss_fn: Any, options: Any) -> None:
 
 
 Words = dict[str, str | list[str]]
-"""Argument of `Pipeline` -> its value in words; a list for arguments with one entry per layer."""
+"""Argument of `Pipeline` -> its value as text; a list for arguments with one entry per layer."""
 
 
 def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Mapping[str, Any]) -> None:

@@ -48,8 +48,8 @@ class PartialModel(nn.Module):
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model on every rank, in host memory; `torch.nn.Sequential` can load it.
 
-        For large models save `state_dict()` with `torch.distributed.checkpoint`, which writes and reads the ranks'
-        parts. The names in `state_dict()` depend neither on the partition nor on the number of ranks.
+        For large models save `state_dict()` with `torch.distributed.checkpoint`, so that every rank writes and reads
+        only its own part. The names in `state_dict()` depend neither on the partition nor on the number of ranks.
         """
         own = {
             name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self.state_dict().items()

@@ -40,8 +40,9 @@ logger = logging.getLogger("megatron.zero_bubble")
 class Pipeline(PartialModel):
     """A `torch.nn.Sequential` whose layers are spread over ranks.
 
-    As a module, a `Pipeline` holds the layers of this rank, by their names in `torch.nn.Sequential(*layers)`. Every
-    method that trains, evaluates, clips or gathers is a collective call of all ranks of the pipeline.
+    As a module, a `Pipeline` holds the layers of this rank, under the names that they have in
+    `torch.nn.Sequential(*layers)`. Every method that trains, evaluates, clips or gathers is a collective call of all
+    ranks of the pipeline.
 
     Args:
         layers: modules, functions, `LayerSpec` or `TiedLayerSpec`, the same on all ranks.
@@ -50,7 +51,8 @@ class Pipeline(PartialModel):
         num_microbatches: number of microbatches of a step.
         options: partition, memory, shapes and post-validation.
         group: the ranks of the pipeline, by default all ranks of the job.
-        replicas: the ranks that hold the same stages of other pipelines; gradients are averaged over them.
+        replicas: the ranks, including this rank, that hold the same stages in all replicas of the pipeline; gradients
+            are averaged over these ranks.
         interconnect: the connections between the ranks, by default `connect_ranks(group)`. Call `connect_ranks`
             yourself for another device or timeout.
 
@@ -109,14 +111,14 @@ class Pipeline(PartialModel):
         return self.layout.schedule.placement
 
     def train_batch(self, batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of one step; return the mean loss of its microbatches, on all ranks.
+        """Run the forwards and backwards of one step; every rank returns the mean loss of the step's microbatches.
 
         The gradients of the mean loss, averaged over replicas, are added to the parameters' `.grad`.
 
         Args:
             batch: a pair (inputs, targets), split into microbatches along the first dimension of all tensors, or an
-                iterator of the pairs of single microbatches. A rank that holds neither the first nor the last stage
-                ignores the batch.
+                iterator that yields one such pair for each microbatch. A rank that holds neither the first nor the last
+                stage ignores the batch.
 
         Raises:
             ValueError: on all ranks, if the batch cannot be used.
@@ -129,8 +131,8 @@ class Pipeline(PartialModel):
         """Run `train_batch`, clip, take the optimizer's step and drop the gradients; return loss and norm.
 
         With post-validation the ranks do not wait for each other, and the returned outcome belongs to the previous
-        step; the first step returns None. A failed step raises a `ValueError` in the next call. The pipeline cannot be
-        used after a failed step.
+        step; the first step returns None. If a step fails, the next call raises `ValueError`, and the pipeline cannot
+        be used any more.
         """
         if self._late is None:
             outcome = TrainingOutcome(self.train_batch(batch), self.clip_grad_norm_(max_norm))
@@ -146,8 +148,8 @@ class Pipeline(PartialModel):
     def settle(self) -> TrainingOutcome | None:
         """Validate the last step of `train_step` and return its outcome; None if no outcome is left to return.
 
-        Call `settle` before anything else reads parameters or the optimizer's state. The pipeline's own methods
-        validate the last step themselves.
+        Call `settle` before code outside the pipeline reads parameters or the optimizer's state. The pipeline's own
+        methods validate the last step themselves.
         """
         self._validate()
         return self._late.take_outcome() if self._late is not None else None
@@ -157,7 +159,7 @@ class Pipeline(PartialModel):
             self._late.validate()
 
     def stage_times(self, batch: Any = None) -> list[LayerTimes]:
-        """Run `train_batch` and return how many seconds each stage computed for one microbatch, on all ranks."""
+        """Run `train_batch`; every rank returns the median seconds of F, B and W of each stage for one microbatch."""
         recorder = OpRecorder(device_clock(self.device))
         self._train(batch, recorder)
         own = stage_times(recorder.take(), self._placement, self._rank)
@@ -181,7 +183,7 @@ class Pipeline(PartialModel):
             average_over(self._replicas, self.own_parameters())
 
     def eval_batch(self, batch: Any = None) -> torch.Tensor:
-        """Run the forward of one step in evaluation mode; return the mean loss on all ranks.
+        """Run the forwards of one step in evaluation mode; every rank returns the mean loss.
 
         The batch has the form that `train_batch` takes.
         """
@@ -202,7 +204,7 @@ class Pipeline(PartialModel):
         return super().state_dict(*arguments, **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the unscaled norm.
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before scaling.
 
         The norm equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
         counts once.
@@ -219,7 +221,7 @@ class Pipeline(PartialModel):
         return self._summary.text()
 
     def close(self) -> None:
-        """Close the connections between the ranks, which otherwise close with the pipeline object or at exit."""
+        """Close the connections between the ranks; otherwise they close when the pipeline is freed or at exit."""
         if self._late is not None:
             self._late.close()
         self._agreement.close()

@@ -1,4 +1,4 @@
-"""Runs the steps of one rank: its layers, the messages between stages, and the executor of the schedule."""
+"""Runs the steps of one rank with its layers, the messages between stages, and the schedule's executor."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RankSteps:
         )
 
     def train(self, load: Load, recorder: OpRecorder | None = None) -> torch.Tensor:
-        """Run forward and backward of a step; return the mean loss, on all ranks.
+        """Run the forwards and backwards of a step; every rank returns the mean loss.
 
         Raises:
             ValueError: on all ranks, if the data cannot be used or a layer fails.
@@ -102,7 +102,7 @@ class RankSteps:
         return self._finish()
 
     def evaluate(self, load: Load) -> torch.Tensor:
-        """Run a step's forwards without gradients; return the mean loss on all ranks. Errors are as in `train`."""
+        """Run a step's forwards without gradients; every rank returns the mean loss. Errors are as in `train`."""
         autocast = Autocast.current(self._stage.device.type)
         with autocast.only_in_forwards(), torch.no_grad():
             self._messages.begin(load, autocast, trains=False)
@@ -122,7 +122,7 @@ class RankSteps:
         return Executor(schedule, self._rank, communicator, *self._stores, offload_store=self._offload)
 
     def _finish(self) -> torch.Tensor:
-        """Return the loss of the step on every rank, or raise the error of the first forward that has failed."""
+        """On every rank, return the loss of the step, or raise the error of the first failed forward."""
         failures, cause, loss = self._stage.failures, self._stage.cause, self._stage.end()
         outcomes = self._agreement.gather((loss.cpu() if loss is not None else None, min(failures, default=None)))
         failed = [failure for _, failure in outcomes if failure is not None]

@@ -15,14 +15,14 @@ from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, tie_of
 
 
 def refuse_shared(layers: Sequence[Any], stages: Boundaries) -> None:
-    """Check the layers of all stages before they are built.
+    """Check, before layers are built, that stages share no state except tied parameters.
 
     Args:
         stages: the first layer of every stage, followed by the number of layers.
 
     Raises:
-        ValueError: layers on two stages share a parameter or a persistent buffer without a `TiedLayerSpec`, or layers
-            with one key are not built alike, or have persistent buffers, which are not tied.
+        ValueError: layers on two stages share a parameter or a persistent buffer without a `TiedLayerSpec`; layers with
+            one key are not built alike; or a layer that is tied over stages has persistent buffers.
     """
     stage_of = {index: stage for stage, (first, end) in enumerate(pairwise(stages)) for index in range(first, end)}
     owners: dict[torch.Tensor, int] = {}
@@ -49,7 +49,7 @@ _REMEDIES = {
 
 
 def _existing_module(layer: Any) -> nn.Module | None:
-    """Return a layer that is a module, or the module that a spec makes of existing modules or parameters."""
+    """Return `layer` if it is a module, or the module that a spec builds from existing modules or parameters."""
     if not isinstance(layer, LayerSpec):
         return layer if isinstance(layer, nn.Module) else None
     given = pytree.tree_leaves((layer.args, layer.kwargs))
@@ -64,7 +64,7 @@ def _on_meta(spec: LayerSpec) -> nn.Module | None:
 
 
 def _state_of(module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers; a buffer that is not saved is a constant, such as a mask."""
+    """Yield parameters and persistent buffers; all other buffers are constants, such as masks."""
     for inside in () if module is None else module.modules():
         for parameter in inside.parameters(recurse=False):
             yield "parameter", parameter
@@ -93,7 +93,7 @@ def parameters_behind(value: Any, seen: set[Any]) -> Iterator[nn.Parameter]:
     """Yield the parameters from which autograd has computed the tensors in `value`.
 
     Args:
-        seen: nodes of the graph that are not visited again; the nodes that are visited are added.
+        seen: graph nodes to skip; every visited node is added to this set.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     pending = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]

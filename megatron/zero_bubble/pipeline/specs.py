@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.errors import one_line
 
 
 class LayerSpec:
-    """A layer that is built as `layer_class(*args, **kwargs)`, and only on the rank that holds the layer.
+    """A layer that is built as `layer_class(*args, **kwargs)`; only the rank that holds the layer builds it.
 
     Each layer is initialised from its own seed, which follows from `torch.initial_seed()` and the layer's index, so
     that the weights do not depend on the partition.
@@ -52,18 +52,18 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares its parameters with all layers of the same `key`, also on other stages.
+    """A layer that shares its parameters with all layers of the same `key`, including layers on other stages.
 
     Each stage that has a layer with the key holds a separate copy of the parameters. At the end of a step every copy
     gets the sum of all copies' gradients, added in the order of the stages, so that copies with equal weights stay
     equal.
 
     Args:
-        forward: called as `forward(module, input)` in the place of the module, for example to multiply with the weight
-            of an embedding in an output layer.
+        forward: called as `forward(module, input)` in place of the module; an output layer can, for example, multiply
+            with the weight of the embedding.
 
     Raises:
-        ValueError: the key is not a string, or the errors of `LayerSpec`.
+        ValueError: the key is not a string, or `LayerSpec` raises an error.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ def built(layers: Sequence[Any], index: int, device: torch.device) -> torch.nn.M
     """Return the module of layer `index` on `device`. A layer built from a spec has the same weights on every rank.
 
     Raises:
-        ValueError: the layer is neither a module nor a function, its spec cannot be built, or it has no shapes yet.
+        ValueError: the layer is neither a module nor a function, its spec cannot be built, or the layer has no shapes
+            yet.
     """
     layer = layers[index]
     if isinstance(layer, LayerSpec):

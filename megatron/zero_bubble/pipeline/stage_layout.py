@@ -29,7 +29,7 @@ class StageLayout:
     boundaries: boundaries.Boundaries
     """The first layer of every stage, followed by the number of all layers."""
     loads: tuple[float, ...]
-    """The balanced quantity of every stage: layers, parameters, matching layers or seconds."""
+    """Stage -> its amount of what the partition balances: layers, parameters, matching layers or seconds."""
     unit: str
     schedule: Schedule
     """A valid schedule with the messages between ranks."""
@@ -140,7 +140,10 @@ def num_parameters(index: int, layer: Any) -> int:
 
 
 def _stage_costs(times: Sequence[LayerTimes], stages: boundaries.Boundaries, unmeasured: StageCosts) -> StageCosts:
-    """Return stage costs: sums of the layers' times in seconds, R as long as F, and the memory of `unmeasured`."""
+    """Return stage costs with sums of the layers' times in seconds, and with the memory of `unmeasured`.
+
+    If stages recompute, R takes as long as F.
+    """
     sums = [LayerTimes(*map(sum, zip(*times[first:end], strict=True))) for first, end in pairwise(stages)]
     # The time of an operation in a schedule must be above zero.
     time_f, time_b, time_w = (tuple(max(1e-9, value) for value in column) for column in zip(*sums, strict=True))

@@ -37,7 +37,7 @@ class _Peers:
         return self._agreement.gather(value)
 
     def highest(self, level: int) -> int:
-        """A pipeline has no memory limit in bytes, so that all its steps have the same schedule."""
+        """Return `level`, because a pipeline has no memory limit in bytes and therefore one schedule for all steps."""
         return level
 
 
@@ -64,11 +64,11 @@ class StepOrders:
         """Order the data of `stage`; a collective call. The training step runs inside of the `with` block.
 
         Args:
-            recorder: measures the step for the caller; None to let the planner decide whether it measures the step.
+            recorder: the caller's recorder of the step; with None, the planner decides whether to measure the step.
             ahead: returns the sizes of the next step's microbatches; empty if the sizes are not known.
 
         Yields:
-            The recorder of the step.
+            The recorder of the step; None if the step is not measured.
         """
         self._step += 1
         decision = self._planner.decide(self._step, self._rules, self._count, lambda: sizes_of(stage.inputs), ahead)

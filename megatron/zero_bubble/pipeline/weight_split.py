@@ -2,7 +2,8 @@
 
 A split layer runs its own forward and records the autograd graph of that call apart from the model's graph. B runs the
 backward of the layer's graph for the input alone, and W runs this backward for the parameters alone. Autograd itself
-computes and adds up the gradients of B and W, so that they equal the gradients of an unsplit backward bit by bit.
+computes and adds up the gradients of B and W, so that these gradients equal the gradients of an unsplit backward bit by
+bit.
 
 A module may also defer its weight gradients by itself, with the method of `DefersWeightGradients`.
 """
@@ -34,7 +35,7 @@ SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
     nn.Embedding,
 )
-"""The layers of torch that call one function with their weight. A subclass of a class in `SPLIT_LAYERS` is
+"""Torch's layers whose forward calls one function with the layer's weight. A subclass of a class in `SPLIT_LAYERS` is
 split, too, if it inherits the forward."""
 
 _KEY_VALUE_BIASES = {"bias_k", "bias_v"}
@@ -64,16 +65,16 @@ def split_modules(
 ) -> list[nn.Parameter]:
     """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
 
-    A layer that shares a parameter with another layer is not split: autograd adds up the gradients of both layers in B.
-    A layer whose instance has a forward of its own, as adapters give it, is not split either. A layer that is split
-    already is split anew.
+    A layer that shares a parameter with another layer is not split, because autograd adds up the gradients of both
+    layers in B. A layer is not split either if its instance has a forward of its own, as adapters set it. A layer that
+    is already split is split again.
 
     Args:
         others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep its
-            output. Modules inside of these layers are not split by themselves.
+            output. Modules inside of these layers are not split separately.
 
     Returns:
-        The parameters whose gradient is now computed in W.
+        The parameters whose gradients are now computed in W.
     """
     every = nn.ModuleList(modules)
     for each in every.modules():
@@ -104,7 +105,7 @@ def split_modules(
 
 
 def _callable_modules(modules: Iterable[nn.Module], wholes: tuple[type, ...]) -> Iterator[nn.Module]:
-    """Yield every module once, except modules inside of modules of the classes `wholes`."""
+    """Yield every module once, but no submodule of a module whose class is in `wholes`."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]
     while pending:
@@ -126,7 +127,7 @@ def _can_be_split(module: nn.Module, others: Sequence[type[nn.Module]]) -> bool:
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Tell whether an instance has a forward of its own, which may use parameters of other modules."""
+    """Tell whether a forward was set on the instance; such a forward may use parameters of other modules."""
     return any("forward" in vars(each) for each in module.modules())
 
 
@@ -169,7 +170,7 @@ class _SplitLayer:
         return self.call(forward, leaves[tensors[0]])
 
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor) -> torch.Tensor:
-        """Return `function(input)`; its gradient with respect to the layer's parameters is computed in W."""
+        """Return `function(input)`; the gradients of the layer's parameters are computed in W."""
         parameters = self.parameters
         # A parameter's hook expects the whole gradient in the backward, so that a layer with hooks is not split.
         has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
@@ -191,7 +192,7 @@ class _SplitLayer:
         return self._store.is_deferring
 
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
-        """Put one call's W into the store; several calls of a layer in one forward have a common W."""
+        """Put one call's W into the store; several calls of a layer in one forward share one W."""
         if self._deferred is None or self._of_bundle != self._store.num_flushed:
             self._of_bundle, self._deferred = self._store.num_flushed, _DeferredCalls(parameters)
             self._store.put(self._deferred.run, held=(grad,), parameter=self._module)
@@ -244,7 +245,7 @@ def _with_globals(function: Any, names: dict[str, Any]) -> Any:
 
 
 class _DeferredCalls:
-    """The W of one layer for one microbatch, for all calls of the layer in the microbatch's forward."""
+    """The W of one layer for one microbatch; it covers all calls of the layer in the microbatch's forward."""
 
     def __init__(self, parameters: tuple[nn.Parameter, ...]) -> None:
         self._parameters = parameters
@@ -304,10 +305,10 @@ def run_backward(
     keeps_graph: bool = False,
     accumulates: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run autograd from `edges` and return the gradients of `inputs`, or with `accumulates` add gradients to `.grad`.
+    """Run autograd from `edges`; return the gradients of `inputs`, or add them to `.grad` if `accumulates` is set.
 
-    Without `inputs`, gradients are added for all leaves. `torch.autograd.backward` does not take graph edges in the
-    oldest supported version of torch.
+    Without `inputs`, autograd adds the gradients of all leaves. The engine is called directly, because
+    `torch.autograd.backward` does not take graph edges in the oldest supported version of torch.
     """
     if not edges:
         return (None,) * len(inputs)

@@ -21,10 +21,10 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -> Schedule:
-    """Plan the fastest schedule for the costs of a request, within its memory limit.
+    """Plan a fast schedule for the costs of a request, within the memory limits of its ranks.
 
-    On linear and interleaved placements the plan is never slower than a named schedule of the placement that fits in
-    the memory limit.
+    On linear and interleaved placements the plan is never slower than any named schedule that has the same placement
+    and fits in memory.
 
     Args:
         own_limits: computes the memory limits of the ranks for a request without limits.
@@ -40,7 +40,7 @@ def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -
 
 
 def limit_of_1f1b(request: PlanRequest) -> Limits:
-    """Memory limits of the ranks, all equal: the peak memory of 1F1B on the rank where 1F1B needs the most memory."""
+    """Memory limits of the ranks, all equal to the peak memory of 1F1B on the rank where 1F1B needs most memory."""
     peaks = one_f_one_b_peaks(request.placement, request.stage_costs, request.num_microbatches, request.recompute)
     return (max(peaks),) * request.num_ranks
 
@@ -57,13 +57,13 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
     With full recomputation the memory limit is `factor` times the peak memory of 1F1B with full recomputation.
 
     Args:
-        costs: costs of the stages, with one stage a rank.
+        costs: costs of the stages, with one stage per rank.
         num_ranks: number of ranks, p.
         factor: multiple of the memory of p microbatches: 1 for ZB-1p, 2 for ZB-2p.
         recompute: which microbatches have an R.
 
     Returns:
-        One limit a rank, in the unit of memory of the costs.
+        One limit per rank, in the unit of memory of the costs.
     """
     in_flight, times = (num_ranks, factor) if recompute is Recompute.FULL else (factor * num_ranks, 1)
     memory = (memory_in_flight(costs, (stage,), in_flight, recompute) for stage in range(costs.num_stages))
@@ -71,9 +71,9 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
 
 
 def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> Limits:
-    """Memory limits of the ranks of a V: memory of a given number of microbatches in flight on both chunks of a rank.
+    """Memory limits for a V: the memory of a given number of microbatches in flight on both chunks of a rank.
 
-    The memory that one B of each chunk adds is part of the memory limit of a rank.
+    Each limit includes the memory that one B of each chunk adds.
 
     Args:
         in_flight_on: function from the number of pipeline ranks to the number of microbatches in flight on each rank.

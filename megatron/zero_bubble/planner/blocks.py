@@ -1,8 +1,8 @@
 """Orders of F and B for a V: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
 A building block is the path of one microbatch in four legs: F of chunk 0 down the ranks, F of chunk 1 back up, B of
-chunk 1 down, B of chunk 0 up. The time from one rank to the next in each leg decides how long activations live,
-and so the peak memory.
+chunk 1 down, and B of chunk 0 up. The time from one rank to the next in each leg decides how long activations live, and
+therefore decides the peak memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Shares of the life span of an activation that are spent on the leg down; the rest is spent on the leg up."""
+"""Shares to try: the time of the leg down, divided by the time of the leg down and the leg up together."""
 DELAYS = (0, 0, 1, 2, 3)
-"""Slots by which B of a chunk starts later than necessary in a random building block, drawn for each chunk."""
+"""Numbers of slots by which B of a chunk starts late in a random building block; each chunk draws one number."""
 VARIATION = 0.06
-"""Standard deviation of the random change of a time of a block, as a fraction of the period of the block."""
+"""Standard deviation of the random change of one of a block's times, as a fraction of the block's period."""
 
 
 class Block(NamedTuple):
@@ -69,7 +69,7 @@ def random_block(problem: Problem, in_flight: float, generator: Random) -> Block
 def _block(
     problem: Problem, times: tuple[float, float, float], in_flight: float, share: float, delays: tuple[int, int]
 ) -> Block:
-    """Return the block for the times of F, B and a period; `delays` are slots before B of chunk 1 and B of chunk 0."""
+    """Return the block for `times` of F, B and the period; B of chunk 1 and B of chunk 0 wait for `delays` slots."""
     f, b, period = times
     together = period * (in_flight - 1) / problem.num_ranks
     down, down_again = max(f, together * share), max(b, together * share)
@@ -79,7 +79,7 @@ def _block(
 
 
 def _median_times(problem: Problem) -> tuple[float, float, float]:
-    """Return the times of F and B of one chunk, each with a message, and of a period: medians over the stages."""
+    """Return the times of F with a message, of B with a message, and of a period, from medians over the stages."""
     size, comm = problem.num_stages, median(problem.message or (0,))
     kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
     f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])
@@ -107,11 +107,12 @@ def repeated(problem: Problem, block: Block) -> list[Order]:
 
 
 def eager_orders(problem: Problem) -> list[Order]:
-    """Return the order of ZB-V: F of chunk 0 until F of chunk 1 is ready, both F until B is ready, then F and B.
+    """Return the orders of ZB-V: F of chunk 0 until F of chunk 1 is ready, both F until B is ready, then F and B.
 
     If every operation takes one slot, the first microbatch takes 2(p - r) - 1 slots from chunk 0 to chunk 1 of rank r.
-    From the arrival of the first microbatch in chunk 1 of rank r, its gradient takes 2r + 1 slots to arrive in chunk 1,
-    and 2p slots to arrive in chunk 0. Each phase of the warmup has one operation for each slot, so that no rank idles.
+    After the first microbatch has arrived in chunk 1 of rank r, 2r + 1 slots pass until its gradient arrives in chunk
+    1, and 2p slots until it arrives in chunk 0. Each phase of the warmup has one operation for each slot, so that no
+    rank idles.
     """
     p, size, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
     orders = []

@@ -24,8 +24,8 @@ class LowerBounds:
     work: float
     """Total time of the operations of the busiest rank."""
     dependency: float
-    """Length of the longest path from the first F of a rank through later stages to the last W of the rank: for equal
-    stages and messages of time C, (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
+    """Length of the longest path from the first F of a rank through later stages to the last W of the rank. For equal
+    stages and messages of time C, it is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
     memory: float
     """The larger of two lower bounds under the memory limit, at least `dependency`. One bound is `dependency` plus the
     idle time that the memory limit forces on a rank before its first and its last B. The other bound is the integral of
@@ -57,7 +57,7 @@ def lower_bounds(
             time of R is part of the bounds only under full recomputation.
 
     Raises:
-        ScheduleError: the costs or the limits are for another number of stages or ranks, or there is no microbatch.
+        ScheduleError: the number of stages in the costs or of ranks in the limits is wrong, or there is no microbatch.
     """
     if costs.num_stages != placement.num_stages:
         raise ScheduleError(
@@ -83,9 +83,9 @@ def lower_bounds(
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     """Length of the longest path from the first F of a rank, through another rank, back to the last W of the same rank.
 
-    Let `a` be the first stage of rank r, and let `k`, which is not before `a`, be the first stage of rank q. The time
-    from the first F to the last B of `a` is at least the sum of the path from `a` to `k`, the window of rank q, and the
-    path from `k` to `a`.
+    Let `a` be the first stage of rank r and `k` the first stage of rank q, and let `k` not be before `a`. The time from
+    the first F to the last B of `a` is at least the sum of the path from `a` to `k`, the window of rank q, and the path
+    from `k` to `a`.
     """
     longest: float = 0
     for near in ranks:
@@ -135,7 +135,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that one microbatch adds on a rank: its R or, without R, the idle time from its F to its B."""
+        """Least time that a rank spends on the R of one microbatch or, without an R, idles from its F to its B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -162,19 +162,19 @@ class _Rank:
 
     @cached_property
     def recomputation(self) -> float:
-        """Least total time of the R of the rank."""
+        """Least total time that the rank spends on R, or idles in place of R."""
         return self.num_microbatches * sum(self.path.recomputation(s) for s in self.stages)
 
     @property
     def vocabulary(self) -> float:
-        """Total time of the operations on the vocabulary shard of the rank, which may run in idle time."""
+        """Total time of the operations on the rank's vocabulary shard; these operations may run in idle time."""
         costs = self.path.costs
         times = (costs.time_e, costs.time_ew, costs.time_s, costs.time_t)
         return self.num_microbatches * sum(time[s] for s in self.stages for time in times)
 
     @cached_property
     def available(self) -> float:
-        """The memory limit; infinite, so that no memory bound holds, if operations release more than they allocate."""
+        """The memory limit; `inf`, which disables the memory bounds, if operations release more than they allocate."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
@@ -188,8 +188,8 @@ class _Rank:
     def window(self) -> float:
         """Least time from the start of the first F to the end of the last B of the rank.
 
-        The window is at least a sum of three times: all F and B; each W that cannot be deferred beyond the last B for
-        lack of memory; the larger of idle time and recomputation, because R may run in idle time.
+        The window is at least the sum of three times: all F and B; each W that lack of memory forces before the last B;
+        and the larger of idle time and recomputation, because R may run in idle time.
         """
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
@@ -237,7 +237,7 @@ class _Rank:
 
     @property
     def idle_before_b(self) -> float:
-        """Least idle time between the first F and the first B, between which a rank runs only F that fit in memory."""
+        """Least idle time from the first F to the first B; in this time, a rank runs only F that fit in memory."""
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.forward(self.first, last) + costs.time_f[last] + self.path.turn(last)
         return max(0, wait - self._most(self.available, [(costs.time_f[s], self.path.memory[s]) for s in self.stages]))
@@ -247,7 +247,7 @@ class _Rank:
         """Least idle time from the end of the last F to the start of the last B of the rank.
 
         Between its last F and its last B, a rank runs only B and W of the microbatches that are in flight at the last
-        F. At the last F, the last microbatch is in flight in all stages of the rank.
+        F. At the last F, the last microbatch is in flight on all stages of the rank.
         """
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.turn(last)
@@ -266,9 +266,9 @@ class _Rank:
     def memory_time(self) -> float:
         """Least span of the rank: the integral of the memory of all microbatches over time, divided by the limit.
 
-        Memory is below the limit at the start and at the end of the span: it grows no faster than F allocates, and
-        shrinks no faster than B and W release memory. With recomputation these rates do not hold, because R allocates
-        memory and dropped activations release memory; the returned span is then zero.
+        Memory is below the limit at the start and at the end of the span, because memory grows no faster than F
+        allocates and shrinks no faster than B and W release. With recomputation these rates do not hold, because R
+        allocates memory and dropped activations release memory; the returned span is then zero.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:
@@ -294,7 +294,7 @@ class _Rank:
         return needed / limit
 
     def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
-        """Upper bound on the total time of items (time, memory) that fit in `room` together: a fractional knapsack.
+        """Upper bound on the total time of items (time, memory) that fit in `room` together, by a fractional knapsack.
 
         Each item is taken `copies` times at most. If all items take the same memory, a whole number of items is taken.
         """

@@ -17,7 +17,7 @@ The k-th R belongs to the k-th microbatch whose activations are dropped.
 
 
 class Codes(NamedTuple):
-    """The first code of each kind of operation: the operation of stage s has the code `first code + s`.
+    """The first code of each kind of operation; on stage s, an operation has the code `first code + s`.
 
     In the code of an operation on a vocabulary shard, the rank replaces the stage. The loss has one code for all ranks.
     """
@@ -46,7 +46,7 @@ class Codes(NamedTuple):
         return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
 
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
-        """Code -> cost; each argument is named after a kind of operation and has its cost by stage; others cost 0."""
+        """Code -> cost; an argument has the costs by stage of the kind that it is named after; other kinds cost 0."""
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
 

@@ -110,7 +110,7 @@ class OrderGraph:
         return sequence
 
     def _span_start(self, lane: Sequence[int]) -> float:
-        """Start of the span of a rank: start of its first operation after embeddings, less the embeddings' own time."""
+        """Start of a rank's span: start of its first operation after embeddings, minus the time of these embeddings."""
         m, codes, ahead = self.num_microbatches, self.codes, 0.0
         for op in lane:
             if not codes.e <= op // m < codes.ew:
@@ -170,7 +170,7 @@ class OrderGraph:
             tail[op] = longest
 
     def critical_stretches(self) -> Iterator[Stretch]:
-        """Yield the parts of the critical path with two or more operations, from its end to its beginning."""
+        """Yield the parts of the critical path that have two or more operations, the last part first."""
         epsilon = 1e-9 * self.cost
         ends = [self.end[lane[-1]] + final for lane, final in zip(self.lanes, self.final, strict=True)]
         rank = ends.index(max(ends))
@@ -191,9 +191,9 @@ class OrderGraph:
             position = last = self.position[source]
 
     def longest_through(self, rank: int, low: int, part: Sequence[int]) -> float:
-        """Estimate the cost of new orders: length of the longest path through the operations of `part`.
+        """Estimate the cost of new orders by the length of the longest path through the operations of `part`.
 
-        The estimate uses the start times of the current orders, and the lengths of the critical paths after operations.
+        The estimate uses the start times and the critical paths of the current orders.
 
         Args:
             rank: the rank whose order changes.

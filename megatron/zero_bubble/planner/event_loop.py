@@ -1,4 +1,4 @@
-"""The event loop of the planner: it simulates ranks that run operations and wait for inputs."""
+"""The planner's event loop, which simulates ranks that run operations and wait for inputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EventLoop(ABC):
     backward of the last stage waits for all ranks. A weight gradient of a shard is treated as a W.
 
     Attributes:
-        weight: processor time of the policy for an operation, relative to the fastest policy.
+        weight: processor time in which the policy plans an operation, relative to the fastest policy.
     """
 
     weight = 1
@@ -64,12 +64,12 @@ class EventLoop(ABC):
         """Rank -> its memory limit, less the memory of one softmax on its vocabulary shard."""
         self.epsilon = 1e-9 * max(problem.duration)
         self.target = 0.0
-        """The longest span of a rank, under the assumption that no rank idles again."""
+        """The longest span of any rank, under the assumption that no rank idles again."""
         self.arrivals: list[list[float]] = [[] for _ in range(codes.end)]
         """Code -> arrival times of its inputs, for the microbatches whose arrival is known."""
         self.arrivals[codes.f] = [0.0] * self.num_microbatches
         self.done = [0] * codes.end
-        """Code -> number of started operations; an F that drops activations has the code of the F that keeps them."""
+        """Code -> number of started operations; an F that drops activations counts as the F that keeps them."""
         self.dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
         """Stage -> the microbatches whose activations have been dropped."""
         self.weights: list[deque[int]] = [deque() for _ in range(ranks)]
@@ -85,7 +85,7 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of operations on its shard, with known inputs, that have neither run nor joined `weights`."""
+        """Rank -> number of shard operations whose inputs are known, and that have neither run nor joined `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
@@ -190,7 +190,7 @@ class EventLoop(ABC):
         self.releasable[rank] -= self.allocation[code]
 
     def shard_op(self, rank: int, now: float) -> int:
-        """Choose a ready loss, softmax or embedding, or a W that first releases memory for it; -1 if none can run."""
+        """Choose a ready loss, softmax or embedding, or a W that frees memory for one of them; -1 if none can run."""
         arrivals, done, moved = self.arrivals, self.done, self._moved
         for code in self._shard_weights[rank]:
             known = arrivals[code]
@@ -221,7 +221,7 @@ class EventLoop(ABC):
     def as_it_fits(self, rank: int, code: int) -> int:
         """Choose between the F `code`, which keeps activations, and the F that drops them; -1 if neither fits now.
 
-        Memory for the largest R is reserved, so that the next R fits once every W has run.
+        Memory for the largest pending R is reserved, so that the next R fits once every ready W has run.
         """
         memory, limit, keep = self.memory[rank], self.limits[rank], self.allocation[code]
         if not self.recomputes:
@@ -250,7 +250,7 @@ class EventLoop(ABC):
         return max((self.allocation[r + s] for s in stages if self.done[r + s] < len(self.dropped[s])), default=0)
 
     def arrive(self, code: int, microbatch: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
-        """Record that an input of `code` arrives at the time `when`, and add an event if the rank may then be idle."""
+        """Record that an input of `code` arrives at the time `when`, and add an event if its rank may then be idle."""
         rank = self.ranks[code]
         if self.has_shards:
             if code in self._missing:
@@ -276,7 +276,7 @@ class EventLoop(ABC):
         return now - self.span_start[rank] + self.work[rank] - self.worked[rank]
 
     def fills(self, rank: int, now: float, ready: float, duration: float, rule: GapRule) -> bool:
-        """Whether an operation that takes `duration` runs now, before the operation that is ready at time `ready`."""
+        """Whether an operation that takes `duration` should run before the operation that is ready at time `ready`."""
         if now + duration <= ready + 2 * self.epsilon or rule is GapRule.ALWAYS:
             return True
         return rule is GapRule.BALANCED and self.span_so_far(rank, ready) > self.target + self.epsilon

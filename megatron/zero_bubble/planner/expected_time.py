@@ -1,4 +1,4 @@
-"""The expected time of a plan whose durations vary from step to step: a plan without slack loses the most time."""
+"""Estimates the time of a plan whose durations vary from step to step; a plan without slack loses the most time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUARTILE = NormalDist().inv_cdf(0.75)
 
 
 def expected_time(request: PlanRequest, timeline: Timeline) -> float:
-    """The expected time of a step if durations vary by the `spread` and `time_between` of the request."""
+    """The expected time of a step if durations vary as `spread` and `time_between` of the request describe."""
     return slowdown(timeline, request.spread, request.time_between) * request.time_of(timeline)
 
 

@@ -14,9 +14,9 @@ from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 class InOrder(EventLoop):
     """A scheduling policy that runs F and B in a given order, and inserts W and R.
 
-    W runs in long enough gaps, when memory is full, and after the last B; `rule` decides about shorter gaps. If the
-    next F does not fit in memory and no W is ready, the next B of the order runs before that F. R runs right before its
-    B, or in a gap before the F that precedes its B.
+    W runs in gaps that are at least as long as W, when memory is full, and after the last B; `rule` decides whether W
+    also runs in shorter gaps. If the next F does not fit in memory and no W is ready, the next B of the order runs
+    before that F. R runs right before its B, or in a gap before the F that precedes its B.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Fits a plan without recomputation into less memory: drops activations and inserts an R right before their B."""
+"""Fits a plan without recomputation into less memory: drops activations and recomputes them right before their B."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class _Drop(NamedTuple):
     b: int
     """Position of B in the order of the rank."""
     memory: float
-    """Memory that is free between F and B if the activations are dropped."""
+    """Memory that becomes free between F and B if the rank drops the activations."""
 
 
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     """The orders of a plan with as many R as the memory limits demand.
 
-    Each rank drops activations, one microbatch of a stage after the other, until it keeps its memory limit. At the
-    first operation that exceeds the limit, the rank chooses among the activations in memory: it drops the activations
-    that free the most memory, summed over all operations that exceed the limit.
+    Until it keeps its memory limit, each rank drops the activations of one microbatch and stage at a time. At the first
+    operation that exceeds the limit, the rank compares the activations that are then in memory. It drops the
+    activations that free the most memory, summed over all operations that exceed the limit.
 
     Args:
         problem: the problem, with the memory limits to keep.
@@ -50,7 +50,7 @@ def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
 
 
 def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
-    """The numbers of the F whose activations the rank drops to keep its limit; None if it cannot keep the limit."""
+    """The numbers of the F whose activations the rank drops to keep its limit; None if the rank cannot keep it."""
     lane, limit = graph.lanes[rank], graph.problem.limits[rank]
     changes = [graph.allocation[op] for op in lane]
     memory = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]
@@ -73,7 +73,7 @@ def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
 
 
 def _possible_drops(graph: OrderGraph, rank: int) -> Iterator[_Drop]:
-    """Yield all activations that free memory when they are dropped, because their B does not follow their F at once."""
+    """Yield all activations that free memory when dropped; if B follows F at once, a drop frees no memory."""
     problem, lane = graph.problem, graph.lanes[rank]
     m, size = problem.num_microbatches, problem.num_stages
     for position, op in enumerate(lane):

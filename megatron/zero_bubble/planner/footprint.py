@@ -12,8 +12,8 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 class Footprint:
     """Memory of one microbatch on a stage, under the assumption that only F and R allocate memory.
 
-    The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R. As only F
-    and R allocate, a planner checks the memory limit at F and R only, and every microbatch can finish.
+    The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R. Because
+    only F and R allocate, a planner checks the memory limit only at F and R, and every microbatch can finish.
     """
 
     dropped: float
@@ -40,7 +40,7 @@ class Footprint:
 
 
 def peak_of_one_microbatch(footprints: Sequence[Footprint], *, recomputes: bool) -> float:
-    """The peak memory of one microbatch alone on a rank.
+    """The peak memory of one microbatch that is alone on a rank.
 
     Args:
         footprints: footprints of the stages of the rank, in model order.

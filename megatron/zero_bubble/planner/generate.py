@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 from megatron.zero_bubble.schedule.shard_ops import with_best_delay
 
 OFFLOAD_PARTS = 4
-"""Divisor of the effort: a plan that gets copies to the host is planned with the effort divided by this number."""
+"""The search for schedules with copies to the host divides the effort of the request by this number."""
 
 
 def request_for(
@@ -39,14 +39,14 @@ def request_for(
     recompute: Recompute = Recompute.NONE,
     **options: Any,
 ) -> PlanRequest:
-    """Make a request for a schedule by its name.
+    """Make a request for the schedule `name`.
 
     Args:
         name: name of the schedule, one of `names()`.
         num_ranks: pipeline ranks.
         num_microbatches: microbatches of an iteration.
-        num_chunks: model chunks a rank; by default the schedule's own number of chunks.
-        placement_kind: kind of placement, for `auto` only; by default linear for one chunk a rank, else interleaved.
+        num_chunks: model chunks per rank; by default the schedule's own number of chunks.
+        placement_kind: kind of placement, for `auto` only; by default linear for one chunk per rank, else interleaved.
         recompute: which microbatches have an R.
         options: other fields of `PlanRequest`, such as `costs`.
 
@@ -54,7 +54,8 @@ def request_for(
         The request, with one placement.
 
     Raises:
-        ScheduleError: no schedule has this name, or the schedule is for another placement.
+        ScheduleError: no schedule has this name, the schedule is for another placement, or there is no rank or no
+            microbatch.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ScheduleError(
@@ -65,19 +66,19 @@ def request_for(
 
 
 def generate(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
-    """Make the schedule `name`: `request_for` describes the arguments, and `schedule_of` the errors."""
+    """Make the schedule `name`; `request_for` describes the arguments, and `schedule_of` describes the errors."""
     return schedule_of(request_for(name, num_ranks, num_microbatches, **options))
 
 
 @paused_collector()
 def schedule_of(request: PlanRequest) -> Schedule:
-    """Make the schedule of a request with one placement, without communication.
+    """Make a schedule without communication for a request with one placement.
 
     If the request allows offload, activations are copied to the host and back where that makes the schedule faster. A
-    stage that is short of memory may recompute its activations in several groups of layers. The fastest schedule is
-    taken; among equally fast schedules, the schedule with the fewest groups of layers is taken. With an effort of zero
-    the first schedule that fits is taken. All schedules with several groups of layers together take as much effort as
-    one schedule without groups.
+    stage that is short of memory may recompute its activations in several groups of layers. The function returns the
+    fastest schedule and, among equally fast schedules, the schedule with the fewest groups of layers. With an effort of
+    zero it returns the first schedule that fits. The searches for schedules with several groups share the effort that
+    the search for a schedule without groups gets.
 
     Args:
         request: a request with one placement and one value of `recomputes`.
@@ -131,7 +132,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
 
 
 def _without_copies(request: PlanRequest) -> Schedule:
-    """The schedule of a checked request, without copies to the host."""
+    """The schedule without copies to the host for a checked request."""
     at_once = replace(request, costs=request.stage_costs.at_once())
     if request.limits is None:
         return _in_one_group(at_once)
@@ -194,7 +195,7 @@ def _in_one_group(request: PlanRequest) -> Schedule:
 
 
 def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
-    """Raise `Infeasible` if a schedule exceeds a memory limit: some generators ignore limits."""
+    """Raise `Infeasible` if a schedule exceeds a memory limit, because some generators ignore limits."""
     peaks = peak_memory(schedule, costs)
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
         if peak > limit * (1 + 1e-9):

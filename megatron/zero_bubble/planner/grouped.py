@@ -21,7 +21,7 @@ def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
 
 
 def grouped_order(problem: Problem, rank: int, groups: Sequence[int]) -> tuple[Order, Order]:
-    """All F and all B of `rank`: a group of microbatches passes through all chunks before the next group starts."""
+    """All F and all B of `rank`; each group of microbatches passes through all chunks before the next group starts."""
     stages = problem.stages_of[rank]
     forwards = [stage for group in groups for stage in stages for _ in range(group)]
     backwards = [problem.num_stages + stage for group in groups for stage in reversed(stages) for _ in range(group)]
@@ -31,13 +31,14 @@ def grouped_order(problem: Problem, rank: int, groups: Sequence[int]) -> tuple[O
 def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) -> list[Order]:
     """Orders of 1F1B with groups: every rank runs a warmup of F, then F and B in turn, then a cooldown of B.
 
-    The warmup of the last rank ends before the first F of its last chunk. The warmup of any earlier rank has `slope`
-    more F than the warmup of the next rank, or fewer F if memory is short.
+    The warmup of the last rank ends before the first F of its last chunk. The warmup of every other rank has `slope`
+    more F than the next rank's warmup, or a smaller surplus if memory is short.
 
     Args:
         problem: the problem whose ranks get orders.
         groups: sizes of the groups of microbatches.
-        slope: difference between the warmups of successive ranks, in F; 2 in Megatron's interleaved schedule.
+        slope: difference between the warmups of successive ranks, in numbers of F; 2 in Megatron's interleaved
+            schedule.
 
     Returns:
         Rank -> its F and B in order.

@@ -1,4 +1,4 @@
-"""Plans the schedule of one layout of a model, in the memory that parameters, gradients and optimizer states leave."""
+"""Plans the schedule of a model's layout, in the memory that parameters, gradients and optimizer states leave free."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> float:
-        """The largest memory of a rank: states and peak activations, in the unit of the costs."""
+        """The largest memory of a rank, the sum of its states and peak activations, in the unit of the costs."""
         return max(map(add, self.states, self.activations or self.timeline.peak_memory))
 
 
@@ -94,7 +94,7 @@ def with_slowdown(plan: Plan) -> Plan:
 
 
 def pairs_in(request: PlanRequest, layout: Layout) -> bool:
-    """Whether plans of the layout may run a forward and a backward as a pair: never with vocabulary shards."""
+    """Whether plans of the layout may run a forward and a backward as a pair; vocabulary shards rule pairs out."""
     return request.pairs and not layout.vocabulary_parallel
 
 
@@ -107,7 +107,7 @@ def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | N
     """The memory limits of activations: for every rank the smaller of the request's limit and capacity minus states.
 
     Raises:
-        Infeasible: parameters, gradients and optimizer states of a rank need the whole memory capacity.
+        Infeasible: parameters, gradients and optimizer states of a rank take the whole memory capacity or more.
     """
     limits = request.limits
     if capacity is None:

@@ -30,22 +30,22 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 CHUNKS = (2, 3, 4)
 """Numbers of model chunks per rank that are always tried for interleaved placements."""
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
-"""Larger numbers of chunks, tried in order while each number speeds up the plan by `GAIN` over the previous number."""
+"""Larger numbers of chunks, tried in order as long as each number makes the plan faster by the factor `GAIN`."""
 WITHOUT_GAIN = 3
-"""The search stops trying recomputation after this many placements in a row that recomputation does not make faster."""
+"""Number of successive placements without a gain from recomputation after which recomputation is no longer tried."""
 GAIN = 1.003
-"""A layout is planned with more effort if its lower bound allows a plan faster than the best plan by this factor."""
+"""A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5
-"""Plans that take at most this factor times the shortest time are compared by their expected times."""
+"""Plans that take at most this factor times the time of the fastest plan are compared by their expected times."""
 WORTH_RECOMPUTING = 1.01
-"""Recomputation is tried if unlimited memory makes a plan faster by this factor, or if no plan fits."""
+"""Recomputation is tried if no plan fits in memory, or if unlimited memory makes a plan faster by this factor."""
 EFFORT_FOR_LATENCY = 10_000
-"""Effort of first plans in small problems with collectives slower than messages. With less effort, a plan can take 20%
-longer."""
+"""Effort of a layout's first plan in a small problem, if the layout has vocabulary shards and collectives are slower
+than messages. With less effort the planned step can be 20% slower."""
 EFFORT_FOR_RECOMPUTING = 3_000
-"""Effort of first plans with planned recomputation in small problems: without effort a plan can take 20% longer."""
+"""Effort of a first plan with planned recomputation in a small problem; without effort the step can be 20% slower."""
 PROMISING_PARTITION = 1.02
-"""A partition with one layer moved is planned if the move has raised its estimated time by at most this factor."""
+"""A partition with one layer moved is planned if the move raises the estimated time by at most this factor."""
 
 
 def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]:
@@ -53,7 +53,7 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 
     Args:
         num_ranks: pipeline ranks.
-        num_layers: layers of the model; more than 4 chunks a rank need a layer for each stage but the first and last.
+        num_layers: layers of the model; with more than 4 chunks a rank, all stages but the first and last need a layer.
     """
     more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
     interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
@@ -63,20 +63,21 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
     """Search for the best layout of a model, and plan its schedule.
 
-    The search has three phases. First, combinations of placement, recomputation and vocabulary are planned with little
-    effort, in the order of their lower bounds, until no bound is below the time of the best plan. Numbers of chunks per
-    rank above four are tried in increasing order until the plan gets no faster. Second, single layers of the best
-    layouts are moved to other stages while the plan gets faster. Third, the best layouts are planned again in rounds,
-    each round with fewer layouts and more effort than the previous round.
+    The search has three phases. First, the search plans combinations of placement, recomputation and vocabulary with
+    little effort, in the order of their lower bounds, until no further bound is below the time of the best plan.
+    Numbers of chunks per rank above four are tried in increasing order until the plan gets no faster. Second, single
+    layers of the best layouts are moved to other stages while the plan gets faster. Third, the best layouts are planned
+    again in rounds, each round with fewer layouts and more effort than the previous round.
 
     Args:
-        request: a request with the costs of a model's units. The usual layout stays unless another layout is faster by
-            the factor `SIMPLER` than both the planned schedule and megatron-core's own schedule of the usual layout.
-        report: called with one line of progress before every plan.
+        request: a request with the costs of a model's units. The search keeps the usual layout unless another layout is
+            faster, by the factor `SIMPLER`, than two schedules of the usual layout: the planned schedule and
+            megatron-core's own schedule.
+        report: function that is called with one line of progress before a layout is planned.
 
     Returns:
-        The plan of the chosen layout. Its `others` are the best plans with other combinations of placement,
-        recomputation and vocabulary.
+        The plan of the chosen layout. The `others` of this plan are the best plans with other combinations of
+        placement, recomputation and vocabulary.
 
     Raises:
         Infeasible: no layout fits in memory. The error has the smallest memory limit in which a layout fits.
@@ -106,7 +107,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
 
 
 class _Search:
-    """The state of a search: the best plan of every layout so far."""
+    """The state of a search: the best plan found so far for every layout."""
 
     def __init__(self, request: PlanRequest, extent: Extent, report: Callable[[str], None]) -> None:
         self.request = request
@@ -123,7 +124,7 @@ class _Search:
         return min((plan.time for plan in self.plans.values()), default=inf)
 
     def best(self, count: int, factor: float) -> list[Plan]:
-        """At most `count` best plans that differ in placement or vocabulary, up to `factor` times the shortest time.
+        """At most `count` best plans of different placements or vocabularies, within `factor` times the shortest time.
 
         In small problems the plans may also differ in recomputation alone. The plan of the usual layout is left out if
         other plans exist.
@@ -139,7 +140,7 @@ class _Search:
         return list(best.values())[:count]
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
-        """Plan the layout unless it was planned with at least `effort`; return its best plan, None if it has none."""
+        """Plan the layout, unless it was planned with this effort or more; return the layout's best plan or None."""
         if self._efforts.get(layout, -1) < effort:
             self._report(f"{len(self._efforts)} layouts planned, the best takes {self.best_time:.6g}")
             self._efforts[layout] = effort
@@ -155,7 +156,7 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`, by expected time if `plan` was planned with an effort above zero."""
+        """Whether `plan` is faster than `known`; expected times decide if `plan` was made with an effort above zero."""
         if plan.request.effort > 0:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
@@ -190,7 +191,7 @@ class _Search:
             self._plan_recomputing(recompute, list(planned.values()))
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
-        """Plan combinations of placement and vocabulary with recomputation, the fastest with unlimited memory first."""
+        """Plan combinations with recomputation, in the order of their times with unlimited memory."""
         num_without_gain = 0
         promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
@@ -220,7 +221,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Time of the best of `layouts` with unlimited memory; infinity if the speedup is below `WORTH_RECOMPUTING`."""
+        """Time of the best layout in unlimited memory; infinity if the speedup is below `WORTH_RECOMPUTING`."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
@@ -231,7 +232,7 @@ class _Search:
         return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
 
     def _first_layouts(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with the fixed partition of the request, or with the balanced and the even partitions."""
+        """Yield the layout with the request's partition; without one, with the balanced and the even partitions."""
         request = self.request
         if request.partition is not None:
             yield replace(layout, partition=request.partition)
@@ -248,7 +249,7 @@ class _Search:
             yield replace(layout, partition=partition)
 
     def _bound(self, layout: Layout) -> float:
-        """A lower bound on the time of any plan of a layout; zero for a layout with an error that planning reports."""
+        """A lower bound on the time of any plan of a layout; zero if the costs of the layout raise an error."""
         request, model = self.request, model_of(self.request, layout)
         try:
             states = model.states(layout.partition, layout.placement)
@@ -268,7 +269,7 @@ class _Search:
         return max(bounds.span, _balance(request, layout).estimate(layout.partition))
 
     def improve(self, plan: Plan, effort: int) -> None:
-        """Plan the layout of `plan` with `effort` if its lower bound allows a speedup by `GAIN` over the best plan."""
+        """Plan the layout of `plan` with `effort` if its lower bound is below the best time divided by `GAIN`."""
         if self._bound(plan.layout) < self.best_time / GAIN:
             self.try_plan(plan.layout, effort)
 
@@ -279,12 +280,12 @@ class _Search:
             self.try_plan(usual.layout, self.request.effort)
 
     def plan_refused(self) -> None:
-        """Plan with full effort every layout for which little effort found no plan that fits."""
+        """Plan every layout without a plan again, with full effort."""
         for layout in [layout for layout in self._efforts if layout not in self.plans]:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, only the fast plans of `best_of_combinations`, with their slowdowns."""
+        """All plans; if durations vary, the plans of `best_of_combinations` within `COMPARED`, with slowdowns."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

@@ -1,10 +1,10 @@
-"""Improves complete orders, for any placement, by moving one operation at a time: a tabu search with restarts.
+"""Improves complete orders for any placement by a tabu search with restarts, which moves one operation at a time.
 
-A plan gets shorter only if its critical path gets shorter. To shorten the critical path, an operation of a stretch of
-the path on one rank has to move before the first or after the last operation of the stretch (Balas and Vazacopoulos
-1998, Management Science 44). The search makes the move with the lowest estimated cost, even if the plan gets longer,
-and keeps the best plan. If moves no longer help, the search restarts from the best plan with a few random moves
-(iterated local search).
+A plan gets shorter only if its critical path gets shorter. A *stretch* is a part of the critical path that one rank
+runs without idle time. To shorten the critical path, an operation of some stretch has to move before the first or after
+the last operation of that stretch (Balas and Vazacopoulos 1998, Management Science 44). The search makes the move with
+the lowest estimated cost, even if the plan gets longer, and keeps the best plan. After many moves without a better
+plan, the search returns to the best plan, makes a few random moves and continues (iterated local search).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations at each end of a stretch that are candidates to move beyond the other end."""
+"""Number of operations next to each end of a stretch that are candidates to move beyond this end."""
 TENURE = 12
-"""Number of moves for which an operation that has moved stays in its position (tabu tenure)."""
+"""Number of moves of the search during which a moved operation has to keep its new position (tabu tenure)."""
 PATIENCE = 50
 """Largest number of moves in a row without a better plan, before a restart."""
 OPERATIONS_PER_MOVE = 8
 """In a small problem the search restarts after (number of operations / this number) moves without a better plan."""
 ATTEMPTS = 3
-"""Number of moves with the lowest estimated costs that are tried until one causes no deadlock."""
+"""Largest number of moves that are tried, from the lowest estimated cost up, until a move causes no deadlock."""
 RESTARTS = 15
 """Largest number of restarts in a row without a better plan, before the search ends."""
 WORTH_RESTARTING = 1.001
@@ -37,7 +37,7 @@ WORTH_RESTARTING = 1.001
 KICK = 6
 """Number of random moves of a restart."""
 MOVE_WEIGHT = 0.3
-"""Processor time of a move for each operation of the problem, relative to the fastest policy of the event loop."""
+"""Processor time of a move, as a fraction of the time in which the event loop's fastest policy plans the problem."""
 
 
 def improve(
@@ -48,7 +48,7 @@ def improve(
     Args:
         problem: the problem that the plan solves.
         plan: the plan to start from.
-        budget: number of operations to plan.
+        budget: effort of the search, as a number of planned operations.
         keeps_forwards: whether every rank keeps the order of its forwards.
 
     Returns:
@@ -70,7 +70,7 @@ def improve(
 
 
 class _Move(NamedTuple):
-    """A move of the operation of `rank` at position `source` of the order to position `target`."""
+    """A move of one operation of `rank` from position `source` of the rank's order to position `target`."""
 
     rank: int
     source: int
@@ -89,12 +89,12 @@ class _LocalSearch:
         assert runs, "a plan does not deadlock"
         self.limits = [limit + tolerance(limit) for limit in problem.limits]
         self.memory = [self._memory_of(rank) for rank in range(problem.num_ranks)]
-        """Rank -> its memory before each operation of its order."""
+        """Rank -> memory before each operation of the rank's order."""
         self.num_moves = 0
         self.last_success = 0
-        """Number of the latest move that led to a better plan."""
+        """Value of `num_moves` at the latest better plan or restart."""
         self.stays: dict[int, int] = {}
-        """Operation -> number of the last move of the search for which the operation has to stay in its position."""
+        """Operation -> number of the move of the search up to which the operation has to keep its position."""
         self.is_stuck = False
         self.best_lanes = [list(lane) for lane in self.graph.lanes]
         """Rank -> its operations in the best plan."""
@@ -106,7 +106,7 @@ class _LocalSearch:
         return is_patient and not self.is_stuck and self.best.cost > self.problem.aim
 
     def restart(self, generator: Random) -> None:
-        """Restart from the best plan, with a few random moves."""
+        """Return to the best plan, and make a few random moves."""
         self.graph.restore(self.best_lanes)
         self.graph.evaluate()
         self.memory = [self._memory_of(rank) for rank in range(self.problem.num_ranks)]
@@ -152,7 +152,8 @@ class _LocalSearch:
     def _promising(self) -> list[_Move]:
         """The moves in the order of their estimated costs.
 
-        An operation in the tabu list `stays` moves only if the estimated cost is below the cost of the best plan.
+        A move of an operation in the tabu list `stays` is left out unless its estimated cost is below the cost of the
+        best plan.
         """
         estimated = []
         for move in self._moves():
@@ -176,7 +177,7 @@ class _LocalSearch:
             yield _Move(stretch.rank, source, stretch.first)
 
     def _part(self, move: _Move) -> list[int]:
-        """The operations from the lower to the higher position of the move, in their new order."""
+        """The operations from the lower to the higher position of the move, in the order after the move."""
         low, high = min(move.source, move.target), max(move.source, move.target)
         part = self.graph.lanes[move.rank][low : high + 1]
         part.insert(move.target - low, part.pop(move.source - low))
@@ -214,7 +215,7 @@ class _LocalSearch:
         return True
 
     def _keeps_recomputation(self, move: _Move) -> bool:
-        """Whether, under full recomputation, every B without an R still follows its F at once after the move."""
+        """Whether every B without an R still runs right after its F, as full recomputation requires."""
         if self.problem.recompute is not Recompute.FULL:
             return True
         lane, low, high = self.graph.lanes[move.rank], min(move.source, move.target), max(move.source, move.target)

@@ -1,4 +1,4 @@
-"""Megatron's split of a model into stages: its time and its memory under megatron-core's own schedule."""
+"""Time and memory of Megatron's split of a model into stages, under megatron-core's own schedule."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron.zero_bubble.schedule.model_costs import spread_layers
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _NAMES = {"linear": "1f1b", "interleaved": "interleaved-1f1b"}
-"""Kind of a placement -> name of megatron-core's own schedule for it."""
+"""Kind of placement -> name of megatron-core's own schedule for this kind."""
 
 
 def megatrons_layout(
     num_layers: int, num_ranks: int, num_chunks: int = 1, recompute: Recompute = Recompute.NONE
 ) -> Layout:
-    """The layout of Megatron's flags: the layers are spread as evenly as possible over the stages.
+    """The layout that Megatron's flags give, with the layers spread as evenly as possible over the stages.
 
     Args:
         num_layers: layers of the model.
         num_ranks: pipeline ranks.
-        num_chunks: model chunks a rank; the placement is interleaved if there are several.
+        num_chunks: model chunks a rank; with several chunks the placement is interleaved.
         recompute: which microbatches have an R.
 
     Raises:
@@ -37,11 +37,12 @@ def megatrons_layout(
 
 
 def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
-    """The plans of the usual layout: with the schedule of the request, and with megatron-core's own schedule.
+    """Plans of the usual layout, one with the schedule of the request and one with megatron-core's own schedule.
 
     Args:
         request: a request with a usual layout.
-        chosen: the plan that `search_layouts` returned for the request; any plan of the usual layout in it is reused.
+        chosen: the plan that `search_layouts` returned for the request. A plan of the usual layout in `chosen` or
+            `chosen.others` is reused.
 
     Returns:
         The plans that exist and fit in memory, at most two.
@@ -72,8 +73,8 @@ def in_megatrons_order(request: PlanRequest) -> PlanRequest | None:
 def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
     """The plan of a layout with megatron-core's own schedule.
 
-    Under full recomputation every backward recomputes its activations. With `Recompute.PLANNED` all activations are
-    kept, because megatron-core recomputes nothing to keep a memory limit.
+    Under full recomputation every backward recomputes its activations. With `Recompute.PLANNED` every microbatch keeps
+    all its activations, because megatron-core does not plan recomputation for a memory limit.
 
     Raises:
         Infeasible: megatron-core's schedule exceeds the memory limit.
@@ -87,7 +88,7 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def time_of_usual(request: PlanRequest) -> float:
-    """Time of megatron-core's own schedule for the usual layout; infinity if no such schedule fits in memory."""
+    """Time of megatron-core's own schedule in the usual layout; infinity if it does not exist or does not fit."""
     try:
         return inf if request.usual is None else as_megatron_runs(request, request.usual).time
     except ScheduleError:
@@ -95,7 +96,7 @@ def time_of_usual(request: PlanRequest) -> float:
 
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:
-    """The plan of megatron-core's own schedule, which has a separate R before each B under full recomputation."""
+    """The plan of megatron-core's own schedule; under full recomputation the plan keeps R and B apart."""
     name = _NAMES[layout.placement.kind]
     whole_groups = request.num_microbatches % layout.placement.num_ranks == 0
     if request.pairs and layout.placement.kind == "interleaved" and whole_groups:
@@ -112,15 +113,15 @@ def capacity_of_multiple(
 ) -> float:
     """The memory capacity of a rank, from a multiple of 1F1B's activation memory.
 
-    The capacity is the memory of states plus `multiple` times the peak memory of activations, on the fullest rank of
-    Megatron's split.
+    Each rank of Megatron's split needs the memory of its states plus `multiple` times the peak memory of its
+    activations. The capacity is the largest of these sums.
 
     Args:
         request: a request with the costs of the model's units.
         layout: the layout of Megatron's split.
-        multiple: factor of the peak memory of activations.
-        is_interleaved: whether the multiple refers to interleaved 1F1B if the layout has several chunks a rank, and
-            not to 1F1B with the same layers on every rank.
+        multiple: factor by which the peak memory of activations is multiplied.
+        is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank. Otherwise
+            `multiple` refers to 1F1B in which each rank has the same layers as in the layout.
 
     Returns:
         The memory capacity, in the unit of the costs.

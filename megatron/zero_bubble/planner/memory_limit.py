@@ -19,7 +19,7 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on the memory of a rank: its activations in flight, and the temporary memory of one operation.
+    """A limit on the memory of a rank for activations in flight and for the temporary memory of one operation.
 
     At most one of `multiple` and `num_bytes` is given; if neither is given, the limit is the free memory of the device.
     """
@@ -29,9 +29,10 @@ class MemoryLimit:
     num_bytes: int | None = None
     """The memory limit in bytes."""
     is_interleaved: bool = False
-    """Whether `multiple` refers to the peak of interleaved 1F1B, (p + (p-1)/v) M_B, if ranks have several chunks."""
+    """Whether `multiple` refers, for ranks with several chunks, to the peak of interleaved 1F1B, (p + (p-1)/v) M_B."""
     pairs: bool = False
-    """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
+    """Whether interleaved 1F1B runs forward-backward pairs and therefore has one more microbatch of a chunk in
+    flight."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
@@ -55,7 +56,7 @@ class MemoryLimit:
     def in_unit_costs(
         self, placement: Placement, num_microbatches: int, recompute: Recompute = Recompute.NONE
     ) -> float | None:
-        """The memory limit in M_B, for plans before costs are measured; None unless it is a multiple of 1F1B's peak."""
+        """The memory limit in M_B, for plans before costs are measured; None if the limit is in bytes or `auto`."""
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)
@@ -77,7 +78,7 @@ class MemoryLimit:
             costs: costs of the stages, with memory in bytes.
             num_microbatches: microbatches of an iteration.
             free_bytes: free memory for activations on the fullest device; used for `auto` only.
-            inside: rank -> largest temporary memory of an operation; zeros by default.
+            inside: rank -> largest temporary memory of an operation on the rank; zero by default.
             recompute: which microbatches have an R.
         """
         if self.multiple is not None:
@@ -89,7 +90,7 @@ class MemoryLimit:
         return free_bytes
 
     def _peaks(self, placement: Placement) -> Callable[..., tuple[float, ...]]:
-        """The function that computes the peak memory by rank; the memory limit is a multiple of the largest peak."""
+        """The function that computes each rank's peak memory; the memory limit is a multiple of the largest peak."""
         if not self.is_interleaved or placement.num_chunks == 1:
             return one_f_one_b_peaks
         return partial(interleaved_peaks, pairs=self.pairs)
@@ -108,7 +109,7 @@ def _positive(number: str, text: str) -> float:
 def one_f_one_b_peaks(
     placement: Placement, costs: StageCosts, num_microbatches: int, recompute: Recompute = Recompute.NONE
 ) -> tuple[float, ...]:
-    """Rank -> peak memory of 1F1B, in which rank r has min(m, p - r) microbatches in flight on all of its chunks.
+    """Rank -> peak memory of 1F1B, in which rank r has min(m, p - r) microbatches in flight on each of its chunks.
 
     The peak memory includes the memory that one B adds. With `Recompute.PLANNED` 1F1B keeps all activations.
     """
@@ -121,7 +122,7 @@ def one_f_one_b_peaks(
 
 
 def memory_in_flight(costs: StageCosts, stages: Sequence[int], in_flight: float, recompute: Recompute) -> float:
-    """Memory of `in_flight` microbatches that are between F and B on all of `stages`.
+    """Memory of `in_flight` microbatches that are between F and B on each of `stages`.
 
     Under full recomputation one microbatch has all activations, and the other microbatches lack the activations that R
     recomputes.

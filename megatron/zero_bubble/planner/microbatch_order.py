@@ -1,4 +1,4 @@
-"""The order in which a schedule runs the microbatches of a step that differ in size.
+"""Chooses the order in which a schedule runs the microbatches of a step if the microbatches differ in size.
 
 A schedule has one place for each microbatch of a step, and any microbatch may run in any place. A long microbatch
 delays every rank in the warmup, but only one rank in the steady state. The operations of the schedule keep their order,
@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
 WORTHWHILE = 0.005
-"""Smallest fraction of the time that an order has to save to replace the order of the data."""
+"""An order replaces the order of the data only if it saves at least this fraction of the step's time."""
 _Places = tuple[int, ...]
 """Place in the schedule -> number of the microbatch in the data."""
 
@@ -58,7 +58,7 @@ def order_microbatches(
     interlocks: bool = False,
     overlap_communication: bool = True,
 ) -> MicrobatchOrder:
-    """Search for the order of the microbatches of a step in which a schedule takes the least time.
+    """Search for the order of a step's microbatches with which a schedule takes the least time.
 
     The search first tries orders by size: rising, falling, and with the largest microbatches in the middle or at the
     ends. The search then tries random changes of the best order. Equal arguments give equal results.
@@ -76,8 +76,8 @@ def order_microbatches(
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
-        The fastest order that was simulated; the order of the data if it fits and the fastest order saves less than the
-        fraction `WORTHWHILE` of its time.
+        The fastest order that was simulated and fits. If the order of the data also fits, and the fastest order saves
+        less than the fraction `WORTHWHILE` of the step's time, the order of the data is returned.
 
     Raises:
         Infeasible: the microbatches exceed a limit in every order that was tried.
@@ -136,7 +136,7 @@ def _changed(places: _Places, generator: Random) -> _Places:
 
 
 class _Step:
-    """A step of one schedule, simulated for orders of its microbatches."""
+    """A step of one schedule, to simulate with its microbatches in different orders."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _Step:
             if len(KINDS[op.kind].makes) > 1
             for stage in (schedule.placement.stage_of(rank, op.chunk),)
         ]
-        """(stage, place) of every fused B and W: the gradient of the input is ready when the whole operation ends."""
+        """(stage, place) of every fused B and W, whose input gradient is ready only when the whole operation ends."""
 
     def time(self, places: _Places) -> float:
         """The simulated time of the step with microbatches in the order `places`."""

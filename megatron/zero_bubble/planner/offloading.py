@@ -22,13 +22,14 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _STEP = 2**0.5
-"""Factor between successive memory limits above the given limit, under which schedules are planned without copies."""
+"""Schedules are planned without copies under larger memory limits, each larger than the previous by this factor."""
 _MOST_LIMITS = 5
-"""Number of larger memory limits that are tried at most."""
+"""Largest number of memory limits above the given limit that are tried."""
 _ROUNDS = 3
-"""Number of times that the copies of a schedule are placed, each time with the times of the previous simulation."""
+"""Number of rounds in which the copies of a schedule are placed, each round with the simulation of the previous
+round."""
 _NEAR = 1.05
-"""Copies to the host are placed again in schedules that take at most this factor times the shortest time."""
+"""Copies are placed again only in schedules that take at most this factor times the time of the fastest schedule."""
 
 _LEAST_RULES = 3
 """Smallest number of copy rules that are tried, for a schedule of any size."""
@@ -43,11 +44,11 @@ class CopyRule(NamedTuple):
     """A rule for when copies are queued on the host link. `lead` and `patience` are multiples of the time of a copy."""
 
     lead: float
-    """Time before the backward at which the copy back to the device is queued."""
+    """Time by which the copy back to the device is queued before the backward."""
     patience: float
-    """Longest queue of the host link at which a copy to the host is still queued right after F."""
+    """A copy to the host is queued right after F if the host link's queue takes at most this time."""
     weights_first: bool = False
-    """Whether a rank runs a W earlier to release memory before it waits for a copy."""
+    """Whether a rank that lacks memory first runs W earlier, and waits for copies only if that is not enough."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -59,8 +60,8 @@ def offloaded(
     """Search for a schedule that copies activations to the host and keeps the memory limits of a problem.
 
     Schedules without copies are planned under larger limits; copies then bring each schedule below the limits of the
-    problem. A larger memory limit leads to more copies, but to less idle time and less recomputation. The schedule
-    with the shortest simulated time is taken.
+    problem. A larger memory limit leads to more copies, but to less idle time and less recomputation. The schedule with
+    the shortest expected time is taken.
 
     Args:
         plans: function that plans schedules without copies under given memory limits.
@@ -68,7 +69,7 @@ def offloaded(
         shortest: time of the best schedule without copies.
 
     Returns:
-        The fastest schedule with copies; None if no schedule is faster than `shortest`.
+        The fastest schedule with copies; None if no such schedule is faster than `shortest`.
     """
     if not any(problem.costs.memory_d):
         return None
@@ -92,10 +93,10 @@ def offloaded(
 
 
 def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
-    """Yield the schedule with copies by each rule, for as many rules as the budget allows, and its expected time.
+    """Yield simulations of the schedule with copies, and their expected times, for as many rules as the budget allows.
 
-    The slowdown by varying durations is computed for the schedule without copies. If a candidate is much slower
-    than `shortest`, its copies are not placed a second time.
+    The slowdown by varying durations is computed for the schedule without copies. If a candidate is much slower than
+    `shortest`, its copies are not placed again.
     """
     num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
     without = _simulated(schedule.without_communication(), problem)
@@ -121,12 +122,13 @@ def _simulated(schedule: Schedule, problem: Problem) -> Timeline:
 def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule | None:
     """Insert the copies that a schedule needs to keep its memory limits.
 
-    When its memory is full, a rank releases activations that have been copied to the host, first the activations that
-    are needed latest (Belady's rule for page replacement). Activations are copied back in time for their backward, or
-    later if memory is full. If copies do not release enough memory, a W runs earlier.
+    A rank with full memory releases activations that have been copied to the host. The rank first releases the
+    activations that it needs last (Belady's rule for page replacement). A copy back is queued in time for the backward,
+    or later if memory is full at that time. If copies do not release enough memory, W run earlier.
 
     Args:
-        timed: a simulation of the schedule, whose times place the copies. Copies in the schedule are removed first.
+        timed: a simulation of the schedule, with the times by which copies are placed. Copies that the schedule already
+            has are removed first.
         problem: the problem, with the memory limits and the costs.
         rule: decides when copies are queued on the host link.
 
@@ -145,7 +147,7 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
 
 
 def _with_weights_in_gaps(lane: Sequence[TimedOp]) -> list[TimedOp]:
-    """Move W into the gaps of a rank, such as the waits for copies, that are as long as the W."""
+    """Move W earlier into gaps of a rank that are at least as long as the W, such as waits for copies."""
     waiting: dict[int, deque[TimedOp]] = {}
     for timed in lane:
         if timed.op.kind is OpKind.W:
@@ -178,7 +180,7 @@ class _Kept(NamedTuple):
     backward: int
     """Position of the backward that needs the activations."""
     copied: float
-    """Estimated end of the copy of the activations to the host; inf if the copy is not queued."""
+    """Estimated time at which the activations have been copied to the host; inf if the copy is not queued."""
     key: _Key
 
 
@@ -239,12 +241,12 @@ class _RankCopies:
         self._kept.append(_Kept(self._backward[key], copied, key))
 
     def _make_room(self, amount: float, at: int, last: int | None = None) -> bool:
-        """Release activations, and run W earlier, until `amount` fits in memory; return False if it cannot fit.
+        """Release activations, or run W earlier, until `amount` fits in memory; return False if it cannot fit.
 
         Args:
             amount: memory to allocate.
             at: position of the operation that allocates the memory.
-            last: only activations whose backward is after this position are released; by default after `at`.
+            last: position before the backwards of all activations that may be released; `at` by default.
         """
         if self._memory + amount <= self._limit:
             return True
@@ -268,7 +270,7 @@ class _RankCopies:
         return True
 
     def _next_weights(self, at: int) -> list[int]:
-        """Positions of the W that may run before the operation at `at` and release memory, in their order."""
+        """Positions, in order, of the W that release memory and may run before the operation at `at`."""
         able, blocked = [], set[int]()
         for k in self._weights:
             op = self._lane[k].op

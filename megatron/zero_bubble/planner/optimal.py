@@ -1,8 +1,9 @@
-"""Finds the best schedule of a small instance, or a lower bound, with a constraint program for OR-tools' CP-SAT.
+"""Searches for the best schedule of a small instance, and for a lower bound, with OR-tools' constraint solver CP-SAT.
 
-Every F, B and W is an interval of time of its rank. The constraints: intervals of a rank do not overlap; a stage runs
-each kind in microbatch order; an operation starts after its inputs; memory is a reservoir, which F fills, and B and W
-drain. The solver minimises the longest span of a rank, and starts from the schedule of the planner.
+Every F, B and W is an interval of time of its rank. The program has four constraints: intervals of a rank do not
+overlap; a stage runs each kind in microbatch order; an operation starts after its inputs; memory is a reservoir, which
+F fills, and B and W drain. The solver minimises the longest span of a rank, and starts from the schedule of the
+planner.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from megatron.zero_bubble.schedule.timeline import Timeline
 TIME_LIMIT = 20.0
 """Seconds after which the solver stops."""
 RESOLUTION = 10_000
-"""Number of time steps in the longest operation; the solver calculates with whole numbers."""
+"""Number of time steps in the longest operation; the solver's times are whole numbers of these steps."""
 TOLERANCE = 5e-4
-"""Relative distance from the lower bound within which a schedule counts as optimal, because times are rounded."""
+"""A schedule within this relative distance from the lower bound counts as optimal, because times are rounded."""
 LONGEST = 2**40
-"""Largest sum of the time steps of all operations; the solver's integers end at 2**63."""
+"""Largest sum of the time steps of all operations, well below the largest integer of the solver, 2**63."""
 MAX_OPERATIONS = 1_000
-"""Largest number of F, B and W of all stages. In larger instances the solver does not even find the schedule that it
-gets as a hint."""
+"""Largest number of F, B and W of an instance, over all stages. In larger instances the solver does not even find the
+schedule that it gets as a hint."""
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 _Key = tuple[OpKind, int, int]
 """(kind, stage, microbatch)."""
@@ -40,13 +41,13 @@ _Key = tuple[OpKind, int, int]
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule with a lower bound on the span of any schedule."""
+    """A schedule, and a lower bound on the longest span of a rank in any schedule."""
 
     schedule: Schedule
     cost: float
     """The longest span of a rank, simulated with the exact costs."""
     bound: float
-    """A lower bound on the longest span of a rank of any schedule."""
+    """A lower bound on the longest span of a rank in any schedule of the instance."""
 
     @property
     def is_optimal(self) -> bool:
@@ -55,10 +56,10 @@ class Solution:
 
 
 def optimal(request: PlanRequest) -> Schedule:
-    """Make the schedule `optimal`, by default within the memory of 2p microbatches.
+    """Make the schedule `optimal`; the default memory limit is the memory of 2p microbatches in flight.
 
-    The constraint program has no R. With recomputation the better of two schedules is returned: the schedule
-    `auto`, and a schedule of the solver, in which all activations are kept. Under full recomputation the solver instead
+    The constraint program has no R. With recomputation the function therefore returns the better of two schedules: the
+    schedule `auto`, and the solver's schedule, which keeps all activations. Under full recomputation the solver instead
     plans with a B that recomputes, and R is separated from B afterwards.
 
     Raises:
@@ -88,7 +89,7 @@ def solve(request: PlanRequest, time_limit: float = TIME_LIMIT) -> Solution:
         time_limit: seconds that the solver may take.
 
     Returns:
-        The best schedule found, never slower than the schedule `auto`, and the best lower bound.
+        The best schedule and the best lower bound that were found; the schedule is never slower than `auto`.
 
     Raises:
         Infeasible: no schedule fits in the memory limit.

@@ -1,4 +1,4 @@
-"""The orders of all ranks as codes: the orders with the least memory, and orders from and to schedules."""
+"""Converts schedules to orders of codes and back, and makes the orders with the least memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 
 def one_by_one(problem: Problem) -> list[Order]:
-    """The orders with the smallest peak memory: a rank finishes each microbatch before it starts the next."""
+    """The orders with the smallest peak memory, in which a rank finishes each microbatch before it starts the next."""
     codes, last_rank = problem.codes, problem.rank_of[-1]
     orders: list[Order] = []
     for rank, stages in enumerate(problem.stages_of):

@@ -26,7 +26,7 @@ class PairPolicy:
     """The parameters of a policy that runs a pair whenever a forward and a backward are ready."""
 
     caps: tuple[int, ...]
-    """Rank -> number of microbatches in flight, over all chunks, at and above which the rank runs F only in pairs."""
+    """Rank -> number of microbatches in flight, summed over its chunks, from which on the rank runs F only in pairs."""
     patience: float = 1.0
     """Longest wait of a ready forward or backward for its partner, as a multiple of the time of a backward."""
     weights: GapRule = GapRule.BALANCED
@@ -40,7 +40,7 @@ FEW = 4
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
-    """The fastest of a plan without pairs, plans with pairs, and the named schedules with pairs that fit in memory.
+    """The fastest schedule that fits in memory: `apart`, a plan with pairs, or a named schedule with pairs.
 
     Args:
         name: name of the returned schedule.
@@ -72,7 +72,7 @@ def _policies(problem: Problem) -> Iterator[PairPolicy]:
 
 
 def _may_fuse(problem: Problem) -> tuple[bool, ...]:
-    """The values of `PairPolicy.fuses` to try: False, and True if W takes less time in some pair than alone."""
+    """The values of `PairPolicy.fuses` to try: False, and also True if W takes less time in some pair than alone."""
     hides = any(_hides_weights(problem, *pair) for stages in problem.stages_of for pair in product(stages, repeat=2))
     return (False, True)[: 1 + hides]
 
@@ -101,7 +101,7 @@ def _computations(schedule: Schedule) -> Computations:
 
 
 def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
-    """Join neighbouring forwards and backwards of an order in pairs, if the operation of kind `first` comes first."""
+    """Pair each operation of kind `first` with the next operation if this has another kind and microbatch."""
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]
@@ -139,7 +139,7 @@ def _plan(loop: _PairedRanks) -> Schedule | None:
 
 
 def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
-    """The operations of a rank after its pairs are formed: PB or PBW takes the place of B, and PBW also of its W."""
+    """The operations of a rank with pairs: PB or PBW replaces B, and the W that is part of a PBW is left out."""
     return tuple(
         op._replace(kind=paired.get(op, op.kind))
         for op in ops
@@ -181,10 +181,11 @@ class _PairedRanks(EventLoop):
         return -1, ready if ready > now else inf
 
     def _first(self, stages: tuple[int, ...], now: float, first: int) -> tuple[int, float]:
-        """The code of the first operation of a kind to start, and its earliest start; (-1, inf) if no start is known.
+        """Code and earliest start of the operation of a kind that can start first; (-1, inf) if no start is known.
 
         Args:
-            stages: stages of the rank, in order of preference for operations with the same earliest start.
+            stages: stages of the rank; among operations with the same earliest start, the first of these stages is
+                preferred.
             now: current time.
             first: first code of the kind of operation.
         """

@@ -1,4 +1,4 @@
-"""Searches for partitions, that is, numbers of layers per stage, with which the busiest rank ends early."""
+"""Searches for partitions (numbers of layers of the stages) with which the busiest rank ends early."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, Uni
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 STAGES_WEIGHT = 0.2
-"""Surcharge on the time of a partition, as a fraction, for each unit of unevenness of the work of its stages."""
+"""Surcharge on the time of a partition, as a fraction of the time, for each unit of `_unevenness` of the stages'
+work."""
 HOLDING_WEIGHT = 0.1
-"""Surcharge on the time of a partition, as a fraction, for each unit of unevenness of the memory of its ranks."""
+"""Surcharge on the time of a partition, as a fraction of the time, for each unit of `_unevenness` of the ranks'
+memory."""
 ALIKE = 1.005
 """Partitions with times that differ by at most this factor are equally good. The most even of equally good partitions
 is taken, so that two measurements of the same costs lead to the same partition."""
@@ -60,7 +62,7 @@ class Balance:
 
     @property
     def least_layers(self) -> Partition:
-        """Stage -> least number of layers: a stage with a whole embedding or output layer may have no other layer."""
+        """Stage -> least number of layers: 0 for a stage with the whole embedding or the whole output layer, else 1."""
         last = self.placement.num_stages - 1
         return tuple(int(0 < stage < last or self.model.shard is not None) for stage in range(last + 1))
 
@@ -74,8 +76,8 @@ class Balance:
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
         """Sort key of partitions, the best first: (memory beyond the room, time, unevenness of the ends of the ranks).
 
-        The time of the sort key is `estimate` with two surcharges, found in measured runs: a surcharge for stages of
-        unequal work, and a surcharge for ranks of unequal memory.
+        The time of the sort key is `estimate` with two surcharges: a surcharge for stages of unequal work, and a
+        surcharge for ranks of unequal memory. The sizes of the surcharges come from measured runs.
         """
         works = self._work.of_stages(partition)
         ends = self._ends(partition, works)
@@ -84,13 +86,13 @@ class Balance:
         return sum(self._excess(partition)), max(ends) * (1 + lost), _unevenness(ends)
 
     def busiest(self, partition: Sequence[int]) -> int:
-        """The rank that exceeds its memory by the largest amount; if none exceeds it, the rank that ends last."""
+        """The rank that exceeds its memory the most; if no rank exceeds its memory, the rank that ends last."""
         excess = self._excess(partition)
         load = excess if max(excess) > 0 else self._ends(partition, self._work.of_stages(partition))
         return load.index(max(load))
 
     def _ends(self, partition: Sequence[int], works: Sequence[float]) -> list[float]:
-        """Rank -> its end time without idle time; `works` has the work of one microbatch for each stage."""
+        """Rank -> end time of the rank without idle time; `works` gives each stage's work for one microbatch."""
         starts = list(accumulate(self._forward.of_stages(partition), initial=0.0))
         return [
             starts[stages[0]]
@@ -100,13 +102,13 @@ class Balance:
         ]
 
     def _holdings(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory up to a common factor: activations of a stage live while later stages run the microbatch."""
+        """Rank -> memory of its activations, up to a common factor; a stage holds them while later stages run."""
         size = len(partition)
         holdings = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(partition))]
         return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory by which states and one microbatch exceed the room, with recomputation if it is allowed."""
+        """Rank -> memory by which states and one microbatch exceed the room, with an R if microbatches may have one."""
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
         needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
@@ -147,12 +149,12 @@ class _Sums:
 
 
 def unevenness(partition: Partition) -> tuple[int, Partition]:
-    """Sort key of partitions, the most even first; among equally even partitions, few layers in early stages first."""
+    """Sort key of partitions: the most even first, and among these the fewest layers in early stages first."""
     return sum(number * number for number in partition), partition
 
 
 def balanced_partition(balance: Balance) -> Partition | None:
-    """The best partition found by moving single layers, starting from an even partition; None with too few layers."""
+    """The best partition found by moving single layers of an even partition; None if the model has too few layers."""
     num_layers, num_stages = len(balance.model.layers), balance.placement.num_stages
     least = balance.least_layers
     if sum(least) > num_layers:
@@ -166,7 +168,7 @@ def balanced_partition(balance: Balance) -> Partition | None:
 def _improved(
     balance: Balance, partition: Partition, givers: Callable[[Partition], Sequence[int]], *, within_rank: bool = False
 ) -> Partition:
-    """Move single layers away from the stages that `givers` returns for a partition, while a move improves it."""
+    """Move single layers from the stages that `givers` returns for a partition, while this improves the partition."""
     best, improved = balance.order(partition), True
     while improved:
         improved = False
@@ -207,7 +209,7 @@ def moved(partition: Partition, giver: int, taker: int) -> Partition:
 
 
 def neighbours(balance: Balance, partition: Partition, tolerance: float) -> list[Partition]:
-    """Partitions with one layer moved, the best first, within `tolerance` times the estimated time of `partition`."""
+    """Partitions after a move of one layer, the best first, with at most `tolerance` times the time of `partition`."""
     excess, time, _ = balance.order(partition)
     orders = {
         changed: balance.order(changed)

@@ -19,10 +19,10 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 LONG = 20_000
 """Largest number of F, B and W that are planned one by one; a longer schedule repeats part of a shorter schedule."""
 WARMUPS = (4, 6, 10)
-"""Numbers of microbatches of the shorter schedules to try, divided by the number of ranks. Already with four
-microbatches a rank, most ranks reach the steady state long before their last microbatch."""
+"""Numbers of microbatches per rank of the shorter schedules to try. Already with four microbatches a rank, most ranks
+reach the steady state long before their last microbatch."""
 MOST_DISPLACED = 0.1
-"""Largest fraction of displaced operations (see `_Period.displaced`) of a period that may be repeated."""
+"""A period may be repeated if its fraction of displaced operations (see `_Period.displaced`) is at most this large."""
 NUM_CUTS = 16
 """Number of parts into which a schedule is divided; the borders between the parts are tried as starts of a period."""
 NUM_SIMULATED = 3
@@ -37,7 +37,7 @@ def is_long(placement: Placement, num_microbatches: int) -> bool:
 
 
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
-    """Yield numbers of microbatches for shorter schedules, each smaller by a multiple of the number of ranks."""
+    """Yield microbatches of shorter schedules, fewer than `num_microbatches` by a multiple of the number of ranks."""
     if not is_long(placement, num_microbatches):
         return
     p = placement.num_ranks
@@ -70,7 +70,7 @@ def extended(
 
     Returns:
         The extended schedule; None if every period exceeds the memory limits, or takes more time per microbatch than
-        the whole schedule.
+        `schedule`.
     """
     more = num_microbatches - schedule.num_microbatches
     timeline = simulate(schedule, costs, overlap_communication=overlap_communication)
@@ -103,7 +103,7 @@ class _Period(NamedTuple):
 
     @property
     def displaced(self) -> float:
-        """Ratio of other operations between the operations of the period to the operations of the period."""
+        """Number of other operations in the ranges of `parts`, divided by the number of operations of the period."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 
@@ -128,10 +128,10 @@ def _repeated(schedule: Schedule, period: _Period, count: int) -> Schedule:
         for kind in schedule.kinds
         for chunk in range(schedule.num_chunks)
     }
-    """(kind, chunk) -> operations of all microbatches, so that ranks share the objects."""
+    """(kind, chunk) -> operations of all microbatches, as objects that all ranks share."""
 
     def later(ops: Sequence[Op], shift: int) -> list[Op]:
-        """Return the operations with `shift` added to their microbatches."""
+        """Return the operations with `shift` added to their microbatch numbers."""
         return [every[kind, chunk][microbatch + shift] for kind, microbatch, chunk in ops]
 
     ranks = []
@@ -181,7 +181,8 @@ class _Rank:
             row.microbatches.append(microbatch)
 
     def part(self, time: float, length: int) -> _Part | None:
-        """Cut a period that starts at `time`; return None if fewer than `length` microbatches of a kind follow.
+        """Cut the rank's part of a period from `time` on; return None if fewer than `length` microbatches of a kind
+        follow.
 
         A period may have fewer R than F, because not every microbatch has an R. All R of a period belong to `length`
         successive microbatches.

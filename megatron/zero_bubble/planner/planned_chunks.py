@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.ir import Schedule
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
-"""Generators of the named schedules with one chunk per rank that need no costs."""
+"""Generators of the named schedules with one chunk per rank; these generators need no costs."""
 ALL_RULES = (GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER)
 """Rules for gaps that are shorter than a W, the most promising first."""
 RULES = (
@@ -36,7 +36,7 @@ RULES = (
 """Pairs of rules: for gaps that are shorter than a W, and for gaps that are shorter than an F."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""Steepness of the decrease of microbatches in flight from rank to rank; with 1 the last rank has one in flight."""
+"""How steeply the number of microbatches in flight falls from rank to rank; with 1 it falls to one on the last rank."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
@@ -45,15 +45,15 @@ Groups = tuple[int, ...]
 
 
 def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
-    """Plan a schedule, and return the best of the plan and the named schedules of the placement that fit in memory.
+    """Plan a schedule; return the best schedule that fits in memory, either the plan or a named schedule.
 
-    A named schedule with a fused B and W can beat the plan: the planner keeps B and W apart, and already reserves
-    the memory that B adds when F or R starts.
+    A named schedule with a fused B and W can be faster than the plan, because the planner keeps B and W apart, and
+    reserves the memory that B adds as soon as F or R starts.
 
     Args:
         problem: a problem with a linear or an interleaved placement.
-        group_size: number of microbatches that pass through a chunk before the next chunk's turn, if a plan with such
-            groups fits; None to plan the sizes of the groups.
+        group_size: number of microbatches that pass through a chunk before the next chunk's turn; None to plan the
+            sizes of the groups. The sizes are also planned if no schedule with groups of `group_size` fits.
 
     Raises:
         Infeasible: no schedule fits in the memory limits.
@@ -117,8 +117,8 @@ def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
 def _choices_of_groups(problem: Problem) -> list[Groups]:
     """The group sizes to try: first the size that fills the memory of a rank, then smaller and larger sizes in turn.
 
-    With groups of K microbatches, and one more F in the warmup than on the next rank, rank 0 needs (K (v-1) + p) / v
-    M_B. If a rank has less memory, the best size of a group is about three quarters of the number of microbatches in
+    If microbatches pass in groups of K, and the warmup of each rank has one F more than the next rank's warmup, rank 0
+    needs (K (v-1) + p) / v M_B. If memory is short, the best K is about three quarters of the number of microbatches in
     flight.
     """
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
@@ -172,9 +172,9 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
 def _slopes(problem: Problem) -> tuple[float, ...]:
     """The slopes to try, the most promising first: numbers of F by which a rank's warmup exceeds the next rank's.
 
-    The first slope is Megatron's slope of 2: if F takes as long as B, no rank is idle before its first B. Another slope
-    leaves no idle time before the first B with the durations and message times of the problem. Another slope fills the
-    memory of rank 0 with the forwards of its warmup.
+    The first slope is 2, as in Megatron: if F takes as long as B, then no rank is idle before its first B. Another
+    slope follows from the durations and message times of the problem, and also leaves no idle time before the first B.
+    With a further slope the forwards of the warmup fill the memory of rank 0.
     """
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])
@@ -195,7 +195,7 @@ def _filling_slope(problem: Problem) -> float:
 def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Yield, for one chunk a rank, numbers of microbatches in flight that fall from the first rank to the last rank.
 
-    Where memory is short, ranks near the last stage, which wait less for their B, gain nothing by more microbatches.
+    Ranks near the last stage wait less for their B, so that more microbatches in flight would not help these ranks.
     """
     size = problem.num_stages
     times = list(map(add, problem.latency[:size], problem.latency[size : 2 * size]))

@@ -34,7 +34,7 @@ LEAST_CANDIDATES = 12
 QUICK_CANDIDATES = 5
 """Number of candidate orders that are tried if the budget of planned operations is zero."""
 INSERTED = 8
-"""Divisor of the budget for a plan without vocabulary shards, into which operations on shards are inserted."""
+"""Divisor of the budget for plans that are made without vocabulary shards before operations on shards are inserted."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """Factors of the memory limit under which plans without R are made, before some of their activations are dropped."""
 IMPROVING = 0.5
@@ -49,7 +49,7 @@ def budget_of(problem: Problem) -> int:
 
 
 class Portfolio:
-    """The best plans of a search, which ends when a plan reaches the aim of the problem or the budget is spent.
+    """The best plans of a search; the search ends when a plan reaches the aim of the problem or the budget is spent.
 
     The budget counts planned operations, not seconds, so that every rank of a job computes the same schedule.
     """
@@ -77,7 +77,7 @@ class Portfolio:
         return self.budget <= 0 or self.cost <= self.aim
 
     def schedules(self, problem: Problem) -> list[Schedule]:
-        """The best plan as a schedule; all plans if durations vary, because their expected times then decide."""
+        """The best plan as a schedule; if durations vary, all plans, because expected times then choose the best."""
         return [schedule_of_orders(problem, plan.orders) for plan in self.plans[: None if problem.varies else 1]]
 
     def offer(self, plan: PlannedOrders | None) -> None:
@@ -93,7 +93,7 @@ class Portfolio:
 
         Args:
             problem: the problem that the plans solve.
-            budget: number of operations to plan.
+            budget: effort of the local search, as a number of planned operations.
             keeps_forwards: whether every rank keeps the order of its forwards.
         """
         for number, plan in enumerate(list(self.plans)):
@@ -122,7 +122,7 @@ class Portfolio:
             self.in_order(problem, one_by_one(problem))
 
     def insert_shards(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
-        """Offer plans of `search` for a whole vocabulary, with operations on vocabulary shards inserted.
+        """Offer plans that `search` makes without vocabulary shards, after operations on shards are inserted into them.
 
         Operations on shards delay the backwards, so that one more microbatch is in flight.
 
@@ -141,7 +141,7 @@ class Portfolio:
                         self.in_order(problem, orders_of_schedule(problem, inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
-        """Offer plans without R that `search` makes for more memory, with activations dropped until the plans fit."""
+        """Offer plans that `search` makes without R in more memory, with activations dropped so that the plans fit."""
         for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -181,12 +181,12 @@ def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozens
 
 
 def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
-    """Plan a problem by `best`; with `Recompute.PLANNED`, also choose which microbatches have an R.
+    """Plan a problem with `best`; with `Recompute.PLANNED`, also choose which microbatches have an R.
 
     With `Recompute.PLANNED` there are three candidate schedules: with no R, with an R for each microbatch, and with
-    some R. The fastest candidate is taken, and with equal times the candidate with the fewest R. The candidate without
-    R is taken at once if unlimited memory would not make it faster. With an effort of zero, the candidate with an R for
-    each microbatch is left out.
+    some R. The fastest candidate is taken; among equally fast candidates, the candidate with the fewest R is taken. The
+    candidate without R is taken at once if unlimited memory would not make it faster. With an effort of zero, the
+    candidate with an R for each microbatch is left out.
 
     Args:
         problem: the problem to plan.
@@ -229,7 +229,7 @@ def _cost(schedule: Schedule, problem: Problem) -> float:
 
 
 def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
-    """Simulate a schedule; return the time by which it is judged, and the time that decides between equal schedules."""
+    """Simulate a schedule; return the time that judges it, and the time that decides between equally fast schedules."""
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     factor = slowdown(timeline, problem.spread, problem.time_between)
     return problem.judged(factor * timeline.cost, factor * timeline.makespan)
@@ -244,8 +244,9 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
     """Yield schedules with operations on vocabulary shards inserted.
 
-    A schedule of a long problem is left out if, with the time of the shards added to W, it exceeds the limits or takes
-    longer than `shortest`. Inserting operations on shards only adds waits and microbatches in flight.
+    A schedule of a long problem is first simulated with the time of the shards added to W. The schedule is left out if
+    it then exceeds the limits or takes longer than `shortest`, because the insertion of operations on shards only adds
+    waits and microbatches in flight.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
@@ -254,7 +255,7 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
-    """The schedule with the shortest time by `judged`, whose second time decides between equally fast schedules."""
+    """The schedule with the shortest first time of `judged`; the second time decides between equally fast schedules."""
     schedules = list(schedules)
     if len(schedules) == 1:
         return schedules[0]

@@ -23,9 +23,9 @@ class MegatronsTime:
 
     Attributes:
         milliseconds: predicted or measured time of the step.
-        work: milliseconds of F, B and W of one microbatch on all ranks together, with the costs of the prediction.
-            Operations on vocabulary shards are left out, because Megatron's split has no shards, and because such
-            operations contain waits for other ranks.
+        work: milliseconds of F, B and W of one microbatch, summed over all ranks, at the costs to which `milliseconds`
+            belongs. Operations on vocabulary shards are left out, because Megatron's split has no shards, and because
+            such operations contain waits for other ranks.
         is_same_layout: whether the time was measured in the layout of the run.
     """
 
@@ -73,7 +73,8 @@ class Prediction:
     recompute: Recompute = Recompute.NONE
     """Recomputation of the run, and of the 1F1B with which the schedule is compared."""
     megatrons: MegatronsTime | None = None
-    """Time of a step under megatron-core's own schedule; None to predict it from the costs, for the same layout."""
+    """Time of a step under megatron-core's own schedule; None to predict this time from the costs of the run's
+    layout."""
     lengths: tuple[float, ...] = ()
     """Relative lengths of the microbatches, as in `simulate`."""
 
@@ -100,10 +101,11 @@ class Prediction:
     def gain(self) -> Gain:
         """Predicted speedup over megatron-core's 1F1B.
 
-        If `megatrons` is given, the speedup is the ratio of the makespans. Without `megatrons`, each rank has the same
-        layers in 1F1B as in the schedule, and the speedup is the ratio of the longest spans of a rank. Under full
-        recomputation 1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. The time
-        of vocabulary shards is part of the backwards of 1F1B.
+        If `megatrons` is given, the speedup is the time of `megatrons`, converted to the measured costs, divided by the
+        predicted makespan. Without `megatrons`, each rank has the same layers in 1F1B as in the schedule, and the
+        speedup is the longest span of a rank in 1F1B divided by the longest span in the schedule. Under full
+        recomputation 1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. In 1F1B
+        the time of the operations on vocabulary shards is part of the backwards.
         """
         if self.megatrons is not None:
             milliseconds = self.megatrons.with_costs(self.profile.costs)

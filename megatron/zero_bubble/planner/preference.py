@@ -18,8 +18,8 @@ class ByPriority(EventLoop):
     Args:
         problem: a problem of a V, without recomputation.
         priorities: F0, F1, B1 and B0 (F and B of chunks 0 and 1), the highest priority first.
-        leads: rank -> largest number of microbatches in flight at once, that is, with F of chunk 0 started and B of
-            chunk 0 not yet ended.
+        leads: rank -> largest number of microbatches in flight at once. A microbatch is in flight from its F of chunk 0
+            to its B of chunk 0.
     """
 
     weight = 2
@@ -55,7 +55,7 @@ class ByPriority(EventLoop):
         return -1, ready
 
     def may_begin(self, rank: int, f: int) -> bool:
-        """Whether the F `f` fits in memory once every W has run, and few enough microbatches are in flight."""
+        """Whether `leads` allows the F `f`, and this F fits in memory once every W that is ready has run."""
         first = self.problem.stages_of[rank][0]
         if f == first and self.done[f] - self.done[self.num_stages + f] >= self.leads[rank]:
             return False

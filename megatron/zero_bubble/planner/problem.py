@@ -20,10 +20,10 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
 
 LONG = 30_000
-"""Largest number of operations of a problem that is not long. For a long problem few candidates are tried, no local
-search runs, and a plan close to the lower bound is good enough."""
+"""A problem with more operations than this is long. For a long problem few candidates are tried, no local search runs,
+and a plan close to the lower bound is good enough."""
 CLOSE = 5e-4
-"""Relative distance from the lower bound at which a plan of a long problem is good enough."""
+"""A plan of a long problem is good enough within this relative distance from the lower bound."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,21 @@ class Problem:
 
     @property
     def aim(self) -> float:
-        """The largest cost of a plan that is good enough to end the search."""
+        """The search ends when the cost of a plan is at most this large."""
         return self.bound * (1 + (CLOSE if self.is_long else 1e-9))
 
     @property
     def is_judged_by_makespan(self) -> bool:
-        """Whether plans are compared by their makespans, and not by their longest spans.
+        """Whether plans are compared by their makespans, instead of the longest span of a rank.
 
-        An iteration takes the makespan unless it interlocks with the next iteration. With `Recompute.PLANNED` the
-        makespan decides too, because recomputation could shorten the span and lengthen the makespan.
+        An iteration takes the makespan unless it interlocks with the next iteration. With `Recompute.PLANNED` plans are
+        compared by their makespans in any case, because recomputation could shorten the longest span and lengthen the
+        makespan.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 
     def judged(self, span: float, makespan: float) -> tuple[float, float]:
-        """The time by which a plan is judged, and the time that decides between equal plans."""
+        """The time by which a plan is judged, and the time that decides between equally fast plans."""
         return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
 
     @property
@@ -190,7 +191,7 @@ class Problem:
 
     @cached_property
     def _messages(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Stage s -> latency of a message between stages s and s + 1, and time for which it occupies both ranks."""
+        """Stage s -> latency of a message between stages s and s + 1, and time for which both ranks are occupied."""
         times = self.costs.messages(self.placement)
         nothing = (0,) * len(times)
         return (times, nothing) if self.overlap_communication else (nothing, times)
@@ -207,7 +208,7 @@ class Problem:
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """Code -> (code that needs its result, latency of the result)."""
+        """Code -> for each code that needs the result: (that code, latency of the result)."""
         users: list[list[tuple[int, float]]] = [[] for _ in range(self.codes.end)]
         for source, target, latency in self.links:
             users[source].append((target, latency))
@@ -227,7 +228,7 @@ class Problem:
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
-        """Code -> time from the start of an operation with ready input to its result."""
+        """Code -> time from the start of an operation with ready input to the result of the operation."""
         times = self.costs.times()
         compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
         return tuple(map(add, self.receiving, compute))
@@ -289,11 +290,11 @@ class Problem:
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
-        """Rank -> smallest memory of a schedule with separate B and W: the peak with one microbatch at a time.
+        """Rank -> smallest peak memory of any schedule with separate B and W: the peak with one microbatch at a time.
 
-        Between its last F and its first B on a rank, a microbatch is in flight in all stages of the rank. With
-        recomputation one stage of the rank has all activations, and the earlier stages of the rank lack the activations
-        that R recomputes.
+        Between the last F and the first B of a microbatch on a rank, this microbatch is in flight in all stages of the
+        rank. With recomputation one stage of the rank has all activations, and the earlier stages of the rank lack the
+        activations that R recomputes.
         """
         smallest = []
         for stages in self.stages_of:

@@ -1,7 +1,7 @@
 """The registry of schedules by name.
 
-To add an algorithm, write a pure function and an entry in `ENTRIES`. The function of the entry makes the schedule
-from a checked `PlanRequest` (see `PlanRequest.checked`).
+To add an algorithm, write a pure function and an entry in `_ENTRIES`. The function of the entry makes the schedule from
+a checked `PlanRequest` (see `PlanRequest.checked`).
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class Entry:
     uses_costs: bool = False
     """Whether the schedule is planned from the costs, the memory limit and the recomputation of the request."""
     takes_limit: bool = False
-    """Whether the schedule is planned within any memory limit; otherwise it has a fixed memory limit."""
+    """Whether a request can set any memory limit for the schedule; otherwise the schedule has a fixed limit."""
     takes_placement: bool = False
-    """Whether the schedule is planned for any kind of placement; otherwise its placement is fixed."""
+    """Whether a request can set any kind of placement for the schedule; otherwise the schedule has a fixed
+    placement."""
     is_slow: bool = False
     """Whether planning takes seconds to minutes, so that commands make the schedule only if it is named."""
     has_pairs: bool = False
@@ -208,7 +209,7 @@ def placement_for(
 
     Raises:
         UnknownSchedule: no schedule has this name.
-        ScheduleError: the schedule has another placement or another number of chunks.
+        ScheduleError: the schedule does not support this kind of placement or this number of chunks.
     """
     entry = entry_of(name)
     if kind is None:

@@ -15,7 +15,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 EFFORT = 300_000
-"""Default effort: number of operations in all candidates of one plan together, which take about a second."""
+"""Default effort: number of operations to plan for one plan, summed over its candidates. They take about a second."""
 QUICK_EFFORT = 50_000
 """Number of operations to plan for a quick estimate."""
 MOST_CHUNKS = 64
@@ -60,34 +60,37 @@ class PlanRequest:
         schedule: name of the schedule to plan (see `names`).
         num_microbatches: microbatches of an iteration.
         placements: placements to choose from, all for the same number of ranks.
-        costs: `ModelCosts` of the units of a model, whose layers are divided into stages; or `StageCosts` of the only
-            placement. The default is `default_costs`.
+        costs: `ModelCosts` of the units of a model whose layers are to be divided into stages, or `StageCosts` of the
+            stages if there is only one placement. The default is `default_costs`.
         partition: number of layers of every stage in model order; None to choose the partition.
-        usual: the layout that is kept unless another layout is faster, such as Megatron's layout; None if all
-            layouts compete.
+        usual: the layout, such as Megatron's, that is kept unless another layout is faster; None if no layout is
+            preferred.
         recomputes: values of `Recompute` to choose from.
         vocabulary_parallel: whether the embedding and the output layer are spread over all ranks; None to choose the
             faster alternative.
-        memory_limit: memory of a rank for activations, one value for all ranks or one a rank, in the unit of the costs;
-            None for the default limit of the schedule.
+        memory_limit: memory of a rank for activations, in the unit of the costs, as one value for all ranks or one
+            value for each rank; None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
             costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
         usual_capacity: capacity of the usual layout, if it is larger than `capacity`; otherwise None.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
-            placements; None to choose the size. Without planning from costs, None means the number of ranks.
+            placements; None to choose the size. For a schedule that is not planned from costs, None means groups of as
+            many microbatches as ranks.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
         post_validation: whether the optimizer step is validated in the next iteration, so that iterations interlock.
-        takes_makespan: whether plans are compared by their makespan, and not by the longest span of a rank, as in
-            published bubble rates. An iteration whose optimizer step waits for all ranks takes the makespan. Without
-            post-validation interleaved placements are always compared by their makespan.
-        pairs: whether a forward and a backward may run as one operation, in which one computes while the other
+        takes_makespan: whether plans are compared by their makespan. Otherwise plans are compared by the longest span
+            of a rank, from which published bubble rates are computed. An iteration whose optimizer step waits for all
+            ranks takes the makespan. Without post-validation interleaved placements are always compared by their
+            makespan.
+        pairs: whether a forward and a backward may run as one operation, so that either computes while the other
             exchanges tokens between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
         host_rate: memory that the host link copies in a unit of time; None if the costs contain the times of copies.
         spread: half the interquartile range of a duration, divided by its median. With a spread above zero, plans are
             compared by their expected times.
         time_between: additional time between two operations of a rank, which is part of expected times only.
-        effort: number of operations to plan in all candidates of a placement; a few candidates are planned in any case.
+        effort: number of operations to plan for a placement, summed over all candidates; a few candidates are planned
+            in any case.
     """
 
     schedule: str
@@ -217,7 +220,7 @@ class PlanRequest:
 
 
 def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
-    """Raise memory limits by the memory of one more microbatch in flight and its softmax, as vocabulary shards need."""
+    """Raise memory limits for vocabulary shards by the memory of one more microbatch in flight and its softmax."""
     costs = request.stage_costs
     if not costs.has_vocabulary:
         return limits

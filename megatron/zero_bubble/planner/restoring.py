@@ -21,7 +21,7 @@ def groupings(problem: Problem) -> list[Groups]:
     """The numbers of groups of layers to try for each stage, the fewest groups first.
 
     With more groups of layers a stage takes less memory, but more of its recomputation and weight gradients run inside
-    B, for which the previous stage waits. A rank that is not short of memory has one group of layers a stage.
+    B, and the previous stage waits for this B. A rank that is not short of memory has one group of layers a stage.
 
     Args:
         problem: a problem with memory limits.

@@ -28,15 +28,15 @@ class Keeping:
     drops: AbstractSet[tuple[int, int]] = frozenset()
     """(stage, microbatch) of the activations that are dropped in any case."""
     most_dropped: int | None = None
-    """Number of microbatches, at the beginning and again at the end, that may be dropped; None if all may."""
+    """Number of first microbatches, and of last microbatches, that may drop their activations; None if all may."""
 
     @classmethod
     def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
-        """The rules to try for dropping activations: one rule without recomputation, several rules with recomputation.
+        """The rules to try for dropping activations: one rule if no microbatch may have an R, otherwise several rules.
 
         With `Recompute.PLANNED` some rules drop the activations of the first microbatch, because R of the first
         microbatch can run before any B is ready, and every later R can reuse the memory of this R. One rule drops
-        activations in the warmup and in the cooldown alone, where ranks wait.
+        activations only in the warmup and in the cooldown, where ranks wait.
         """
         if not problem.recomputes:
             return (cls(),)

@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule.tail import reorder_tail
 from megatron.zero_bubble.schedule.validate import validate
 
 _ONE_BY_ONE = "one-by-one"
-"""Name of the schedule of the last level of `RunSchedules.in_less_memory`: one microbatch at a time."""
+"""Name of the schedule of the last memory level (see `RunSchedules.in_less_memory`), with one microbatch at a time."""
 _CANDIDATES = 20
 """Number of candidate orders for a schedule in less memory: few, because a step waits for the schedule."""
 
@@ -48,7 +48,7 @@ class RunSchedules:
     shared: Mapping[int, Schedule] = field(default_factory=dict, repr=False, compare=False)
     watch: Callable[[str, int], AbstractContextManager[Any]] = field(default=_unwatched, repr=False, compare=False)
     _cache: dict[tuple[int, int], Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """(number of microbatches, level of memory) -> schedule that this process has made."""
+    """(number of microbatches, memory level) -> schedule that this process has made."""
 
     @classmethod
     def named(
@@ -97,7 +97,7 @@ class RunSchedules:
         return self.given is None and entry_of(self.name).uses_costs
 
     def requesting(self, **changes: Any) -> RunSchedules:
-        """The schedules of the same request with other values of some fields; shared schedules are removed."""
+        """A copy in which some fields of the request have other values; the copy has no shared schedules."""
         return replace(self, request=replace(self.request, **changes), shared={})
 
     def with_shared(self, schedule: Schedule) -> RunSchedules:
@@ -127,11 +127,12 @@ class RunSchedules:
 
         Args:
             num_microbatches: microbatches of the step.
-            level: memory level, from 1: the memory limit of the request is divided by 2 ** (level / 2). The schedule
-                of the last memory level runs one microbatch at a time.
+            level: memory level, from 1: the memory limit of the request is divided by 2 ** (level / 2). The schedule of
+                the last memory level runs one microbatch at a time.
 
         Returns:
-            The schedule; None beyond the last level, without a memory limit, or if schedules do not depend on costs.
+            The schedule; None beyond the last level, if there is no memory limit, or if schedules do not depend on
+            costs.
         """
         limits, key = self.request.limits, (num_microbatches, level)
         if not self.adapts or limits is None:
@@ -187,15 +188,16 @@ def prepare(
     orders_tail: bool = False,
     post_validation: bool = False,
 ) -> Schedule:
-    """Lower and validate a schedule, so that ranks can run it. A schedule with communication is not lowered again.
+    """Lower and validate a schedule, so that ranks can run the schedule. A schedule with communication is not lowered
+    again.
 
     Args:
         schedule: a schedule with or without communication.
         costs: costs of the stages, which decide the places of receives and VALIDATE; None for `default_costs`.
-        forward_only: whether only the forwards are kept, for an evaluation. `orders_tail` and `post_validation` have
-            no effect on an evaluation.
-        orders_tail: whether the last W of every rank run parameter by parameter, so that each gradient is complete
-            early, and is reduced while other gradients are computed.
+        forward_only: whether only the forwards are kept, for an evaluation. `orders_tail` and `post_validation` have no
+            effect on an evaluation.
+        orders_tail: whether the last W of every rank run chunk by chunk, so that the executor can run these W parameter
+            by parameter. Each gradient is then complete early, and is reduced while other gradients are computed.
         post_validation: whether STEP and VALIDATE are added to the schedule.
 
     Raises:

@@ -10,14 +10,16 @@ from megatron.zero_bubble.schedule.ir import Placement
 PROMISING = 1.05
 """A layout is planned with more effort if its plan takes at most this factor times the time of the fastest plan."""
 _SMALL = 3000
-"""Largest number of F, B and W of a small problem, for two chunks a rank. In small problems more layouts are tried."""
+"""Largest number of F, B and W of a small problem, counted for two chunks a rank. In small problems more layouts are
+tried."""
 _LARGE = 5000
-"""Smallest number of F, B and W of a large problem, for two chunks a rank. A large problem has one round of planning,
-because its plans take nearly as long to make with little effort as with full effort."""
+"""Smallest number of F, B and W of a large problem, counted for two chunks a rank. A large problem has one round of
+planning, because its plans take nearly as long to make with little effort as with full effort."""
 _MOST_MOVES = 6
-"""Largest number of further partitions that are planned for a layout."""
+"""Largest number of partitions that are planned for a layout after its first partition."""
 _MOVED_OPERATIONS = 20_000
-"""Largest number of F, B and W in all further partitions of a layout; one further partition is planned in any case."""
+"""Largest number of F, B and W, summed over the partitions that are planned for a layout after its first partition. At
+least one partition is planned after the first."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,12 @@ class Extent:
     """The numbers of layouts that a search plans.
 
     Attributes:
-        rounds: for each round of planning, the number of layouts and the divisor of the full effort for each layout.
-        promising: largest ratio of a plan's time to the shortest time at which its layout is planned with more effort.
-        num_moved: number of the best plans whose layers are moved to other stages.
-        worth_moving: largest ratio of a plan's time to the shortest time at which its layers are moved.
-        is_small: whether the problem is small, so that plans with different recomputation count as different.
+        rounds: (number of layouts, divisor of the full effort for each layout) of each round of planning.
+        promising: largest time of a plan, relative to the shortest time, for which its layout is planned with more
+            effort.
+        num_moved: number of best plans whose layers are moved to other stages.
+        worth_moving: largest time of a plan, relative to the shortest time, for which its layers are moved.
+        is_small: whether the problem is small, so that plans that differ only in recomputation count as different.
     """
 
     rounds: tuple[tuple[int, int], ...]
@@ -54,6 +57,6 @@ def extent_of(request: PlanRequest) -> Extent:
 
 
 def most_moves(request: PlanRequest, placement: Placement) -> int:
-    """The largest number of further partitions that are planned for a layout with this placement."""
+    """The largest number of partitions to plan after the first partition of a layout with this placement."""
     num_operations = 3 * placement.num_stages * request.num_microbatches
     return max(1, min(_MOST_MOVES, _MOVED_OPERATIONS // num_operations))

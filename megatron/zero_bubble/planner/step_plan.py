@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
 _PLANNING_SHARE, _MOST_SECONDS = 0.02, 0.025
 """Approximate limits on the time of planning a step: a fraction of the time of the step, and a number of seconds."""
 _SECONDS_PER_OPERATION = 0.5e-6
-"""Approximate time to simulate one operation, from which the number of orders to try follows."""
+"""Approximate number of seconds to simulate one operation; the number of orders to try depends on this time."""
 _FEWEST, _MOST = 12, 200
 """Smallest and largest number of microbatch orders to try for a step."""
 
@@ -28,7 +28,7 @@ class StepPlan(NamedTuple):
     """A schedule, and the order in which it runs the microbatches of a step."""
 
     level: int
-    """Level of memory of the schedule: 0 for the run's usual schedule, else as in `RunSchedules.in_less_memory`."""
+    """Memory level of the schedule: 0 for the run's usual schedule, otherwise as in `RunSchedules.in_less_memory`."""
     schedule: Schedule
     order: MicrobatchOrder
     milliseconds: float = 0.0
@@ -64,12 +64,12 @@ class StepProblem:
 
     @property
     def is_open(self) -> bool:
-        """Whether to plan the step: microbatches differ in size or may exceed memory, and the schedule has no pairs."""
+        """Whether to plan the step: the schedule has no pairs, and either sizes differ or there are memory limits."""
         differs = self.rules.limits is not None or len(set(self.sizes)) > 1
         return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
 
     def is_as(self, other: StepProblem) -> bool:
-        """Whether another problem has the same plan: equal sizes and rules, and identical costs and schedules."""
+        """Whether another problem has the same plan, because its sizes and rules are equal, and its costs identical."""
         same = self.costs is other.costs and self.rules.plan is other.rules.plan
         return same and self.sizes == other.sizes and self.rules[1:] == other.rules[1:]
 
@@ -77,7 +77,7 @@ class StepProblem:
         """Plan the step; the same problem has the same plan on every rank.
 
         Args:
-            least_level: lowest level of memory to try.
+            least_level: first memory level to try (see `StepPlan.level`).
 
         Raises:
             Infeasible: the microbatches exceed the memory limits even one at a time.
@@ -106,12 +106,12 @@ def _num_tried(costs: Sequence[StageCosts]) -> int:
 
 
 def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: int = 0, **options: Any) -> StepPlan:
-    """Plan a step with the usual schedule if the microbatches fit in some order, else with a schedule for less memory.
+    """Plan a step with the usual schedule if the microbatches fit in some order, else with one that needs less memory.
 
     Args:
         plan: the schedules of the run.
         costs: costs of the stages, for each microbatch in the order of the data.
-        least_level: lowest level of memory to try.
+        least_level: first memory level to try (see `StepPlan.level`).
         options: keyword arguments of `order_microbatches`.
 
     Raises:

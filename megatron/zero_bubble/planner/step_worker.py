@@ -1,4 +1,4 @@
-"""A process that plans steps for a training process, and ends with the training process.
+"""A process that plans steps for a training process, and ends when the training process ends.
 
 The argument of the process is the file descriptor of a connection. For each `StepProblem` that arrives, the process
 sends back a `StepPlan` or an `Infeasible`.

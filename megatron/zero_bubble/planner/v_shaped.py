@@ -35,7 +35,7 @@ LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
 """Limits on microbatches in flight in chunk 0, as (share, decrease). The limit of rank 0 is `share` times the number of
 microbatches that fit in memory in chunk 0 alone; from each rank to the next, the limit falls by `decrease`."""
 WORTH_VARYING = 0.01
-"""Building blocks are varied if the relative distance of the best plan from the lower bound is above this value."""
+"""Building blocks are varied if the cost of the best plan exceeds the lower bound by more than this fraction."""
 NUM_VARIATIONS = 150
 """Number of random and varied building blocks that are tried, if the budget allows."""
 NUM_RANDOM = 60
@@ -124,7 +124,7 @@ def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> No
 
 
 def _leads(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yield, for each of `LEADS`: rank -> largest number of microbatches in flight in chunk 0."""
+    """Yield a tuple for each pair in `LEADS`: rank -> largest number of microbatches in flight in chunk 0."""
     most = 2 * _max_in_flight(problem)
     for share, slope in LEADS:
         yield tuple(max(1, round(most * share - slope * rank)) for rank in range(problem.num_ranks))
@@ -157,7 +157,7 @@ def _and_its_w(op: Op) -> tuple[Op, ...]:
 def _max_in_flight(problem: Problem) -> float:
     """The number of microbatches in flight on both chunks that fits in the memory of every rank.
 
-    In a problem with recomputation all microbatches in flight drop their activations.
+    If microbatches may have an R, all microbatches in flight drop their activations.
     """
     fitting: list[float] = []
     for stages, limit in zip(problem.stages_of, problem.limits, strict=True):

@@ -46,11 +46,11 @@ def open_channels(
     *,
     shapes_vary: bool = False,
 ) -> ChannelCommunicator | VariableChannels:
-    """Open the channels between the ranks of `group`, the group of a pipeline; a collective call of these ranks.
+    """Open the channels between the ranks of a pipeline's `group`; all ranks of the group call this together.
 
     Args:
-        report: called on every rank if `device` is a GPU, with the channel memory of the rank that has the most
-            channels and, among ranks with equally many channels, the most channel memory.
+        report: function that is called on every rank if `device` is a GPU. Its argument is the channel memory of the
+            rank with the most channels. Among ranks with equally many channels, the rank with the most memory counts.
         shapes_vary: whether the shapes of activations vary and are sent in headers.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 _LEAST_BYTES = 32 * 2**20
-"""Least bytes of the buffer that evicts the caches; a core's caches and page-translation table cover fewer bytes."""
+"""Smallest number of bytes of the evicting buffer; a core's caches and page-translation table cover fewer bytes."""
 
 
 class ColdCaches:

@@ -1,7 +1,8 @@
 """Exchanges tensors among all ranks of a group at once.
 
-All ranks of a group call the same collectives in the same order. A collective blocks its thread on a CPU, and on a GPU
-the current stream, so collectives that should run beside the computation are called inside an `ExchangeLane`.
+All ranks of a group call the same collectives in the same order. A collective blocks its thread on a CPU, and the
+current stream on a GPU. Collectives that should run beside the computation are therefore called inside an
+`ExchangeLane`.
 
 `TorchCollectives` runs on torch.distributed, `InMemoryCollectives` between threads of one process.
 """
@@ -53,7 +54,7 @@ class Collectives(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group while this rank has no collective under way; collectives of the other ranks then fail."""
+        """Leave the group; this rank must have no collective under way, and later collectives of other ranks fail."""
         ...
 
 
@@ -75,7 +76,7 @@ class TorchCollectives:
         self._open(device)
 
     def _open(self, device: torch.device) -> None:
-        """Run each collective once at the start: NCCL connects ranks at the first use, which would delay a step."""
+        """Run each collective once at the start, because NCCL's first use connects ranks and would delay a step."""
         mine = torch.full((1,), float(self.rank), device=device)
         everyone = torch.empty(self.size, 1, device=device)
         self.gather_all(mine, everyone)

@@ -51,7 +51,7 @@ class PendingReceive(Protocol):
 
 @dataclass(frozen=True)
 class Arrived:
-    """A message that needs no wait, such as one between two stages of the same rank."""
+    """A message that needs no wait, such as a message between two stages of the same rank."""
 
     message: torch.Tensor
 
@@ -110,13 +110,13 @@ class Mark(Protocol):
 class RunAhead:
     """Keeps the process that launches work on a GPU at most `limit` messages ahead of the GPU.
 
-    A message takes memory from the time when the process posts it until the GPU has reached the point of posting.
-    Without a limit the process would post all messages of a step within the time of a few operations.
+    A message takes memory as soon as the process posts it, although the GPU needs it only after all work launched
+    before. Without a limit the process would post all messages of a step within the time of a few operations.
 
     Args:
-        new_mark: makes a mark behind the work that was launched last.
-        limit: largest number of messages in flight. A GPU that is `limit` messages behind still has operations to
-            compute.
+        new_mark: function that makes a mark after all work launched so far.
+        limit: largest number of posted messages that the GPU has not reached. With this many, the GPU still has
+            operations to compute while the process waits.
     """
 
     def __init__(self, new_mark: Callable[[], Mark], limit: int = 8) -> None:
@@ -124,7 +124,7 @@ class RunAhead:
         self._marks: deque[Mark] = deque()
 
     def before_message(self) -> None:
-        """Wait until the GPU has reached the posting point of the message that is `limit` messages back."""
+        """Wait until the GPU has reached the point at which the process posted the message `limit` messages ago."""
         if len(self._marks) == self._limit:
             self._marks.popleft().synchronize()
         self._marks.append(self._new_mark())
@@ -149,8 +149,8 @@ class TorchCommunicator:
         placement: tells which ranks are neighbours.
         device: device of the messages.
         timeout: time after which a send or receive fails if the other rank does not take part.
-        connect: makes the process group of a channel on one of its two ranks; by default a backend of
-            torch.distributed.
+        connect: function that makes the process group of a channel on one of the channel's two ranks; by default the
+            group is a backend of torch.distributed.
         run_ahead: limits how far the process runs ahead of the device; by default there is a limit only on a GPU.
     """
 
@@ -240,7 +240,7 @@ _HOST = torch.device("cpu")
 
 
 class HostCommunicator:
-    """Copies messages to host memory, pinned if they come from a GPU, and sends them over gloo.
+    """Copies each message to host memory, which is pinned for a GPU, and sends the copy over gloo.
 
     `send` waits until the device has computed the message, and a receive's `wait` copies the message to the device. No
     work on the device ever waits for another rank. A valid schedule therefore always runs to its end, with any number

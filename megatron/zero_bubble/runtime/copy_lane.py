@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 _PROBE, _PROBES = 2**24, 5
-"""Bytes of the copy that measures a host link, and number of measurements in each direction."""
+"""Bytes of each copy that measures a host link, and number of these copies in each direction."""
 
 
 class CopyPair(NamedTuple):
@@ -30,7 +30,7 @@ class PendingCopy(Protocol):
         ...
 
     def seconds(self) -> float:
-        """Return the time that the copies took; waits until they have ended."""
+        """Wait until the copies have ended, and return the seconds that the copies took."""
         ...
 
 
@@ -47,10 +47,10 @@ class CopyLane(Protocol):
 
 
 class ThreadLink:
-    """The host link of a CPU, whose device memory is host memory: one thread makes the copies.
+    """The emulated host link of a CPU: one thread makes the copies, within host memory.
 
     Args:
-        bytes_per_second: the rate of an emulated link; with None, the thread copies at full speed.
+        bytes_per_second: the rate of the emulated link; None lets the thread copy at full speed.
     """
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
@@ -131,7 +131,7 @@ def link_rate(lane: CopyLane, device: torch.device) -> float:
 
 
 class HostBuffers:
-    """Host memory for copies, allocated once and used again for later copies of the same size.
+    """The buffers of copies in host memory; a later copy of the same size reuses a free buffer.
 
     A buffer that is given back may be taken again at once, because the copies of a lane run in order.
     """
@@ -166,4 +166,4 @@ class HostBuffers:
 
 
 class HostMemoryError(RuntimeError):
-    """Raised if the host has no memory for activations that a schedule copies to it."""
+    """Raised if the host has no memory for activations that a schedule copies to the host."""

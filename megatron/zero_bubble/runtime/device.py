@@ -1,4 +1,4 @@
-"""The device that this process computes on, and the part of its memory that operations may take."""
+"""The device that this process computes on, and the part of the device's memory that operations may take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def own_device() -> torch.device:
-    """Return this process's GPU, or the CPU where torch finds none."""
+    """Return this process's GPU, or the CPU if torch finds no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -20,9 +20,9 @@ MARGIN = 0.9
 
 
 def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
-    """Return for every rank the bytes that its operations may leave behind under its memory limit in `in_bytes`.
+    """Return, for each rank, the part of its memory limit `in_bytes` that may be in use between two operations.
 
-    Each rank reserves the temporary memory of a single operation (`inside`), such as logits and attention scores.
+    The rest of the limit is reserved for the temporary memory of one operation (`inside`), such as logits.
     """
     # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
     return tuple(max(1.0, limit - needed) for limit, needed in zip(in_bytes, inside, strict=True))

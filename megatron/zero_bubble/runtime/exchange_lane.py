@@ -22,11 +22,11 @@ class PendingExchange(Protocol):
     """A collective that was submitted and may not be complete yet."""
 
     def failure(self) -> BaseException | None:
-        """Return the error of a failed collective, or None without an error; do not wait."""
+        """Return the error of the collective, or None if the collective has not failed so far; do not wait."""
         ...
 
     def wait(self) -> None:
-        """Make the computation after this call wait for the collective; raise the error of a failed collective."""
+        """Make the computation after this call wait for the collective; raise the collective's error if it failed."""
         ...
 
 
@@ -53,15 +53,15 @@ def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
 
 
 class ThreadLane:
-    """A lane on a CPU: one thread, in which collectives block.
+    """A lane on a CPU: one thread runs the collectives, and blocks until each collective is complete.
 
     No exchange runs after a failed exchange, because this rank is then out of step with the other ranks. After a
-    failure the rank leaves the process groups of the exchanges, so that no rank waits for it. The lane logs the error
-    of an exchange at once, because the main thread may be waiting for another rank, and would report the error only
-    after that rank has ended.
+    failure the rank leaves the process groups of the exchanges, so that no other rank waits for this rank. The lane
+    logs the error of an exchange at once. The main thread may be waiting for another rank, and would report the error
+    only after that rank has ended.
 
     Args:
-        leave: leaves the process groups of the exchanges, such as `Collectives.close`.
+        leave: function that leaves the process groups of the exchanges (`Collectives.close`).
     """
 
     waits_in_thread = True
@@ -115,7 +115,7 @@ class _ThreadExchange(NamedTuple):
 
 
 class StreamLane:
-    """A lane on a GPU: one stream, with priority over computation, because other ranks wait for its collectives.
+    """A lane on a GPU: one stream, which has priority over computation because other ranks wait for the collectives.
 
     On a GPU, a collective occupies multiprocessors while it waits for other ranks. With one hardware queue, all
     work launched after a waiting collective waits, too.

@@ -46,7 +46,7 @@ class Executor:
         communicator: the channels to the neighbouring ranks.
         weight_grad_store: holds the weight gradients that B defers.
         recomputation_store: holds the forwards that R runs again; needed for a schedule with R.
-        tail_by_parameter: whether the last W's of the rank's step run parameter by parameter (see `schedule.tail`).
+        tail_by_parameter: whether the W at the end of a step run parameter by parameter (see `schedule.tail`).
         offload_store: holds the activations that are copied to the host; needed for a schedule with D and H.
         exchange_lane: runs collectives; needed for a schedule with operations on vocabulary shards.
     """
@@ -111,7 +111,7 @@ class Executor:
         return frozenset((op.chunk, op.microbatch) for op in self.schedule.ops[self.rank] if op.kind is kind)
 
     def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
-        """Run all operations of one step; `recorder` is told when each operation computes.
+        """Run all operations of one step; `recorder` records when each operation computes.
 
         Raises:
             LeftoverError: a pending W, a message, an activation or a collective's result is left at the end.
@@ -144,7 +144,7 @@ class Executor:
 
     @property
     def num_live_activations(self) -> int:
-        """Count the microbatches, summed over chunks, whose activations are in memory: kept by F or restored by R."""
+        """Count the forwards of all chunks whose activations are in memory, either kept by F or restored by R."""
         return len(self._activations) - len(self._recomputation.dropped())
 
     def position(self) -> tuple[int, bool]:
@@ -162,7 +162,7 @@ class Executor:
         self._end_forward(stage, op, input_tensor, output)
 
     def _offloading(self, op: Op, input_tensor: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return the context of a forward, which copies its activations to the host if the schedule says so."""
+        """Return a context for a forward; the context copies the activations to the host if the forward has a D."""
         if (op.chunk, op.microbatch) not in self._offloaded:
             return nullcontext()
         # A message of plain layers has several tensors.
@@ -188,8 +188,8 @@ class Executor:
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
         """Run a forward and a backward as one operation; a stage without `forward_backward` runs both in sequence.
 
-        A pair first waits for the inputs of its forward and its backward. When both operations have run, their results
-        are passed on in the channels' order.
+        A pair first waits for the inputs of its forward and its backward. When both operations have run, the pair
+        passes on the forward's output, and then the backward's input gradient.
         """
         input_tensor = self._input_of_forward(stage, forward)
         inputs = self._inputs_of_backward(stage, backward)
@@ -256,7 +256,7 @@ class Executor:
             self._store.flush(op.chunk, op.microbatch)
 
     def _backward_weight(self, stage: Stage, *ops: Op) -> None:
-        """Run W of one microbatch, or of several microbatches of one chunk, parameter by parameter."""
+        """Run the W of one microbatch, or run the W of several microbatches of one chunk parameter by parameter."""
         self._begin(ops[0])
         if len(ops) == 1:
             stage.before_gradients(ops[0])
@@ -274,7 +274,8 @@ class Executor:
     def _validate(self, given: Stage, op: Op) -> None:
         """Validate the last optimizer step; if the step was wrong, every rank runs all operations before `op` again.
 
-        Messages sent before `op` are received first, to keep the channels' order; the repeated operations resend them.
+        Before the repetition, this rank receives the outstanding messages that other ranks sent before their
+        validation, because a channel delivers messages in order. The repeated operations send these messages again.
         """
         stage = cast(SteppingStage, given)
         is_wrong = stage.validate()
@@ -292,7 +293,7 @@ class Executor:
         self._begin(op)
 
     def _begin(self, op: Op) -> None:
-        """Note that the inputs of `op` have arrived and that `op` starts to compute."""
+        """Record that the inputs of `op` have arrived and that `op` starts to compute."""
         self._progress.begin()
         if self._recorder is not None:
             self._recorder.begin(op)

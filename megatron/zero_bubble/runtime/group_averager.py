@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 _ELEMENTS_AT_ONCE = 40_000_000
-"""Most elements that are copied and averaged in one reduction, unless a single tensor has more elements."""
+"""Largest number of elements that one reduction copies and averages, unless a single tensor has more elements."""
 
 
 def groups_of_replicas(
@@ -38,7 +38,7 @@ def groups_of_replicas(
 
 
 class GroupAverager:
-    """Averages this rank's tensors in place with the tensors of other replicas, which have equal shapes.
+    """Averages this rank's tensors, in place, with the tensors of the same shapes on other replicas.
 
     Args:
         groups: this rank's process group of each size in the hierarchy.
@@ -54,13 +54,13 @@ class GroupAverager:
             _average(tensors, self._groups[size])
 
     def average_over_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Average `tensors` over all replicas, in any iteration."""
+        """Average `tensors` over all replicas, whatever the iteration."""
         _average(tensors, self._groups[self._hierarchy.num_replicas])
 
 
 @torch.no_grad()
 def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Replace tensors by their means over a group: tensors are divided first, then summed, as in torch's averagers."""
+    """Replace tensors by their means over a group: divide by the group's size, then sum, as torch's averagers do."""
     for part in _parts(tensors):
         mean = torch.cat([tensor.reshape(-1) for tensor in part]).div_(group.size())
         dist.all_reduce(mean, group=group)

@@ -16,12 +16,12 @@ from megatron.zero_bubble.runtime.communicator import Arrived, PendingReceive, P
 class InMemoryNetwork:
     """The channels between the threads of one process.
 
-    As on a real network, receives get messages in the order in which the receives were posted, whatever the order of
-    the waits.
+    As on a real network, messages go to the receives in the order in which the receives were posted, and not in the
+    order of the waits.
 
     Args:
         num_ranks: number of pipeline ranks.
-        timeout: seconds after which a receive whose message never comes raises `TimeoutError`.
+        timeout: seconds after which a receive without a message raises `TimeoutError`.
     """
 
     def __init__(self, num_ranks: int, timeout: float = 30.0) -> None:
@@ -37,7 +37,7 @@ class InMemoryNetwork:
         self._channels[source, destination].put(tensor)
 
     def post(self, source: int, destination: int) -> Future[torch.Tensor]:
-        """Post a receive of a channel's next message that no earlier receive takes."""
+        """Post a receive, which takes the channel's first message that no earlier receive takes."""
         return self._channels[source, destination].post()
 
     def close(self, error: BaseException) -> None:

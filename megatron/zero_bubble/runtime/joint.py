@@ -18,8 +18,9 @@ def jointly(action: Callable[[], T]) -> T:
     """Run `action` on every rank and return this rank's result; a collective call of all ranks.
 
     Raises:
-        ValueError: or `OSError`, raised on every rank if `action` raises such an error on any rank, so that no rank
-            waits for a failed rank. If several ranks fail, the error of the first of them is raised.
+        ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank raises this error, so that
+            no rank waits for a failed rank. If several ranks fail, every rank raises the error of the lowest failed
+            rank.
     """
     outcome, error = attempt(action)
     errors: list[Exception | None] = [None] * dist.get_world_size()
@@ -29,7 +30,7 @@ def jointly(action: Callable[[], T]) -> T:
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
-    """Run `action` on `rank` alone, and return its result or raise its error on every rank; a collective call."""
+    """Run `action` on `rank` alone, then return the result or raise the error on every rank; a collective call."""
     outcome: list[Any] = [attempt(action) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]
@@ -38,7 +39,7 @@ def on_rank(rank: int, action: Callable[[], T]) -> T:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result of `action` and None, or None and the `ValueError` or `OSError` that `action` raises."""
+    """Return (result of `action`, None), or (None, the `ValueError` or `OSError` that `action` raised)."""
     try:
         return action(), None
     except (ValueError, OSError) as error:
@@ -46,14 +47,14 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def raise_first(errors: Iterable[Exception | None]) -> None:
-    """Raise the first error of the ranks' errors, if there is one."""
+    """Raise the error of the first rank that has an error, if there is such a rank."""
     for error in errors:
         if error is not None:
             raise error
 
 
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
-    """Make the schedule for `num_microbatches` on the job's first rank; return the plan with this schedule everywhere.
+    """Return, on every rank, the plan with the schedule that the job's first rank makes for `num_microbatches`.
 
     `plan_on_first_rank` is a collective call of the whole job. All ranks must run the very same order, but a solver
     with a time limit may find a different order on each rank.

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Solve a least-squares problem for non-negative entries: negative entries are set to zero, the lowest first.
+    """Solve a least-squares problem; while an entry is negative, set the lowest entry to zero and solve again.
 
     Args:
         matrix: of shape [equations, unknowns].

@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class LookAhead(Iterator[T]):
-    """An iterator over an iterable that can show its next items before they are taken.
+    """An iterator that can show the next items of an iterable before they are taken.
 
     If the data of a training step is a `LookAhead`, the next step is planned during this step, from the lengths of the
     next microbatches. All steps have to use the same `LookAhead`.
 
     Args:
-        items: an iterable, whose items are read when they are shown or taken.
+        items: the iterable; each item is read when it is first shown or taken.
     """
 
     def __init__(self, items: Iterable[T]) -> None:

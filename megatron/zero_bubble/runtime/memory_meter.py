@@ -19,11 +19,11 @@ _SAVES = frozenset({OpKind.F, OpKind.R})
 
 
 class SavedTensorMeter:
-    """Measures memory on a CPU, whose allocator keeps no count: the bytes saved by autograd in F and R, or held for W.
+    """Measures memory on a CPU as the bytes that autograd saves in F and R, or that B holds for W.
 
     Each storage counts once, and parameters do not count. For operations on the rank's vocabulary shard,
-    `kept_by_shard` returns the bytes that the shard keeps for other operations of a microbatch. For activations that a
-    schedule offloads, `offload` counts the bytes on the device.
+    `kept_by_shard` returns the bytes that the shard keeps between the operations of a microbatch. For activations that
+    a schedule offloads, `offload` counts the bytes on the device.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SavedTensorMeter:
 
 
 def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
-    """Record a tensor that autograd saves, unless it is a parameter, and return the object to save in its place."""
+    """Record a tensor that autograd saves, unless the tensor is a parameter; return the object to save instead."""
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
         return tensor
@@ -90,7 +90,7 @@ def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) 
 def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
     """Return the bytes of the saved tensors that are still alive.
 
-    A dropout whose input needs no gradient has freed its mask by then, so that the mask does not count.
+    A dropout whose input needs no gradient has already freed its mask, which therefore does not count.
     """
     tensors = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]

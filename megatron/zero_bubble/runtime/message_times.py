@@ -1,7 +1,7 @@
 """Measures how long a rank waits for messages and for collectives while the other ranks compute.
 
-A message between idle ranks is faster than a message between computing ranks: a sender that computes shares its
-processor, or the cores of its device, with the communication.
+A message from a computing rank is slower than a message from an idle rank, because computation and communication share
+the processor or the cores of the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
 from megatron.zero_bubble.schedule import Placement
 
 _IDLE_TRIPS = 7
-"""Number of round trips between idle ranks; their median is used."""
+"""Number of round trips between idle ranks; the median of their times is used."""
 _BUSY_TRIPS = 16
-"""Number of messages of a computing rank in each direction. Message times are averaged: every wait delays a step."""
+"""Number of messages that each rank sends while it computes; the mean time is used, because each delays a step."""
 _COLLECTIVES = 16
-"""Least number of measured collectives; each rank waits in at least one of them."""
+"""Least number of measured collectives; each rank waits for the result of at least one of them."""
 _PRODUCTS = 1000
 """Number of small matrix products that keep a rank busy during a measurement: about 5 ms on a CPU core."""
 
@@ -37,7 +37,7 @@ def measure_edges(
     the same time.
 
     Args:
-        while_computing: whether the sender computes while its message is under way, as in a training.
+        while_computing: whether the sender computes while its message is under way, as in training.
     """
     edges_of: dict[tuple[int, int], list[int]] = {}
     for edge in range(placement.num_stages - 1):
@@ -96,14 +96,15 @@ def _round_trip(
 
 
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
-    """Measure the milliseconds of the collective after S on a rank that waits for its result.
+    """Measure the milliseconds for which a rank waits for the result of the collective after S.
 
-    `measure_collective` is a collective call of the whole job, with the same result on every rank. The measured
-    collective gathers three numbers per token and sums a message over the ranks in an `ExchangeLane`, as in a training.
+    `measure_collective` is a collective call of the whole job, with the same result on every rank. As in training, the
+    measured collective runs in an `ExchangeLane`: it gathers three numbers per token, and sums a message over the
+    ranks.
 
     Args:
         collectives: collectives of this pipeline's ranks.
-        spec: shape and type of the message between stages, of shape [..., hidden].
+        spec: type and shape of a message between stages; the shape is [..., hidden].
     """
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
     numbers = torch.zeros(3, message.numel() // spec.shape[-1], device=spec.device)

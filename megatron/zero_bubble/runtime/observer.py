@@ -9,15 +9,15 @@ from typing import NamedTuple
 from megatron.zero_bubble.runtime.recorder import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
 
 Sink = Callable[[int, Sequence[MeasuredOp]], None]
-"""A function that takes the number of a step and the measured operations."""
+"""A function that takes the number of a step and the measured operations of this step."""
 
 
 class StepObserver:
-    """Gives the executor a recorder for every training step and passes the measured operations to `sinks`.
+    """Gives the executor a recorder for every training step, and passes the step's measured operations to `sinks`.
 
     A GPU runs behind the process that launches its work. If the process waited for the GPU between two steps, the GPU
-    would idle. The times of a step are therefore read once the GPU has finished the step, which is checked after each
-    operation of the next step.
+    would idle. The observer therefore reads the times of a step later: after each operation of the next step, it checks
+    whether the GPU has finished the former step.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -36,25 +36,25 @@ class StepObserver:
         return recorder
 
     def stop(self) -> None:
-        """Note that the current step has ended."""
+        """Record that the current step has ended."""
         if self._running is not None:
             self._ended.append(self._running)
             self._running = None
 
     def flush(self) -> None:
-        """Pass the operations of all ended steps to the sinks; waits for the GPU to finish these steps."""
+        """Wait for the GPU to finish all ended steps, and pass the operations of these steps to the sinks."""
         while self._ended:
             self._take_in()
 
     def take_mean(self) -> StepTime:
-        """Return the mean time of the steps since the last call, or zeros without a step; waits for the GPU."""
+        """Wait for the GPU; return the mean time of the steps since the last call, or zeros if there were no steps."""
         self.flush()
         times, self._times = self._times, []
         count = max(1, len(times))
         return StepTime(sum(time.span for time in times) / count, sum(time.work for time in times) / count)
 
     def lag(self) -> float:
-        """Return the seconds by which recorded times lag the host's monotonic clock; waits for the GPU."""
+        """Wait for the GPU, and return the seconds by which recorded times lag behind the host's monotonic clock."""
         self.flush()
         return self._clock.lag()
 

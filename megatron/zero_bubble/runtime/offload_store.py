@@ -15,13 +15,13 @@ from megatron.zero_bubble.runtime.copy_lane import CopyLane, CopyPair, HostBuffe
 from megatron.zero_bubble.schedule.kinds import OpKind
 
 SMALLEST = 4096
-"""Fewest bytes of a storage that is copied to the host; smaller storages stay on the device."""
+"""Size in bytes of the smallest storage that is copied to the host; smaller storages stay on the device."""
 _SAMPLES = 256
-"""Number of most recent copies of each kind and chunk whose times are kept."""
+"""For each kind of copy and chunk, the times of this many most recent copies are kept."""
 
 
 class OffloadStore:
-    """Activations of one pipeline rank that its schedule offloads, by model chunk and microbatch.
+    """The activations that the schedule of one pipeline rank offloads, by model chunk and microbatch.
 
     Within `forward`, autograd's saved tensors are replaced by entries of this store. Each storage is copied once,
     however many views and tensors of it are saved. Parameters, other tensors that collect a gradient, tensors that the
@@ -46,10 +46,10 @@ class OffloadStore:
 
     @contextmanager
     def forward(self, chunk: int, microbatch: int, kept: Sequence[torch.Tensor | None] = ()) -> Iterator[None]:
-        """Collect the tensors that autograd saves in the `with` block, which is one F, and queue their copy.
+        """Collect the tensors that autograd saves in the `with` block, which runs one F, and then queue copies of them.
 
         Args:
-            kept: tensors that stay on the device anyway, such as the input.
+            kept: tensors that the caller keeps on the device, such as the input of the F.
         """
         bundle = self._bundles[chunk, microbatch] = _Bundle(kept)
         with torch.autograd.graph.saved_tensors_hooks(bundle.pack, _unpack):
@@ -95,12 +95,15 @@ class OffloadStore:
         self._bundles.pop((chunk, microbatch), None)
 
     def device_bytes(self, chunk: int, microbatch: int) -> int:
-        """Return the bytes on the device that the F of this microbatch has saved. Each storage counts once."""
+        """Return how many bytes of the tensors saved by this microbatch's F are on the device.
+
+        Each storage counts once.
+        """
         bundle = self._bundles.get((chunk, microbatch))
         return 0 if bundle is None else bundle.device_bytes()
 
     def times(self, kind: OpKind, chunk: int) -> list[float]:
-        """Return the seconds of the last copies that one kind of operation, D or H, made for a chunk."""
+        """Return the seconds of the recent copies of `chunk` by operations of `kind`, D or H."""
         return [copy.seconds() for copy in self._copies[kind, chunk]]
 
     def left(self) -> list[tuple[int, int]]:
@@ -108,7 +111,7 @@ class OffloadStore:
         return list(self._bundles)
 
     def clear(self) -> None:
-        """Forget all activations, for instance of a step that is run again."""
+        """Forget all activations, for example if the step runs again."""
         for bundle in self._bundles.values():
             self._wait(bundle)
             for storage in bundle.storages:
@@ -141,7 +144,7 @@ class _Storage:
         self.host: torch.Tensor | None = None
 
     def release(self) -> bool:
-        """Free the storage on the device; return False if the storage stays because something else uses it."""
+        """Free the storage on the device; return False if the storage stays because other code still uses it."""
         assert self.device is not None
         reference = StorageWeakRef(self.device.untyped_storage())
         self.device = None
@@ -152,7 +155,7 @@ class _Storage:
 
 
 class _Saved(NamedTuple):
-    """A saved tensor, as a view of a `_Storage`."""
+    """A tensor saved by autograd, as a view of a `_Storage`."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -168,14 +171,14 @@ class _Bundle:
         self.storages: list[_Storage] = []
         """The storages that D releases; empty until F has ended."""
         self.copy: PendingCopy | None = None
-        """The last copy of the storages; None once the rank has waited for this copy."""
+        """The most recent copy of the storages; None once the rank has waited for this copy."""
         self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept if tensor is not None)
         self._collected: dict[int, weakref.ref[_Storage]] = {}
         self._staying: dict[int, tuple[StorageWeakRef, int]] = {}
-        """Storages that stay on the device, with their bytes."""
+        """The storages that stay on the device, and the bytes of each."""
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        """Return the object that autograd saves in place of a tensor."""
+        """Return the object that autograd saves instead of `tensor`."""
         # A transposed weight is a view whose base is the parameter.
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, torch.nn.Parameter):

@@ -9,9 +9,9 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import ScheduleError
 
 SMALL_GAIN = 1.05
-"""Predicted gain of a planned order over megatron-core's own order below which a run measures both orders."""
+"""A run measures both orders if the planned order's predicted gain over megatron-core's order is below this factor."""
 WORTHWHILE = 1.005
-"""Least gain for which a plan replaces the running order: predicted for a corrected plan, measured in a trial."""
+"""Least gain at which a plan's order replaces another order; predicted after a correction, measured in a trial."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class OrderTrial:
     """A trial of megatron-core's own order for a few steps; the run then continues with the faster order.
 
     Attributes:
-        num_microbatches: number of microbatches of the steps before the trial.
+        num_microbatches: number of microbatches in each step before the trial.
         own: the schedules of megatron-core's own order.
         planned: the schedules of the planned order.
         planned_span: milliseconds of a step in the planned order.
@@ -31,7 +31,7 @@ class OrderTrial:
     planned_span: float
 
     def result(self, own_span: float) -> TrialResult:
-        """Return the result of the trial, for the measured milliseconds of a step in megatron-core's own order."""
+        """Return the result of the trial, in which a step in megatron-core's own order took `own_span` milliseconds."""
         return TrialResult(self.own.name, own_span, self.planned_span)
 
 
@@ -57,8 +57,8 @@ def own_order(plan: RunSchedules, num_microbatches: int) -> RunSchedules | None:
     """Return the schedules of megatron-core's own order for the layout of a plan.
 
     Returns:
-        The schedules; None if the plan's schedule was read from a file, megatron-core has no order for this layout, or
-        its order does not fit in the plan's memory limit.
+        The schedules. None if the plan's schedule was read from a file, if megatron-core has no order for this layout,
+        or if megatron-core's order exceeds the plan's memory limit.
     """
     request = in_megatrons_order(plan.request)
     if plan.given is not None or request is None:

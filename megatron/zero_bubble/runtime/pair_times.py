@@ -1,8 +1,9 @@
 """Measures how much time a forward and a backward save if they run as one operation.
 
-In a pair, exchanges of tokens between experts can overlap with computation on a GPU, which has separate streams for
-both. On a CPU, exchanges take processor time and cannot overlap with computation. No overlap is assumed: the duration
-of a pair is compared with the sum of the durations of its forward and its backward.
+In a pair, exchanges of tokens between experts can overlap with computation on a GPU, because a GPU runs both on
+separate streams. On a CPU, exchanges take processor time and cannot overlap with computation. The saved time is
+measured, not assumed: it is the sum of the separate durations of the forward and the backward, minus the duration of
+the pair.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
 from megatron.zero_bubble.schedule.pairs import pairs
 
 LEAST_GAIN = 0.02
-"""A pair that saves less than this share of the time of its forward and its backward counts as saving nothing."""
+"""A pair counts as saving nothing if it saves less than this share of the time of its parts, run separately."""
 
 _Times = Mapping[tuple[int, OpKind], float]
 """Chunk and kind -> milliseconds."""
 
 
 class PairTime(NamedTuple):
-    """Duration of the pairs that contain an operation of a chunk, compared with the same operations run separately."""
+    """Durations of the pairs that contain an operation of a chunk, and of the same operations run separately."""
 
     hidden: float = 0.0
     """Mean share of the exchange time that overlaps with the other operation's computation, from 0 to 1."""
     together: float = 0.0
-    """Sum of the milliseconds of one pair of each kind."""
+    """Sum, over the kinds of pairs, of the milliseconds of one pair."""
     apart: float = 0.0
-    """Sum of the milliseconds of the parts of one pair of each kind, run one after the other."""
+    """Sum, over the kinds of pairs, of the milliseconds of the pair's two operations run one after the other."""
 
 
 NO_PAIRS = PairTime()
@@ -41,9 +42,9 @@ def hidden_share(apart: float, together: float, exchanged: float) -> float:
     """Return the share of a pair's exchange time that overlaps with computation, from 0 to 1.
 
     Args:
-        apart: milliseconds of the forward and the backward, one after the other.
-        together: milliseconds of the forward and the backward as one operation.
-        exchanged: the part of `apart` in which tokens are exchanged between experts.
+        apart: milliseconds of the forward and the backward, run one after the other.
+        together: milliseconds of the forward and the backward, run as one operation.
+        exchanged: the milliseconds of `apart` in which experts exchange tokens.
     """
     hidden, most = apart - together, min(exchanged, apart - exchanged)
     if most <= 0 or hidden < LEAST_GAIN * apart:
@@ -56,7 +57,7 @@ class PairTimes:
 
     def __init__(self) -> None:
         self._samples: dict[tuple[int, int, OpKind], list[float]] = defaultdict(list)
-        """(chunk of the forward, chunk of the backward, kind of the backward) -> milliseconds of each such pair."""
+        """(chunk of the forward, chunk of the backward, kind of the backward) -> the milliseconds of each pair."""
 
     def add(self, ops: Sequence[MeasuredOp]) -> None:
         """Add the pairs of one step."""
@@ -67,12 +68,12 @@ class PairTimes:
     def of_chunk(
         self, chunk: int, times: _Times, exchanged: _Times, center: Callable[[Sequence[float]], float]
     ) -> PairTime:
-        """Compare the pairs of a chunk with the same operations run alone.
+        """Compare the durations of the pairs of a chunk with the durations of the same operations run alone.
 
         Args:
             times: times of the operations that ran alone.
-            exchanged: parts of `times` in which the operations exchange tokens between experts.
-            center: computes one time from the samples, such as their median.
+            exchanged: the parts of `times` in which experts exchange tokens.
+            center: computes one time from several samples, for example the median.
         """
         shares, together, apart = [], 0.0, 0.0
         for (forward, backward, kind), samples in self._samples.items():
@@ -86,13 +87,13 @@ class PairTimes:
 
 
 def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
-    """Return operations that ran alone and compute the same as a backward in a pair; empty if there are none."""
+    """Return the operations that compute the same as a backward in a pair but ran alone; empty if there are none."""
     results = KINDS[kind].makes
     same = [(chunk, alone) for alone in BACKWARDS if KINDS[alone].makes == results and (chunk, alone) in times]
     return same[:1] or [(chunk, result) for result in results if all((chunk, each) in times for each in results)]
 
 
 def duration_ratio(measured: Sequence[PairTime]) -> float | None:
-    """Return the time of pairs divided by the time of their parts run alone; None if no pairs were measured."""
+    """Return the time of pairs divided by the time of the same operations run alone; None without measured pairs."""
     apart = sum(each.apart for each in measured)
     return sum(each.together for each in measured) / apart if apart else None

@@ -1,4 +1,4 @@
-"""Compares the costs that a plan was made from with the measured steps of the plan, and corrects the costs."""
+"""Compares the costs from which a plan was made with measured steps of this plan, and corrects the costs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts, simul
 from megatron.zero_bubble.schedule.kinds import TIMES
 
 TOLERANCE = 0.05
-"""Relative difference between a planned and a measured time of an operation above which costs are corrected."""
+"""Costs are corrected if the measured time of an operation differs from the planned time by more than this share."""
 SPAN_TOLERANCE = 0.02
-"""Relative difference between a planned and a measured time of a step above which message times are corrected."""
+"""Message times are corrected if the measured time of a step exceeds the planned time by more than this share."""
 _MATTERS = 0.02
-"""Share of a microbatch's work below which a difference between planned and measured times is ignored."""
+"""A difference between planned and measured times is ignored if it is below this share of a microbatch's work."""
 _PARTS = 1024
 """Resolution of the bisection: the number of parts into which the additional time of messages is divided."""
 
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts:
     """Return the planned costs with the measured times of operations; memory and messages stay as they are.
 
-    If a kind of operation did not run, its planned time is kept; the time of R changes in proportion to F's time.
+    A kind of operation that did not run keeps its planned time, except R, whose time changes in proportion to F's time.
     """
     times = {
         name: tuple(new or old for new, old in zip(getattr(measured, name), getattr(planned, name), strict=True))
@@ -51,15 +51,16 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
 
 
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
-    """Return the costs with slower messages and collectives, so that the simulated schedule takes the measured time.
+    """Slow down the costs' messages and collectives until the simulated schedule takes the measured time `span`.
 
-    A message between idle ranks is faster than a message of a busy rank. Also, ranks whose operations vary in duration
-    wait for each other, which looks like slower messages.
+    Messages of busy ranks are slower than messages of idle ranks. If operations vary in duration, ranks also wait for
+    each other, and these waits look like slower messages.
 
     Args:
-        costs: costs with the measured times of operations.
+        costs: the costs, in which the times of operations are the measured times.
         schedule: the schedule that ran.
-        span: measured milliseconds between the first and the last operation of the slowest rank.
+        span: measured milliseconds from the start of the first operation to the end of the last operation on the
+            slowest rank.
     """
     placement, missing = schedule.placement, span - simulate(schedule, costs).cost
     if missing <= 0 or placement.num_ranks == 1:
@@ -83,7 +84,7 @@ def _with_messages(costs: StageCosts, placement: Placement, added: float) -> Sta
 
 
 def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Difference]:
-    """Yield the largest error of the planned times for each kind of operation, and the error for messages.
+    """Yield the largest error of a planned time for each kind of operation, and the mean error for messages.
 
     Errors of at most `TOLERANCE`, and errors that are a negligible part of a microbatch's work, are left out.
     """
@@ -100,7 +101,7 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
 
 
 def largest_change(old: StageCosts, new: StageCosts) -> float:
-    """Return the largest relative change of the time of F + B + W + R of a stage."""
+    """Return the largest relative change, over all stages, of the sum of a stage's times of F, B, W and R."""
 
     def work(costs: StageCosts, stage: int) -> float:
         return costs.work(stage) + costs.time_r[stage]

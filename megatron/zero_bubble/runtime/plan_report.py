@@ -19,14 +19,15 @@ class PlanningOptions:
     """Settings of a run's profiling and planning.
 
     Attributes:
-        first_step, last_step: the first and the last step that are profiled, unless a profile is given.
-        model: the settings of the model that the costs depend on.
+        first_step, last_step: the first and the last step to be profiled, unless `profile` is given.
+        model: those settings of the model on which the costs depend.
         memory_limit: the memory limit of the run; None for the schedule's own limit.
         profile: costs to plan with before the first step.
-        threshold: relative change of a stage's time that starts planning again; 0 for never.
-        limits: bytes that the operations of every rank may need, if the layout was chosen under these limits. They
+        threshold: relative change of a stage's time above which the run plans again; 0 for never.
+        limits: bytes that the operations of each rank may need, if the layout was chosen under such limits. `limits`
             override `memory_limit`.
-        megatrons: the step time with Megatron's split of layers, which reports compare with the chosen layout.
+        megatrons: the step time with Megatron's split of layers; reports compare this time with the step time of the
+            chosen layout.
         tries_own_order: whether a plan with a small predicted gain is compared with megatron-core's own order by
             running both.
     """
@@ -43,7 +44,7 @@ class PlanningOptions:
 
     @property
     def has_absolute_limit(self) -> bool:
-        """Whether the memory limit is in bytes or `auto`, and not a multiple of the memory of 1F1B."""
+        """Whether the memory limit is a number of bytes or `auto`, rather than a multiple of the memory of 1F1B."""
         return self.memory_limit is not None and self.memory_limit.multiple is None
 
 
@@ -53,14 +54,14 @@ class Report:
 
     prediction: Prediction
     is_new_plan: bool
-    """Whether the schedule was made from the costs; otherwise the costs are only used for predictions."""
+    """Whether the schedule was made from the costs; otherwise the costs serve only for predictions."""
     memory_limit: tuple[float, ...] | None
     """The memory limit of every rank, in bytes; None for the schedule's own limit."""
     step: int
-    """Number of the last step whose times are in the costs; 0 if the user has given the costs."""
+    """Number of the last step that was measured for the costs; 0 if the user gave the costs."""
     differences: tuple[Difference, ...] = ()
     """Differences between measured times and the times in the costs of the previous plan."""
     ratio_of_pairs: float | None = None
-    """Time of F and B as one operation, divided by their time one after the other; None if no pairs were measured."""
+    """Time of F and B run as a pair, divided by their time run one after the other; None without measured pairs."""
     trial: TrialResult | None = None
     """Measured times of the planned order and of megatron-core's own order; None if the two were not compared."""

@@ -1,4 +1,4 @@
-"""Creates a process group among some ranks of a job, without a call on the other ranks."""
+"""Creates a process group of some ranks of a job, without a call on the other ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 MAX_BLOCKS = 4
-"""Most thread blocks that a message occupies on a GPU. A posted receive occupies its blocks until the message has
-arrived."""
+"""Largest number of thread blocks that a message occupies on a GPU.
+
+A posted receive occupies its blocks until the message has arrived.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,11 @@ class Membership:
 
 
 def connect(membership: Membership) -> Any:
-    """Create a member's backend, `ProcessGroupNCCL` or `ProcessGroupGloo`; members find each other in the job's store.
+    """Create a member's `ProcessGroupNCCL` or `ProcessGroupGloo`; the members find each other in the job's store.
 
-    `dist.new_group` cannot be used, because every rank of the job would have to call it for every group. With
-    `use_local_synchronization` only the members call `dist.new_group`, but the name of the group then contains the
-    caller's number of groups. Members with different numbers of groups would wait for each other for ever.
+    This function does not use `dist.new_group`, which every rank of the job would have to call for every group. With
+    `use_local_synchronization`, only the members call `dist.new_group`, but the group's name then contains the number
+    of groups on the caller. Members with different numbers of groups would wait for each other forever.
     """
     rank, size = membership.rank, len(membership.members)
     store = dist.PrefixStore(membership.name, dist.distributed_c10d._get_default_store())
@@ -45,7 +47,7 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    """Return NCCL options with few thread blocks, and with priority over computation because other ranks wait.
+    """Return NCCL options for few thread blocks, and for priority over computation because other ranks wait.
 
     The options contain the name and the ranks under which PyTorch's flight recorder shows the group.
     """

@@ -1,7 +1,7 @@
 """Makes the processes that a rank starts (loader workers, checkpoint writers) end with the rank, however the rank ends.
 
-Python ends its children only when it exits regularly, and then waits for them without limit. A rank that is killed
-leaves its children behind, and a child that ignores SIGTERM keeps its rank from ending.
+By itself, Python ends child processes only at a regular exit, and then waits for them without limit. A killed rank
+would leave its children behind, and a child that ignores SIGTERM would keep its rank from ending.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) that sets the signal a process gets when its parent dies."""
+"""The option of prctl(2) that sets the signal for a process whose parent dies."""
 
 
 def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this process `death_signal` once the thread that started it is gone.
+    """Make the kernel send `death_signal` to this process once the thread that started the process has ended.
 
     On systems other than Linux, the call does nothing.
     """
@@ -28,9 +28,9 @@ def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
 
 
 def tie_children() -> None:
-    """Make every process that this process's main thread forks from now on end with this process.
+    """Make all processes that the main thread of this process forks from now on end when this process ends.
 
-    A child that another thread forks is not affected: the child would end with that thread, not with the process.
+    A child that another thread forks is left alone, because the kernel would end the child with that thread.
     """
     is_main_thread = False
 
@@ -49,7 +49,7 @@ def end_children(patience: float = 2.0) -> None:
     """End the daemonic children of `multiprocessing`; at exit, Python would wait for them without limit.
 
     Args:
-        patience: seconds between SIGTERM and SIGKILL, for all children together.
+        patience: seconds between SIGTERM and SIGKILL, counted once for all children.
     """
     children = [child for child in multiprocessing.active_children() if child.daemon]
     # torch's SIGCHLD handler raises an error in this process when a loader worker that it counts as working ends.

@@ -27,22 +27,27 @@ class ChunkCosts:
 
     stage: int
     times: Mapping[OpKind, float]
-    """Kind of operation -> usual time. The kinds are F, B and W, or F and BW if the backward is fused. R is included if
-    anything was recomputed; the first chunk also includes the operations on the rank's vocabulary shard."""
+    """Kind of operation -> usual time.
+
+    The kinds are F, B and W, or F and BW if the backward is fused. R is included if activations were recomputed; the
+    first chunk also includes the operations on the rank's vocabulary shard.
+    """
     memory: Mapping[OpKind, float]
     """Kind -> usual change of memory; for F, the change if F keeps all activations, as in `StageCosts.memory_f`."""
     noise: float
-    """Largest relative spread of the times that are not negligible: half the interquartile range over the median."""
+    """Largest relative spread, half the interquartile range over the median, of the times that are not negligible."""
     inside: int = 0
     """Largest temporary memory of an operation: its peak beyond the memory in use before and after the operation."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind (F, and B or BW) -> usual time of the token exchanges between experts that overlaps, in pairs, with the
-    other operation's computation; 0 if no pairs were measured."""
+    """Kind (F, and B or BW) -> part of the usual exchange time of tokens that overlaps with computation in pairs.
+
+    The part is 0 if no pairs were measured.
+    """
     pairs: PairTime = NO_PAIRS
     num_blocks: int = 0
     """Number of recomputed blocks of layers; 0 if unknown."""
     copied: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind (D and H) -> usual time of its copies; empty if nothing was offloaded."""
+    """Kind (D and H) -> usual time of a copy; empty if nothing was offloaded."""
     released: float = 0
     """Bytes that D releases."""
     outside: int = 0
@@ -50,11 +55,11 @@ class ChunkCosts:
 
 
 _MATTERS = 0.02
-"""Share of the longest operation's time below which the spread of an operation, such as E, is ignored."""
+"""The spread of operations, such as E, that take less than this share of the longest operation's time is ignored."""
 
 
 class Profiler:
-    """Collects the measured operations of one rank over several steps, to compute its costs."""
+    """Collects the measured operations of one rank over several steps, to compute the costs of the rank's chunks."""
 
     def __init__(self, placement: Placement, rank: int) -> None:
         self._placement = placement
@@ -62,15 +67,15 @@ class Profiler:
         self._times: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
         self._memory: dict[tuple[int, OpKind], list[int]] = defaultdict(list)
         self._dropped: dict[int, list[int]] = defaultdict(list)
-        """Chunk -> memory of each F whose activations were recomputed."""
+        """Chunk -> change of memory by each F whose activations were recomputed."""
         self._inside: dict[int, int] = defaultdict(int)
         self._exchanged: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
         self._pairs = PairTimes()
         self._within: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
-        """(chunk, kind) -> times of recomputations (R) and weight gradients (W) that ran within B."""
+        """(chunk, R or W) -> times of the recomputations or weight gradients that ran within B."""
 
     def add(self, ops: Sequence[MeasuredOp]) -> None:
-        """Add the operations of one step. For a pair, only the time of both operations together is recorded."""
+        """Add the operations of one step. For a pair, only the time of the whole pair is recorded."""
         self._pairs.add(ops)
         paired = {op for pair in pairs([measured.op for measured in ops]) for op in pair}
         recomputed = {(run.op.chunk, run.op.microbatch) for run in ops if run.op.kind is OpKind.R}
@@ -100,8 +105,8 @@ class Profiler:
         Recomputations and weight gradients that ran within B count as R and W.
 
         Args:
-            center: computes one time from the samples. The median, unlike the mean, is not moved by an outlier such as
-                the first step; a schedule for microbatches that differ in length is planned with the mean.
+            center: computes one time from several samples. The median is hardly changed by an outlier, such as the
+                first step. Plans for microbatches that differ in length use the mean.
             recomputation: the store that has counted the recomputed blocks of layers.
             offload: the store that has measured the copies to and from the host.
         """
@@ -136,8 +141,11 @@ class Profiler:
         return chunk_costs
 
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
-        """Return the usual change of memory by a kind of operation; for F, the change by an F that keeps activations,
-        or by an F that drops activations together with its R."""
+        """Return the usual change of memory by a kind of operation.
+
+        For F, this is the change by an F that keeps all activations, or else the sum of the changes by an F that drops
+        activations and by its R.
+        """
         kept = self._memory.get((chunk, kind))
         if kept:
             return center(kept)
@@ -149,7 +157,7 @@ class Profiler:
 def _times_of_copies(
     offload: OffloadStore, chunk: int, center: Callable[[Sequence[float]], float]
 ) -> dict[OpKind, float]:
-    """Return for each kind of copy, D and H, the usual milliseconds of the copies of a chunk."""
+    """Return, for D and for H, the usual milliseconds of a copy of `chunk`."""
     seconds = {kind: offload.times(kind, chunk) for kind in COPIES}
     return {kind: 1000.0 * center(times) for kind, times in seconds.items() if times}
 
@@ -167,16 +175,16 @@ class MeasuredCosts(NamedTuple):
     costs: StageCosts
     noise: float
     inside: tuple[int, ...]
-    """Largest temporary memory of an operation of every stage (see `ChunkCosts.inside`)."""
+    """For every stage, the largest temporary memory of an operation (see `ChunkCosts.inside`)."""
     ratio_of_pairs: float | None
-    """Time of F and B as one operation, divided by their time one after the other; None if no pairs were measured."""
+    """Time of F and B run as a pair, divided by their time run one after the other; None without measured pairs."""
 
 
 def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
     """Gather the costs of all stages; a collective call of the whole job, with the same result on every rank.
 
-    The times of a stage are maxima over data- and tensor-parallel replicas: the pipeline waits for the slowest one.
-    The memory of a stage after F, after B and after W is the largest over its replicas.
+    The times of a stage are maxima over its data- and tensor-parallel replicas, because the pipeline waits for the
+    slowest replica. The memory of a stage after F, after B and after W is the maximum over the same replicas.
     """
     everyone: list[tuple[Sequence[ChunkCosts], Mapping[int, float]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (chunks, edges))
@@ -185,7 +193,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
-    """Return each stage's shortest exchange time over its replicas: longer times contain waits for late replicas."""
+    """Return each stage's shortest exchange time over its replicas, as longer times contain waits for late replicas."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
     )

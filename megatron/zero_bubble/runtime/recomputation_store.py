@@ -23,7 +23,7 @@ def untimed(kind: OpKind) -> AbstractContextManager[None]:
 
 
 class ForwardMode(Enum):
-    """How a block of layers treats its activations in a forward."""
+    """What a block of layers does with its activations in a forward."""
 
     KEEP = "keep"
     """Keep the activations, and pass the block's inputs and outputs to `RecomputationStore.keep`."""
@@ -33,18 +33,18 @@ class ForwardMode(Enum):
 
 
 class RecomputationStore:
-    """One pipeline rank's blocks of layers whose activations F has dropped, by model chunk and microbatch.
+    """The blocks of layers of one pipeline rank whose activations F has dropped, by model chunk and microbatch.
 
     The executor runs each F inside `forward`, which says whether the F drops its activations, and runs R with
-    `recompute`. Outside of an F, `mode` is None, and a block behaves as in a run without this store.
+    `recompute`. Outside of an F, `mode` is None, and a block runs as if there were no store.
 
     The blocks of a chunk may form several groups. R restores the activations of the chunk's last group; in a schedule
     without R, F keeps these activations. B restores the activations of each earlier group right before the group's
-    backward. The weight gradients of all groups except the first are computed within B, so that the activations of no
-    more than one group are in memory at a time.
+    backward. B computes the weight gradients of all groups except the first, so that the activations of at most one
+    group are in memory at a time.
 
     Args:
-        weights: the store of the blocks' deferred weight gradients.
+        weights: holds the deferred weight gradients of the blocks.
     """
 
     def __init__(self, weights: WeightGradStore | None = None) -> None:
@@ -54,20 +54,20 @@ class RecomputationStore:
         self.bytes_outside: dict[int, int] = {}
         """Chunk -> bytes that layers outside of dropped blocks keep for W; known once a B of the chunk has run."""
         self.bytes_of_blocks = 0
-        """Bytes kept for W by the blocks whose backward has run in the current B."""
+        """Bytes that are kept for W by the blocks whose backward has run in the current B."""
         self.timed: Callable[[OpKind], AbstractContextManager[None]] = untimed
-        """Makes a context that measures a recomputation or the weight gradients of a block within B."""
+        """Makes a context that measures a recomputation, or the weight gradients of a block, within B."""
         self._dropped: dict[tuple[int, int], _Blocks] = {}
         self._current: _Blocks | None = None
         self._is_suspended = False
 
     @contextmanager
     def forward(self, chunk: int, microbatch: int, *, drops: bool, num_groups: int = 1) -> Iterator[None]:
-        """Drop or keep the activations of the blocks that run inside the `with` block, which is one F.
+        """Drop or keep the activations of the blocks of layers in the `with` block, which runs one F.
 
         Args:
             drops: whether the microbatch has an R.
-            num_groups: number of groups that the chunk's blocks form, at most the number of blocks.
+            num_groups: number of groups into which the chunk's blocks are divided; at most the number of blocks.
         """
         assert self._current is None, "an F inside an F"
         self._current = blocks = _Blocks(self, num_groups, self.num_blocks.get(chunk), has_r=drops)
@@ -85,22 +85,22 @@ class RecomputationStore:
         return None if self._current is None or self._is_suspended else self._current.mode
 
     def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
-        """Store the recomputation of one block; return a function that makes the context of the block's backward."""
+        """Store the recomputation of one block; return a function that makes the context for the block's backward."""
         assert self.mode is ForwardMode.DROP, "put() outside of an F that drops its activations"
         assert self._current is not None
         return self._current.put(recomputation)
 
     def keep(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note the inputs and outputs of a block that has kept its activations."""
+        """Record the inputs and outputs of a block that has kept its activations."""
         assert self.mode is ForwardMode.KEEP, "keep() outside of an F that keeps its activations"
         assert self._current is not None
         self._current.keep(inputs, outputs)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside the `with` block, let checkpointed blocks run as torch runs them, without this store.
+        """Inside the `with` block, let torch run checkpointed blocks, without this store.
 
-        A block that is recomputed as a whole may contain further checkpointed blocks.
+        This is for checkpointed blocks inside a block that is recomputed as a whole.
         """
         before, self._is_suspended = self._is_suspended, True
         try:
@@ -109,19 +109,19 @@ class RecomputationStore:
             self._is_suspended = before
 
     def recompute(self, chunk: int, microbatch: int) -> None:
-        """Run the forwards of the last group of blocks that the F of this microbatch has dropped."""
+        """Run the forwards again for the last group of blocks that the F of this microbatch has dropped."""
         self._dropped.pop((chunk, microbatch)).restore_group()
 
     @contextmanager
     def backward(self, chunk: int) -> Iterator[None]:
-        """Count the bytes that layers outside of dropped blocks keep for W after the `with` block, which is one B."""
+        """Count the bytes that layers outside of dropped blocks keep for W after the `with` block, which runs one B."""
         self.bytes_of_blocks = 0
         yield
         outside = self.weights.flushed_bytes - self.bytes_of_blocks
         self.bytes_outside[chunk] = max(0, min(outside, self.bytes_outside.get(chunk, outside)))
 
     def dropped(self) -> list[tuple[int, int]]:
-        """Return (chunk, microbatch) of every F whose activations are dropped, and whose R has not run."""
+        """Return (chunk, microbatch) of every F that has dropped its activations and whose R has not run."""
         return list(self._dropped)
 
     def clear(self) -> None:
@@ -130,7 +130,7 @@ class RecomputationStore:
 
 
 class _Blocks:
-    """The blocks of one F in order, each with its state."""
+    """The blocks of layers of one F in order, and the state of each block."""
 
     def __init__(self, store: RecomputationStore, num_groups: int, usual_number: int | None, *, has_r: bool) -> None:
         self._store = store
@@ -138,9 +138,9 @@ class _Blocks:
         self._usual_number = usual_number
         self._has_r = has_r
         self._dropped: dict[int, Recomputation] = {}
-        """Number of a block -> its recomputation; removed when the recomputation runs."""
+        """Number of a block -> its recomputation; an entry is removed when the recomputation runs."""
         self._entered: tuple[int, int] | None = None
-        """Number of the block whose backward runs, and number of W deferred before it; None between two blocks."""
+        """(number of the block whose backward runs, number of W deferred before it runs); None between two blocks."""
         self.number = 0
         """Number of blocks that the F has run so far."""
 
@@ -182,7 +182,7 @@ class _Blocks:
         self._leave(number)
 
     def restore_group(self) -> None:
-        """Run the forwards of the last group that has dropped blocks, in the order of the blocks."""
+        """Run the forwards of the dropped blocks in the last group with dropped blocks, in the order of the blocks."""
         last = max(self._dropped, default=0)
         first = max(start for start in self._starts(self.number) if start <= last)
         for number in sorted(number for number in self._dropped if number >= first):
@@ -202,7 +202,7 @@ class _Blocks:
             self._leave_entered()
 
     def _leave_entered(self) -> None:
-        """Run the weight gradients of the block that backward has left, unless the block is in the first group."""
+        """Run the weight gradients of the block whose backward has ended, unless the block is in the first group."""
         if self._entered is None:
             return
         (number, num_put), self._entered = self._entered, None

@@ -17,16 +17,16 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 
 
 class Clock(Protocol):
-    """Marks points of the computation without waiting for it, and turns marks into seconds later."""
+    """Marks points in the computation without waiting for the computation, and later turns the marks into seconds."""
 
     def mark(self) -> Any: ...
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Return the times at which the marks were reached, in their order; may wait until all marks are reached."""
+        """Return the time at which each mark was reached, in the marks' order; may wait until all marks are reached."""
         ...
 
     def lag(self) -> float:
-        """Return the seconds by which this clock lags the host's clock; may wait until the device has computed."""
+        """Return the seconds by which this clock lags behind the host's clock; may wait until the device is idle."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
@@ -35,7 +35,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """A clock for a CPU, where a call returns only when its work is done."""
+    """A clock for a CPU, where a call returns only after the call's work is done."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -51,10 +51,10 @@ class HostClock:
 
 
 class CudaClock:
-    """A clock for a GPU: marks are events on the current stream, so that launching operations waits for nothing.
+    """A clock for a GPU. Marks are events on the current stream, so that no launch of an operation has to wait.
 
-    CUDA gives the time between two events in float32 milliseconds, whose resolution after a day is 8 ms. Each mark is
-    therefore measured from the previous mark, and the times are added up in a Python float.
+    CUDA gives the time between two events in milliseconds, as a float32 number; after a day, its resolution is 8 ms.
+    Each mark is therefore measured from the previous mark, and the times are added up in a Python float.
     """
 
     def __init__(self) -> None:
@@ -90,11 +90,11 @@ def device_clock(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class MeasuredOp:
-    """One operation that a rank ran; `start` and `end` are in seconds and exclude the wait for its inputs.
+    """One operation that a rank ran, from `start` to `end` in seconds, without the wait for the operation's inputs.
 
-    `held` is the change of memory, in bytes, that the operation left behind; None unless memory was measured. `inside`
-    is the operation's temporary memory: the peak beyond the memory in use before and after the operation. `exchanged`
-    are the seconds in which the operation exchanged tokens between experts. `within` has the seconds of the
+    `held` is the memory after the operation minus the memory before it, in bytes; None unless memory was measured.
+    `inside` is the operation's temporary memory: the peak beyond the memory in use before and after the operation.
+    `exchanged` is the time in seconds of token exchanges between experts. `within` holds the seconds of the
     recomputations and weight gradients of blocks that ran within the operation.
     """
 
@@ -117,12 +117,12 @@ class MemoryMeter(Protocol):
         ...
 
     def inside(self) -> int:
-        """Return the temporary bytes of the last operation: its peak beyond the memory at its `begin` and `end`."""
+        """Return the temporary bytes of the last operation: the peak beyond the memory at `begin` and at `end`."""
         ...
 
 
 class _MemoryUse(NamedTuple):
-    """The memory of one or several operations; fields as in `MeasuredOp`."""
+    """The memory of one operation, or of several operations run as one; the fields are those of `MeasuredOp`."""
 
     held: int | None
     inside: int = 0
@@ -144,17 +144,19 @@ class OpRecorder:
         self._ops: list[tuple[tuple[Op, ...], _MemoryUse]] = []
         self._marks: list[Any] = []
         self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
-        """Parts of operations: number of the operation, kind of the part (None for an exchange of tokens), and the
-        marks at the part's start and end."""
+        """(number of the operation, kind of the part, mark at its start, mark at its end) of each timed part.
+
+        The kind is None for an exchange of tokens.
+        """
 
     def begin(self, op: Op) -> None:
-        """Note that the inputs of `op` have arrived and that `op` starts to compute."""
+        """Record that the inputs of `op` have arrived and that `op` starts to compute."""
         if self._meter is not None and op.kind not in POST_VALIDATION:
             self._meter.begin(op)
         self._begun = self._clock.mark()
 
     def end(self, *ops: Op) -> None:
-        """Note that the operation, or several operations run as one, are complete (on a GPU: launched)."""
+        """Record that `ops`, one operation or several that run as one, are complete (on a GPU: launched)."""
         self._marks += (self._begun, self._clock.mark())
         metered = self._meter is not None and ops[0].kind not in POST_VALIDATION
         self._ops.append((ops, self._memory_use(ops, self._meter) if self._meter and metered else _MemoryUse(None)))
@@ -173,13 +175,16 @@ class OpRecorder:
 
     @contextmanager
     def timed_within(self, kind: OpKind) -> Iterator[None]:
-        """Time the work in the `with` block, which is of kind `kind`, as a part of the current operation."""
+        """Time the `with` block, which does work of kind `kind`, as a part of the current operation."""
         begin = self._clock.mark()
         yield
         self._parts.append((len(self._ops), kind, begin, self._clock.mark()))
 
     def num_reached(self) -> int | None:
-        """Count, from any thread, the starts and ends of operations that a GPU has passed; None without a GPU."""
+        """Count the starts and ends of operations that a GPU has passed; None without a GPU.
+
+        Any thread may call this.
+        """
         return self._clock.num_reached(self._marks) if self._marks else None
 
     def is_over(self) -> bool:
@@ -187,7 +192,7 @@ class OpRecorder:
         return not self._marks or self._clock.num_reached(self._marks[-1:]) != 0
 
     def take(self) -> list[MeasuredOp]:
-        """Return the operations recorded since the last call; waits until these operations are complete."""
+        """Wait until all operations recorded since the last call are complete, and return these operations."""
         seconds = self._clock.seconds(self._marks)
         intervals = zip(seconds[::2], seconds[1::2], strict=True)
         parts: dict[int, dict[OpKind | None, float]] = defaultdict(lambda: defaultdict(float))
@@ -217,9 +222,9 @@ def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp
 
 
 def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
-    """Split a measurement equally among operations that ran as one; `inside` is not split.
+    """Split time and memory equally among operations that ran as one; each operation gets the whole of `inside`.
 
-    The whole time of a pair is assigned to its backward, as in a simulation.
+    In a pair, the backward gets all of the time, as in a simulation, and the forward all of the memory.
     """
     if ops[-1].kind in PAIRED:
         forward, backward = ops
@@ -240,11 +245,11 @@ class StepTime:
     span: float
     """Time from the start of the first operation to the end of the last operation."""
     work: float
-    """Time that the rank computes within the span of the step."""
+    """Time for which the rank computes within the span."""
 
 
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
-    """Compute span and work of a step that ran at least one operation.
+    """Compute the span and the work of a step, which has run at least one operation.
 
     Span and work exclude the optimizer's work. An operation that ran twice, after a failed validation, counts once as
     work.
@@ -256,13 +261,13 @@ def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
 
 
 class PipelineTime(NamedTuple):
-    """The time of a step on all ranks of a pipeline."""
+    """The time of one step of a pipeline, over all ranks."""
 
     milliseconds: float
-    """The longest span of a rank."""
+    """The span of the rank with the longest span."""
     idle: Idle
 
 
 def idle_share(steps: Sequence[StepTime]) -> Idle:
-    """Compute the idle share of a pipeline from the step times of its ranks, as `simulate` does."""
+    """Compute the idle share of a pipeline from its ranks' step times, with the same formula as `simulate`."""
     return Idle.of([step.span for step in steps], [step.work for step in steps])

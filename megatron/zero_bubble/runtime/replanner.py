@@ -1,4 +1,4 @@
-"""Measures a run's costs over some steps, plans a schedule from the costs, and plans again if the costs prove wrong."""
+"""Measures a run's costs over some steps, plans a schedule from them, and plans again if the costs prove wrong."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from megatron.zero_bubble.schedule.pairs import PAIRED, half_apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 _DRIFT_STEPS = 20
-"""Number of steps between two checks for drift of the times."""
+"""Number of steps between two checks of whether the times have drifted."""
 CHECK_AFTER = 8
-"""Number of steps after which a plan from measured costs is compared with the measured times of the steps."""
+"""After this many steps with a plan from measured costs, the plan is compared with the steps' measured times."""
 _UNSETTLED = 2
-"""Number of first steps with a new plan that are not compared with the plan."""
+"""The comparison of a new plan with measured times leaves out this many steps right after the plan starts."""
 
 
 class Replanner:
-    """Decides between two steps which plan the run continues with.
+    """Decides, between two steps, with which plan the run continues.
 
     Args:
-        plan: the plan that the run starts with; a plan that adapts to costs is replaced by a plan made from costs.
+        plan: the plan that the run starts with. A plan that adapts to costs is replaced by a plan from measured costs.
         measured: the measured costs of the run.
         report: called with each decision, on every rank.
-        device: the device of the ranks, whose free memory determines the memory limit `auto`.
+        device: this rank's device, whose free memory is used for the memory limit `auto`.
     """
 
     def __init__(
@@ -66,27 +66,27 @@ class Replanner:
         self._megatrons = options.megatrons
         self._step = 0
         self._check_at = 0
-        """The step after which the plan is compared with measured steps; 0 for never."""
+        """Number of the step after which the plan is compared with measured steps; 0 for never."""
         self._checked: list[Sequence[MeasuredOp]] = []
-        """The operations of the steps that are compared with the plan, on this rank."""
+        """This rank's measured operations of each step that is compared with the plan."""
         self._checked_numbers: set[int] = set()
-        """Numbers of microbatches of the steps that are compared with the plan."""
+        """The numbers of microbatches that occur in the steps that are compared with the plan."""
         self._current = plan
         """The plan that was made from the present profile."""
         self._planned_for: set[int] = set()
-        """Numbers of microbatches for which a schedule was made from the present profile."""
+        """The numbers of microbatches for which a plan was made from the present profile."""
         self._groups: dict[int, tuple[int, ...]] = {}
-        """Number of microbatches -> the groups of layers in the schedule that runs."""
+        """Number of microbatches -> number of groups of layers of each stage, in the schedule that runs."""
         self._trial: OrderTrial | None = None
         measured.send_steps_to(self._collect)
 
     @property
     def profile(self) -> Profile | None:
-        """The costs that the present plan was made from; None if the plan was made without costs."""
+        """The costs from which the present plan was made; None if the plan was made without costs."""
         return self._profile if self._planned_for else None
 
     def let_microbatches_differ(self) -> None:
-        """Plan for the mean of the measured costs, and do not try megatron-core's own order: microbatch shapes vary."""
+        """Because microbatch shapes vary, plan for mean measured costs, without a trial of megatron-core's order."""
         self._measured.center = statistics.fmean
         self._options = replace(self._options, tries_own_order=False)
 
@@ -96,8 +96,9 @@ class Replanner:
     def to_measure(self, schedule: Schedule) -> Schedule:
         """Return a variant of `schedule` that measures all costs, or `schedule` itself once the costs are known.
 
-        In the measuring variant, every stage has an R if the model recomputes, and copies if offload is allowed; every
-        chunk has forwards and backwards outside of pairs. `to_measure` is called for every schedule that runs.
+        In the measuring variant, every stage has an R if the model recomputes, and copies if offload is allowed. In
+        addition, every chunk has some forwards and backwards outside of pairs. `to_measure` is called for every
+        schedule that runs.
         """
         self._groups[schedule.num_microbatches] = schedule.groups
         if self._profile is not None:
@@ -109,10 +110,10 @@ class Replanner:
         return with_copies_everywhere(schedule) if self._plan.offloads else schedule
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan if the next step is the first with this many microbatches, else None; a collective call.
+        """Return a plan if the present profile has none for this many microbatches, else None; a collective call.
 
-        A new plan is needed because the memory limit may depend on the number of microbatches. If the user gives a
-        profile, the first plan is made from this profile before the first step.
+        Each number of microbatches needs a plan of its own, because the memory limit may depend on this number. If the
+        user gives a profile, this function makes the first plan from it, before the first step.
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
@@ -122,7 +123,7 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def after_step(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Return the next plan after profiling, a check, a trial or drift; None keeps the plan; a collective call."""
+        """Return a new plan after profiling, a check, a trial or drift, or None to keep the plan; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
@@ -143,7 +144,7 @@ class Replanner:
         return None
 
     def _collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        """Keep the operations of a step if they will be used for costs, for the check of a plan, or for drift."""
+        """Keep the operations of a step if the costs, the check of a plan or the check for drift need them."""
         options = self._options
         is_profiled = self._profile is None and options.first_step <= step <= options.last_step
         if self._is_checked(step):
@@ -155,11 +156,11 @@ class Replanner:
         return self._check_at - CHECK_AFTER + _UNSETTLED < step <= self._check_at
 
     def _measure(self, num_microbatches: int, center: Callable[[Sequence[float]], float] | None = None) -> Profile:
-        """Make a profile of the steps that were measured last; a collective call."""
+        """Make a profile of the steps measured since the last profile; a collective call."""
         return self._measured.profile(self._options.model, self._groups.get(num_microbatches, ()), center)
 
     def _decide(self, num_microbatches: int) -> RunSchedules | None:
-        """Make and report the plan from the present profile; return None if the run keeps its plan."""
+        """Make and report a plan from the present profile; return the plan, or None if the run keeps its plan."""
         plan, limit = self._planned(num_microbatches)
         self._adopt(plan, num_microbatches)
         schedule = plan.schedule(num_microbatches)
@@ -171,7 +172,7 @@ class Replanner:
         return plan if self._plan.adapts or measured_another else None
 
     def _planned(self, num_microbatches: int) -> tuple[RunSchedules, tuple[float, ...] | None]:
-        """Return the plan from the present profile, with the memory limit of every rank; a collective call."""
+        """Return a plan from the present profile, and the memory limit of every rank; a collective call."""
         profile = self._profile
         assert profile is not None
         in_bytes = self._limits_in_bytes(profile, num_microbatches)
@@ -198,7 +199,7 @@ class Replanner:
     def _check(self, num_microbatches: int) -> RunSchedules | None:
         """Compare the plan with measured steps, correct the plan, and try megatron-core's own order; a collective call.
 
-        The trial of megatron-core's own order begins only if that order may be faster.
+        The trial of megatron-core's own order begins only if this order may be faster than the plan.
         """
         span = self._measured.add_checked(self._checked)
         new, span = self._corrected(span, num_microbatches)
@@ -213,7 +214,7 @@ class Replanner:
             span: measured milliseconds of a step.
 
         Returns:
-            The new plan, or None if the running plan stays, and the milliseconds of a step with the plan that is kept.
+            The new plan (None if the running plan stays), and the expected milliseconds of a step with the chosen plan.
         """
         old, running = self._profile, self._current.schedule(num_microbatches)
         assert old is not None
@@ -256,9 +257,10 @@ class Replanner:
         return own
 
     def _end_trial(self, trial: OrderTrial) -> RunSchedules | None:
-        """Return the planned order if the run continues with it, else None; a collective call.
+        """Return the planned order if the run returns to this order after the trial, else None; a collective call.
 
-        If steps of the trial have another number of microbatches, the run continues with the planned order.
+        If a step of the trial has another number of microbatches, the run returns to the planned order without a
+        result.
         """
         old, self._trial = self._profile, None
         assert old is not None
@@ -281,7 +283,7 @@ class Replanner:
         return trial.planned if result.keeps_planned else None
 
     def predict(self, schedule: Schedule) -> Prediction:
-        """Predict time and memory of a schedule from the measured costs."""
+        """Predict the time and the memory of a schedule from the costs of the present profile."""
         assert self._profile is not None
         return Prediction(self._profile, schedule, self._plan.recompute, self._megatrons)
 
@@ -301,7 +303,7 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def _limits_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
-        """Return for every rank the bytes that its operations may need; None for the schedule's own limit."""
+        """Return, for every rank, the bytes that the rank's operations may need; None for the schedule's own limit."""
         limit = self._options.memory_limit
         if self._options.limits is not None or limit is None:
             return self._options.limits

@@ -1,4 +1,4 @@
-"""Measures how long the replicas of a pipeline wait for each other."""
+"""Measures for how long the replicas of a pipeline wait for each other."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Waits:
 class ReplicaWaits:
     """Measures the time that this rank spends in reductions with its replicas.
 
-    The last rank to arrive at a reduction spends only the time of the communication, which is the same for all ranks.
-    The waiting time of any other rank is its time in the reduction minus this communication time.
+    The last rank to arrive at a reduction spends only the time of the communication there, which is the same for all
+    ranks. The waiting time of any other rank is that rank's time in the reduction minus this communication time.
 
     Args:
-        group: the ranks at the same place in all replicas of the pipeline.
-        clock: clock of the rank's device, so that a measurement on a GPU does not wait.
+        group: this rank and the ranks at the same place in the other replicas of the pipeline.
+        clock: the clock of the rank's device; on a GPU, its marks wait for nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup, clock: Clock, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class ReplicaWaits:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Count the time of the `with` block as spent in a reduction with other replicas."""
+        """Count the time of the `with` block as time in a reduction with other replicas."""
         self._marks.append(self._clock.mark())
         yield
         self._marks.append(self._clock.mark())
@@ -72,7 +72,7 @@ class ReplicaWaits:
 
 
 def mean_waits(spent: Sequence[Sequence[float]], group_sizes: Sequence[int]) -> Waits:
-    """Compute waits from each replica's seconds in reductions, by iteration, and the group size of each iteration."""
+    """Compute the mean waits from each replica's seconds in reductions and the group size, both for each iteration."""
     totals = [0.0] * len(spent)
     for iteration, size in enumerate(group_sizes):
         for start in range(0, len(spent), size):

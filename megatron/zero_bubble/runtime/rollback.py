@@ -1,4 +1,4 @@
-"""Undoes an optimizer step: bitwise from a copy, or approximately by inverting AdamW in place."""
+"""Undoes an optimizer step, either bitwise from a copy or approximately by inverting AdamW in place."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Rollback(Protocol):
     """Undoes one step of a rank's torch optimizers."""
 
     def prepare(self) -> None:
-        """Begin to copy parameters and their states, which do not change until the next step."""
+        """Begin to copy the parameters and optimizer states, which stay unchanged until the next step."""
         ...
 
     def before_step(self) -> None:
-        """Complete the copy of parameters and their states; called right before the optimizer's step."""
+        """Complete the copy of the parameters and optimizer states; called right before the optimizer's step."""
         ...
 
     def undo(self) -> None:
-        """Restore parameters, optimizer states and settings of parameter groups to their values at `before_step`.
+        """Restore the values at `before_step` of parameters, optimizer states and settings of parameter groups.
 
         The gradients of the step that is undone must still be in memory.
         """
@@ -36,10 +36,10 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
 
     Args:
         optimizers: optimizers of torch, apex or Transformer Engine, whose fp32 parameters the rollback restores.
-        on_host: keep the copy in pinned host memory.
+        on_host: whether the copy is kept in pinned host memory.
 
     Raises:
-        ValueError: `kind` is `inverse`, and an optimizer is not AdamW or `on_host` is set.
+        ValueError: `kind` is `inverse`, and either `on_host` is set or an optimizer is not AdamW.
     """
     if kind == "snapshot":
         return Snapshot(optimizers, on_host=on_host)
@@ -49,14 +49,14 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
 
 
 def _grouped_parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield the group and the parameter, for every parameter of an optimizer."""
+    """Yield (parameter group, parameter) for every parameter of an optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield group, parameter
 
 
 class _Tensor(NamedTuple):
-    """A tensor that a step may change or replace, and a copy of its previous values."""
+    """A tensor that a step may change or replace, and a copy of the tensor from before the step."""
 
     tensor: torch.Tensor
     contents: torch.Tensor
@@ -71,12 +71,12 @@ _Values = dict[str, Any]
 
 
 class Snapshot:
-    """Undoes a step from a copy of all that the step changes: parameters, their states, settings of parameter groups.
+    """Undoes a step with a copy of what the step changes: parameters, optimizer states, settings of parameter groups.
 
-    All optimizer states are copied: moments, sums, and step counts as tensors or numbers; before the first step there
-    are no states. The copy takes as much memory as parameters and states, with Adam 12 bytes for each parameter of this
-    rank's shard. The buffers of the copy are allocated once. On a GPU the copy is made on its own stream, beside the
-    computation of the iteration that follows the last validation.
+    The copy contains all optimizer states: moments, sums, and step counts (tensors or numbers). Before the first step
+    there are no states. The copy takes as much memory as the parameters and states. With Adam, this is 12 bytes for
+    each parameter of this rank's shard. The buffers of the copy are allocated once. On a GPU, a separate stream copies
+    while the device computes the iteration after the last validation.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
@@ -86,9 +86,9 @@ class Snapshot:
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._parameters: list[_Tensor] = []
         self._states: list[dict[Hashable, _Values]] = []
-        """For each optimizer, the state of its parameters."""
+        """For each optimizer, the copied states of its parameters."""
         self._settings: list[list[_Values]] = []
-        """For each optimizer, the settings of its parameter groups; a scheduler may change them before the step."""
+        """For each optimizer, the settings of its parameter groups at the call of `before_step`."""
         self._is_prepared = False
 
     def prepare(self) -> None:
@@ -156,15 +156,15 @@ def _restore(now: dict[str, Any], before: _Values) -> None:
 
 
 class Inverse:
-    """Undoes a step of AdamW by solving its equations for the values before the step, without extra memory.
+    """Undoes a step of AdamW without extra memory: solves AdamW's equations for the values before the step.
 
     With c1 = 1 - beta1^t and c2 = 1 - beta2^t (the paper's appendix on rolling back AdamW, tuzTN0eIO5):
 
         theta <- (theta + lr (m / c1) / (sqrt(v / c2) + eps)) / (1 - lr weight_decay)
         m <- (m - (1 - beta1) g) / beta1,   v <- (v - (1 - beta2) g^2) / beta2,   t <- t - 1
 
-    The inversion is not exact: every value is off by some rounding errors of the larger values in its equation. v may
-    come out slightly negative and is then set to 0.
+    The inversion is not exact: the error of a value is a few rounding errors of the largest value in its equation. v
+    may come out slightly negative and is then set to 0.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -204,7 +204,7 @@ def _invert(
     step: int,
     group: dict[str, Any],
 ) -> None:
-    """Undo step number `step` (from 1) of one parameter in place, given the step's gradient and settings."""
+    """Undo step number `step` of one parameter in place, given the step's gradient and settings; steps start at 1."""
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     c1, c2 = 1 - beta1**step, 1 - beta2**step
     denominator = exp_avg_sq.div(c2).sqrt_().add_(group["eps"])
@@ -220,7 +220,7 @@ def _invert(
 
 @contextmanager
 def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Give parameter groups an earlier step's settings inside the `with` block; a scheduler may have changed them."""
+    """Inside the `with` block, give parameter groups an earlier step's settings instead of their present settings."""
     now = [{name: group[name] for name in earlier} for group, earlier in zip(groups, settings, strict=True)]
     for group, earlier in zip(groups, settings, strict=True):
         group.update(earlier)

@@ -21,14 +21,14 @@ from megatron.zero_bubble.schedule.formats import Profile, Setting
 
 
 class RunCosts:
-    """The measured costs of a run; each rank contributes the costs of its stages.
+    """Measures the costs of a run; each rank measures the costs of its stages.
 
     Args:
         placement: placement of the run's stages.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
-        measure_messages: a collective call that measures the time of messages over this rank's stage boundaries, and
-            the time of a collective of vocabulary shards (0 without shards).
+        measure_messages: a collective call that measures the time of a message over each of this rank's stage
+            boundaries, and the time of a collective of vocabulary shards (0 without shards).
         recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
         offload: measures the copies to the host and back; None if nothing is offloaded.
     """
@@ -49,9 +49,9 @@ class RunCosts:
         self._edges: Mapping[int, float] = {}
         self._collective = 0.0
         self.center: Callable[[Sequence[float]], float] = statistics.median
-        """Computes one time from the samples of an operation, such as their median."""
+        """Computes one time from the samples of an operation, for example the median."""
         self.ratio_of_pairs: float | None = None
-        """Time of F and B as one operation, divided by their time one after the other, in the last profile."""
+        """In the last profile, the time of F and B run as a pair, divided by their time run one after the other."""
 
     def send_steps_to(self, sink: Sink) -> None:
         """Call `sink` with the measured operations of every step."""
@@ -74,8 +74,8 @@ class RunCosts:
         """Make a profile of the steps that all ranks have added since the last profile; a collective call.
 
         Args:
-            model: the settings of the model that the costs depend on.
-            groups: number of groups of layers of each stage, in the schedule that has run.
+            model: those settings of the model on which the costs depend.
+            groups: for each stage, the number of groups of layers in the schedule that has run.
             center: replaces `RunCosts.center` for this profile.
         """
         self._observer.flush()
@@ -89,11 +89,11 @@ class RunCosts:
         return Profile(self._placement, with_memory_of_all_groups(costs, groups), noise, model, inside)
 
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
-        """Add only `steps` to the next profile, and return their mean milliseconds on the slowest rank.
+        """Make the next profile contain `steps` only; return the mean milliseconds of a step on the slowest rank.
 
-        `add_checked` is a collective call. The returned time is a mean and not a median, because the time of a step
-        contains the times of all its operations. The slowest step of each rank is left out, because another process may
-        have interrupted the step.
+        `add_checked` is a collective call. The result is a mean and not a median, because a step also contains the
+        operations that take unusually long. Each rank leaves out its slowest step, which another process may have
+        interrupted.
 
         Args:
             steps: the measured operations of each step; the call empties this list.

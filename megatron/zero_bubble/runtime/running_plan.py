@@ -1,4 +1,4 @@
-"""The plan that a run follows at present, and the executors of its schedules."""
+"""The plan that a run follows at present, and the executors of the plan's schedules."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron.zero_bubble.schedule.formats import Profile
 
 
 class MakeExecutor(Protocol):
-    """Makes the executor of a schedule for this rank of a pipeline's group."""
+    """Makes this rank's executor of a schedule, for a pipeline whose ranks are `group`."""
 
     def __call__(self, schedule: Schedule, group: dist.ProcessGroup, *, tail_by_parameter: bool) -> Executor: ...
 
 
 class RunningPlan:
-    """The plan of a run, which may be replaced between two steps, with one executor for each of its schedules.
+    """Holds the plan of a run, which may change between two steps, and an executor for each of the plan's schedules.
 
     Args:
         plan: the plan that the run starts with.
-        replanner: decides which plan follows; None keeps the plan.
-        post_validation: whether the schedules contain the optimizer's steps.
+        replanner: decides on each next plan; None keeps the first plan.
+        post_validation: whether the schedules contain the optimizer's steps (STEP and VALIDATE).
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class RunningPlan:
         self._executors: dict[tuple[int, bool, int], Executor] = {}
         """(number of microbatches, whether only forwards run, level of memory) -> executor."""
         self._levels: dict[int, int] = {}
-        """Number of microbatches -> level of memory of the last training step with this number."""
+        """Number of microbatches -> level of memory of the last training step with this number of microbatches."""
         self._predictions: dict[tuple[int, int], Prediction] = {}
 
     @property
     def profile(self) -> Profile | None:
-        """The measured costs that the plan was made from; None before the run is profiled."""
+        """The costs from which the plan was made; None if the plan was made without costs."""
         return self._replanner.profile if self._replanner is not None else None
 
     def before_step(self, num_microbatches: int) -> None:
-        """Replace the plan by the next plan, if there is one; a collective call before every training step.
+        """Replace the plan if there is a next plan; a collective call before every training step.
 
-        A plan that was made after a step takes effect only before the next step, because reports in between describe
-        the former step.
+        A plan made after a step takes effect only before the next step, because reports between the steps describe the
+        step that has run.
         """
         if self._replanner is None:
             return
@@ -70,7 +70,7 @@ class RunningPlan:
             self._next_plan = self._replanner.after_step(step, num_microbatches)
 
     def let_microbatches_differ(self) -> None:
-        """Plan for the mean of the measured costs from now on, because the shapes of microbatches vary."""
+        """From now on, plan for the mean of the measured costs, because the shapes of microbatches vary."""
         if self._replanner is not None:
             self._replanner.let_microbatches_differ()
 
@@ -86,10 +86,10 @@ class RunningPlan:
         overlaps_reduction: bool,
         less_memory: tuple[int, Schedule] | None = None,
     ) -> Executor:
-        """Return the executor of a training step or an evaluation; a collective call if it does not exist yet.
+        """Return the executor of a training step or an evaluation; if the executor is not yet made, a collective call.
 
         Args:
-            less_memory: level of memory and schedule of a step whose microbatches do not fit in memory with the run's
+            less_memory: (level of memory, schedule) for a step whose microbatches do not fit in memory with the run's
                 own schedule.
         """
         level = less_memory[0] if less_memory else 0
@@ -116,7 +116,7 @@ class RunningPlan:
         return self._executors[key]
 
     def drop_executors(self) -> None:
-        """Forget all executors, which hold references to the channels."""
+        """Forget all executors, and with them their references to the channels."""
         self._executors = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -124,7 +124,7 @@ class RunningPlan:
         return self._executors[num_microbatches, False, self._levels[num_microbatches]].schedule
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
-        """Return the simulated timeline of the current schedule at measured costs; None before costs are measured."""
+        """Predict the current schedule's time and memory from the plan's costs; None if the plan has no costs."""
         if self._replanner is None or self.profile is None:
             return None
         key = num_microbatches, self._levels[num_microbatches]

@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, Siz
 
 _MEMORY = {OpKind.F: "memory_f", OpKind.B: "memory_b", OpKind.W: "memory_w", OpKind.R: "memory_r"}
 _BETTER = 0.98
-"""A curve with one more term is used only if its residual is smaller by this factor."""
+"""A curve with more terms is used only if its residual is below this factor times the simpler curve's residual."""
 
 
 class _Sample(NamedTuple):
@@ -32,11 +32,11 @@ class _Sample(NamedTuple):
 
 
 _Samples = dict[tuple[int, OpKind], list[_Sample]]
-"""Stage and kind -> the measured operations."""
+"""(stage, kind of operation) -> the measured operations."""
 
 
 class SizeProfile:
-    """The measured operations of a rank, with the sizes of their microbatches.
+    """The measured operations of a rank, each with the size of its microbatch.
 
     Args:
         placement: placement of the schedule.
@@ -49,11 +49,11 @@ class SizeProfile:
         self._samples: _Samples = defaultdict(list)
 
     def note(self, step: int, sizes: Sequence[MicrobatchSize]) -> None:
-        """Note the sizes of a step's microbatches, in the order of the schedule."""
+        """Record the sizes of a step's microbatches, in the order of the schedule."""
         self._sizes[step] = sizes
 
     def collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        """Add the operations of a step if the sizes of its microbatches were noted."""
+        """Add the operations of a step if the sizes of the step's microbatches were recorded."""
         sizes = self._sizes.pop(step, None)
         if sizes is None:
             return
@@ -72,10 +72,10 @@ class SizeProfile:
             self._samples[stage, kind].append(_Sample(sizes[microbatch], milliseconds, held, inside))
 
     def fit(self, usual: StageCosts, gather: Callable[[_Samples], list[_Samples]]) -> SizedCosts | None:
-        """Fit curves to the samples of all ranks; a collective call of all ranks, with the same result on every rank.
+        """Fit curves to the samples of all ranks; a collective call of these ranks, with the same result on each.
 
         Args:
-            usual: costs of the mean microbatch, for fields without samples.
+            usual: the costs of the mean microbatch, used for costs without samples.
             gather: returns the samples of all ranks.
 
         Returns:
@@ -89,7 +89,7 @@ class SizeProfile:
 
 
 def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: StageCosts) -> SizedCosts | None:
-    """Fit curves to samples by stage and kind; a fused backward counts half as B and half as W.
+    """Fit one curve to the samples of each stage and kind; a fused backward counts half as B and half as W.
 
     A cost for which a stage has no samples is proportional to the number of tokens.
     """
@@ -118,7 +118,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """Return for every stage the curve of the operation that needs the most temporary memory."""
+    """Return, for every stage, the temporary memory of the kind of operation that needs the most, as a curve."""
     curves = [Curve(0.0, 0.0, 0.0)] * num_stages
     most = [0.0] * num_stages
     for (stage, _), values in samples.items():
@@ -129,16 +129,16 @@ def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages:
 
 
 def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, float]]]) -> dict[OpKind, Curve]:
-    """Return curves of all measured kinds; B and W come from a fused backward if they were not measured separately."""
+    """Return a curve for each measured kind; B and W get halves of a fused backward unless measured separately."""
     fitted = {kind: _fit(values) for kind, values in samples.items() if values}
     parts = [by_result({kind: curve[part] for kind, curve in fitted.items()}) for part in range(len(Curve._fields))]
     return {kind: Curve(*(part[kind] for part in parts)) for kind in parts[0]}
 
 
 def _fit(samples: Sequence[tuple[MicrobatchSize, float]]) -> Curve:
-    """Return the least-squares curve whose coefficients all have the sign of the samples' mean.
+    """Return the least-squares curve among the curves whose coefficients all have the sign of the samples' mean.
 
-    Among curves that fit nearly equally well, the curve with the fewest terms is returned.
+    Of curves that fit nearly equally well, the result is the curve with the fewest terms.
     """
     sign = -1.0 if fmean(value for _, value in samples) < 0 else 1.0
     features = np.array([(1.0, size.tokens, size.squares) for size, _ in samples])

@@ -1,4 +1,4 @@
-"""The interface through which an `Executor` runs the computation of one rank's stages."""
+"""The interface with which an `Executor` runs the computation of its rank's stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Stage(Protocol):
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         """Run the forward of one microbatch; `input_tensor` is None on the first stage.
 
-        Returns the message for the next stage, or on the last stage the loss.
+        Returns the message for the next stage; on the last stage, the loss.
         """
         ...
 
@@ -35,21 +35,18 @@ class Stage(Protocol):
         ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that was passed on; a backward needs only the output's place in the graph.
+        """Free the values of an output that was passed on; the backward needs the output only as a node of the graph.
 
-        A stage that frees nothing early need not define this method.
+        A stage need not define this method.
         """
         return
 
     def before_inputs(self, op: Op) -> None:
-        """Prepare for an F, B or BW whose message may still be under way.
-
-        A stage without anything to prepare need not define this method.
-        """
+        """Prepare for an F, B or BW whose message may still be under way. A stage need not define this method."""
         return
 
     def before_gradients(self, op: Op) -> None:
-        """Prepare for a B, W or BW, the operations that add to parameters' gradients.
+        """Prepare for a B, W or BW, which adds to the gradients of parameters.
 
         If the W of several microbatches run as one, `before_gradients` is called for each microbatch of each parameter.
         A stage without anything to prepare need not define this method.
@@ -57,12 +54,12 @@ class Stage(Protocol):
         return
 
     def message_spec(self, op: Op) -> TensorSpec:
-        """Return shape, type and device of the message that the receive `op` waits for."""
+        """Return the shape, type and device of the message that the receive operation `op` receives."""
         ...
 
 
 class PairingStage(Stage, Protocol):
-    """A stage that runs the forward and the backward of a pair as one, so that their exchanges overlap with computing.
+    """A stage that runs a pair's forward and backward as one operation, so that exchanges overlap with computation.
 
     Other stages run the forward and the backward one after the other.
     """
@@ -78,16 +75,16 @@ class PairingStage(Stage, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a forward and the backward of another microbatch or chunk as one operation.
 
-        The arguments and results are the same as in `Stage.forward` and `Stage.backward`.
+        The arguments and results are those of `Stage.forward` and `Stage.backward`.
         """
         ...
 
 
 class SteppingStage(Stage, Protocol):
-    """A stage that also takes the optimizer's step, for schedules with post-validation."""
+    """A stage that also runs the optimizer's step, for schedules with post-validation."""
 
     def step(self) -> None:
-        """Take the optimizer's step with this rank's complete gradients, before the other ranks' state is known."""
+        """Run the optimizer's step with this rank's complete gradients, before the norm of all gradients is known."""
         ...
 
     def validate(self) -> bool:
@@ -95,7 +92,7 @@ class SteppingStage(Stage, Protocol):
         ...
 
     def restart(self) -> None:
-        """Undo the forwards of the current step, which are run again on the same data in the same order."""
+        """Undo the forwards of the current step; they will run again on the same data in the same order."""
         ...
 
 
@@ -103,20 +100,20 @@ class VocabularyStage(Stage, Protocol):
     """A stage whose rank also has a vocabulary shard, for schedules with operations on shards.
 
     The forward of the first stage starts from the result of E and EMBEDDED, and the backward of the last stage starts
-    from the gradient that L computes. The stage keeps the intermediate results that operations pass to each other, by
-    microbatch.
+    from the gradient that L computes. For each microbatch, the stage keeps the intermediate results that operations on
+    shards pass to each other.
     """
 
     def run_on_shard(self, op: Op) -> None:
-        """Run an E, EW, S, L or T of this rank, whose inputs have arrived."""
+        """Run this rank's operation `op`, an E, EW, S, L or T whose inputs have arrived."""
         ...
 
     def exchange(self, op: Op) -> None:
         """Take part in a collective of all ranks, such as HIDDEN.
 
-        `exchange` is called on a separate lane, beside the computation (see `ExchangeLane`): on a GPU inside a stream
-        that has waited for all earlier operations, on a CPU in a thread. The results may be used and freed anywhere,
-        because the next exchange in the lane waits for all earlier computation. A tensor that `exchange` reads must not
-        be freed until this rank has waited for a later exchange.
+        An `ExchangeLane` calls `exchange` beside the computation: on a GPU in a stream that has waited for all earlier
+        operations, on a CPU in a thread. Any operation may use and free the results, because the next exchange in the
+        lane waits for all earlier computation. A tensor that `exchange` reads must not be freed until this rank has
+        waited for a later exchange.
         """
         ...

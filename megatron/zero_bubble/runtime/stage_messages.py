@@ -13,7 +13,7 @@ from megatron.zero_bubble.runtime.variable_shapes import Announcing
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 
 _Key = tuple[bool, int, int]
-"""Key of a message: (is forward, chunk, microbatch)."""
+"""Key of a message: (whether it is a forward's message, chunk, microbatch)."""
 
 
 class StageMessages:
@@ -35,17 +35,17 @@ class StageMessages:
         self._sends: deque[PendingSend] = deque()
 
     def input_of(self, op: Op, *, is_forward: bool) -> torch.Tensor | None:
-        """Wait for the input of a forward or the output gradient of a backward; return None if no stage sends it."""
+        """Return a forward's input or a backward's output gradient once it has arrived; None if no stage sends it."""
         edge = 0 if is_forward else self._placement.num_stages - 1
         if self._stages[op.chunk] == edge:
             return None
         return self._incoming.pop((is_forward, op.chunk, op.microbatch)).wait()
 
     def hand_on(self, op: Op, tensor: torch.Tensor | None, *, is_forward: bool) -> bool:
-        """Give the result of `op` to the neighbouring stage: at once on the same rank, else with a later send.
+        """Pass the result of `op` to the stage that needs it: at once on the same rank, else with a later send.
 
         Returns:
-            Whether the result has been passed on: False if a later send passes it on, or if no stage needs it.
+            Whether the result has been passed on; False if a later send will do so, or if no stage needs the result.
         """
         neighbour = self._stages[op.chunk] + (1 if is_forward else -1)
         if tensor is None or neighbour == self._placement.num_stages:
@@ -74,7 +74,7 @@ class StageMessages:
         self._incoming[key] = self._communicator.receive(source, stage.message_spec(op))
 
     def drop_received(self) -> None:
-        """Wait for all messages that have not been used, and forget them."""
+        """Wait for all messages that no operation has used, and forget these messages."""
         for message in self._incoming.values():
             message.wait()
         self._incoming.clear()

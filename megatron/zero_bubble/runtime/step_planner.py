@@ -1,4 +1,4 @@
-"""Plans each step whose microbatches differ in size, once the costs are measured for microbatches of any size."""
+"""Plans each step whose microbatches differ in size, once costs have been fitted to microbatch sizes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, Stage
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize, SizedCosts
 
 FIRST_STEPS = (1, 3)
-"""The first and the last measured step of a run without profiled steps."""
+"""The first and the last step to measure in a run that profiles no steps."""
 REFITTED_AFTER = 8
-"""Steps between the first fit of costs to sizes and the second, which has more samples."""
+"""Number of steps between the first fit of costs to sizes and the second fit, which has more samples."""
 _WAITED = 1.0
-"""Planning counts as hidden if the step waits for its plan no longer than this, in milliseconds."""
+"""Planning counts as hidden if the step waits for its plan for at most this many milliseconds."""
 
 T = TypeVar("T")
 ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
@@ -39,11 +39,11 @@ class Peers(Protocol):
     """Communication with the ranks that run the same steps."""
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on this pipeline's first rank; return its result, or raise its `Infeasible`, on all ranks."""
+        """Run `action` on this pipeline's first rank; on all its ranks, return the result or raise the `Infeasible`."""
         ...
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks whose measured operations are fitted together."""
+        """Return the `value` of each rank whose measured operations are fitted together with this rank's."""
         ...
 
     def highest(self, level: int) -> int:
@@ -53,7 +53,7 @@ class Peers(Protocol):
 
 @dataclass
 class OrderTimes:
-    """Numbers and times of planned steps, summed since the last report; times in milliseconds."""
+    """Number of planned steps since the last report, and sums of their times in milliseconds."""
 
     num_steps: int = 0
     predicted: float = 0.0
@@ -62,24 +62,24 @@ class OrderTimes:
     num_not_hidden: int = 0
     """Number of steps that waited for their plan longer than `_WAITED`."""
     num_late: int = 0
-    """Number of steps, besides `num_steps`, that took an earlier step's order because their plan was late."""
+    """Number of steps that took an earlier step's order because their plan was late; not part of `num_steps`."""
     num_in_less_memory: int = 0
-    """Number of steps that ran another schedule because their microbatches did not fit in memory."""
+    """Number of steps that ran a schedule for less memory because their microbatches did not fit in memory."""
 
 
 class StepDecision(NamedTuple):
     """The decision of a pipeline's first rank about a step."""
 
     sizes: list[MicrobatchSize] | None
-    """Sizes of the microbatches in the order of the data; None if they are unknown."""
+    """Sizes of the microbatches in the order of the data; None if any size is unknown."""
     places: tuple[int, ...]
     """Place in the schedule -> number of the microbatch in the data."""
     level: int = 0
-    """Memory level of the step: above 0 if a schedule for less memory replaces the run's schedule (see `plan_step`)."""
+    """Memory level of the step; above 0, a schedule for less memory replaces the run's schedule (see `plan_step`)."""
     schedule: Schedule | None = None
     """The schedule for less memory; None at level 0, where the run's own schedule runs."""
     order: MicrobatchOrder | None = None
-    """The order that was planned for these sizes; None for the order of the data or of an earlier plan."""
+    """The order planned for these sizes; None if the step takes the order of the data or of an earlier plan."""
     milliseconds: float = 0.0
     """Milliseconds that planning took."""
     waited: float = 0.0
@@ -88,21 +88,21 @@ class StepDecision(NamedTuple):
     """Whether the plan of the step was not ready, so that the step takes the order of an earlier step."""
 
     def in_data_order(self, results: list[Any]) -> list[Any]:
-        """Return results, which are ordered by place in the schedule, in the order of the data."""
+        """Reorder `results` from the order of the schedule to the order of the data."""
         if len(results) != len(self.places):
             return results
         return [result for _, result in sorted(zip(self.places, results, strict=True), key=lambda pair: pair[0])]
 
 
 class StepPlanner:
-    """Plans the steps of a run. Steps keep the order of the data until costs are measured and microbatch sizes known.
+    """Plans the steps of a run. Steps keep the order of the data while the costs or the microbatch sizes are unknown.
 
     Args:
         placement: placement of the schedules.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
-        measured: the first and the last step that is measured.
-        peers: communication with the other ranks.
+        measured: the first and the last step to measure before the first fit.
+        peers: communicates with the other ranks.
     """
 
     def __init__(
@@ -137,19 +137,19 @@ class StepPlanner:
         read_sizes: ReadSizes,
         read_next_sizes: ReadSizes = lambda: (),
     ) -> StepDecision:
-        """Plan a step; a collective call of the ranks of a pipeline, or of all pipelines if there are memory limits.
+        """Plan a step; a collective call of a pipeline's ranks, and of all pipelines' ranks if there are memory limits.
 
         Args:
             step: number of the step.
             rules: rules that the plan follows.
             num_microbatches: number of microbatches of the step.
             read_sizes: returns the sizes of the step's microbatches; called on the first rank.
-            read_next_sizes: returns the sizes of the next step's microbatches, or no sizes if they are unknown. The
-                next step is then planned while this step runs. `read_next_sizes` is called on the first rank, after the
-                other ranks have the decision.
+            read_next_sizes: returns the sizes of the next step's microbatches, or no sizes if they are unknown. With
+                these sizes, the next step is planned while this step runs. `read_next_sizes` is called on the first
+                rank, after the other ranks have received the decision.
 
         Raises:
-            Infeasible: the microbatches do not fit in the memory limits, even one after the other.
+            Infeasible: the microbatches do not fit in the memory limits, even if they run one after the other.
         """
         decision = self._peers.on_first(lambda: self._decide(rules, num_microbatches, read_sizes()))
         if self._decides:
@@ -172,7 +172,7 @@ class StepPlanner:
             self._process.close()
 
     def _problem(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepProblem | None:
-        """Return the planning problem of a step with these sizes; None if nothing can be decided."""
+        """Return the planning problem of a step with these sizes; None if there is nothing to decide."""
         known = tuple(size for size in sizes if size is not None)
         if self._costs is None or len(known) != count:
             return None
@@ -210,13 +210,13 @@ class StepPlanner:
         return StepDecision(known, order.places, level, schedule if level else None, order, milliseconds, waited)
 
     def _is_late(self, problem: StepProblem) -> bool:
-        """Return whether the step takes an earlier order, because its plan is not ready and memory is unlimited."""
+        """Return whether the step takes an earlier order because its plan is not ready; only without memory limits."""
         process, rules = self._process, problem.rules
         is_planned = process is not None and process.is_busy and process.plans(problem)
         return is_planned and rules.limits is None and len(problem.sizes) in self._last_orders
 
     def _answer(self, problem: StepProblem) -> StepPlan | Infeasible:
-        """Return the plan that was made ahead for this problem, or else make a plan now."""
+        """Return the plan that was made ahead for this problem; if there is none, make a plan now."""
         if self._process is not None and self._process.plans(problem):
             answer = self._process.answer()
             if answer is not None:
@@ -227,10 +227,10 @@ class StepPlanner:
             return error
 
     def after_step(self, step: int, usual: Callable[[], StageCosts]) -> None:
-        """Fit costs to sizes after the measured steps; a collective call of the whole job.
+        """If `step` is the last step before a fit, fit costs to sizes; a collective call of the whole job.
 
         Args:
-            usual: returns the costs of the mean microbatch.
+            usual: function that returns the costs of the mean microbatch.
         """
         if step in self._fits_after:
             self._observer.flush()
@@ -238,12 +238,15 @@ class StepPlanner:
 
 
 def whole_limits(limits: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
-    """Convert each rank's limit on bytes that operations leave behind to a limit on bytes that operations need."""
+    """Add each rank's temporary memory (`inside`) to its limit on memory in use between operations."""
     return tuple(map(add, limits, inside))
 
 
 class PlanningProcess:
-    """A process that plans one step at a time; a thread would take Python's interpreter lock from the running step."""
+    """A process that plans one step at a time.
+
+    A thread would instead take Python's interpreter lock from the running step.
+    """
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
@@ -271,11 +274,11 @@ class PlanningProcess:
         return cast("StepPlan | Infeasible", self._connection.recv())
 
     def plans(self, problem: StepProblem) -> bool:
-        """Return whether `problem` is the problem that was asked last."""
+        """Return whether `problem` is the problem passed to the last `ask`."""
         return self._asked is not None and self._asked[0].is_as(problem)
 
     def answer(self) -> StepPlan | Infeasible | None:
-        """Wait for the plan of the problem that was asked last; None if the process has ended."""
+        """Wait for the plan of the problem passed to the last `ask`, and return it; None if the process has ended."""
         assert self._asked is not None
         try:
             return self._asked[1].result()

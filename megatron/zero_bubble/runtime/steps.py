@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule import Op
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 
 Range = Callable[[str], contextlib.AbstractContextManager[Any]]
-"""Makes the profiler range of an operation from its name."""
+"""Makes an operation's profiler range from the operation's name."""
 _NO_RANGE = contextlib.nullcontext()
 
 
@@ -24,8 +24,8 @@ def no_range(name: str) -> contextlib.AbstractContextManager[Any]:
 def new_range() -> Range:
     """Choose the kind of profiler range: torch's while torch's profiler runs, else NVTX on a GPU, for Nsight Systems.
 
-    A profiler range of torch takes as much time as the rest of the executor, even if torch's profiler is off. An NVTX
-    range takes no time.
+    For each operation, a profiler range of torch takes as much time as the rest of the executor, even if torch's
+    profiler is off. An NVTX range takes no time.
     """
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     """One operation of a rank, or several that run as one (see `run_together`)."""
 
     position: int
-    """Index of the first operation in the rank's operations."""
+    """Index, among all operations of the rank, of the first operation in `ops`."""
     ops: tuple[Op, ...]
     name: str
     is_computation: bool
@@ -64,17 +64,17 @@ class StepProgress:
     def __init__(self, steps: Sequence[Step], num_ops: int) -> None:
         self._steps, self._num_ops = steps, num_ops
         self.position = 0
-        """Index of the operation that the executor is at; the number of operations once all have run."""
+        """Index of the operation at which the executor is; once all operations have run, the number of operations."""
         self._begun = -1
         self._marked: list[int] = []
         self._recorder: OpRecorder | None = None
 
     def start(self, recorder: OpRecorder | None) -> None:
-        """Begin a step; `recorder` measures it, if given."""
+        """Begin a step; `recorder`, if given, measures the step."""
         self._recorder, self._marked, self._begun = recorder, [], -1
 
     def begin(self) -> None:
-        """Note that the inputs of the current operation have arrived, and that this operation starts to compute."""
+        """Record that the inputs of the current operation have arrived, and that this operation starts to compute."""
         self._begun = self.position
         self._marked.append(self.position)
 

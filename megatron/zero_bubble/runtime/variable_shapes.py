@@ -1,9 +1,9 @@
-"""Sends messages whose shape the receiver does not know before they arrive.
+"""Sends messages whose shapes the receiver does not know in advance.
 
 The sender announces a message of unknown shape: a header with the shape goes from process to process, over separate
-channels and in the order of the messages. The receiver posts the receive of the message once it has the header. Two
-kinds of messages need no header: messages of fixed shape, and answers, such as the gradient of an activation, whose
-shape this rank knows from the message that it sent.
+channels and in the order of the messages. Once the receiver has the header, it posts the receive of the message. Two
+kinds of messages need no header: messages of fixed shape, and answers. An answer is, for example, the gradient of an
+activation; the rank that receives it knows the shape, because it sent the activation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADER = TensorSpec((1 + 64,), torch.int64, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class AnnouncedSpec:
-    """A message whose shape is in its header."""
+    """The type and the device of a message whose shape is in its header."""
 
     dtype: torch.dtype
     device: torch.device
@@ -35,7 +35,7 @@ class AnswerSpec:
     """An answer to a message of this rank; the answer's shape is known as soon as this rank has sent that message."""
 
     find: Callable[[], TensorSpec | None]
-    """Returns the shape and type of the message; None as long as the shape is not known."""
+    """Returns the shape and type of the answer; None as long as the shape is unknown."""
 
 
 def refuse_one_queue(device: torch.device) -> None:
@@ -66,8 +66,8 @@ class VariableCommunicator:
 
     Args:
         messages: the channels of the messages.
-        headers: the channels of the headers, between the hosts. On a GPU the processes that launch work, and the
-            headers that they send, run ahead of the devices.
+        headers: the channels of the headers, between the hosts. With GPUs, a process sends a header as soon as it
+            launches the send of the message, ahead of its device.
     """
 
     def __init__(self, messages: Communicator, headers: Communicator) -> None:
@@ -75,7 +75,7 @@ class VariableCommunicator:
         self._channels: dict[int, deque[_Receive]] = defaultdict(deque)
 
     def announce(self, tensor: torch.Tensor, destination: int) -> PendingSend:
-        """Tell rank `destination` the shape of the next message whose shape that rank does not know."""
+        """Send a header with the shape of `tensor` to rank `destination`, before `tensor` itself is sent."""
         header = torch.zeros(HEADER.shape, dtype=HEADER.dtype)
         header[: 1 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
         return self._headers.send(header, destination)
@@ -84,7 +84,7 @@ class VariableCommunicator:
         return self._messages.send(tensor, destination)
 
     def receive(self, source: int, spec: AnySpec) -> PendingReceive:
-        """Ask for rank `source`'s next message; post the receive if the shape is known and no earlier receive waits."""
+        """Request rank `source`'s next message; post the receive if its shape and all earlier shapes are known."""
         header = self._headers.receive(source, HEADER) if isinstance(spec, AnnouncedSpec) else None
         receive = _Receive(self, source, spec, header)
         self._channels[source].append(receive)
@@ -92,7 +92,7 @@ class VariableCommunicator:
         return receive
 
     def post(self, receive: _Receive) -> PendingReceive:
-        """Post `receive` and all earlier receives of its channel; wait for their headers first."""
+        """Post all earlier receives of the same channel and then `receive`, each after waiting for its header."""
         channel = self._channels[receive.source]
         while receive.posted is None:
             first = channel.popleft()
@@ -101,7 +101,7 @@ class VariableCommunicator:
         return receive.posted
 
     def _post_known(self, source: int) -> None:
-        """Post the receives of a channel in order, up to the first receive whose shape is not known."""
+        """Post the receives of a channel in order, as long as the shapes of their messages are known."""
         channel = self._channels[source]
         while channel and (spec := channel[0].known()) is not None:
             channel.popleft().posted = self._messages.receive(source, spec)
@@ -124,7 +124,7 @@ class _Receive:
         return self.spec if isinstance(self.spec, TensorSpec) else None
 
     def shape(self) -> TensorSpec:
-        """Return the message's shape and type, after waiting for its header if it has one."""
+        """Wait for the message's header, if there is one, and return the message's shape and type."""
         if isinstance(self.spec, AnnouncedSpec):
             assert self.header is not None
             dimensions, *sizes = self.header.wait().tolist()

@@ -1,9 +1,10 @@
-"""Detects a hung pipeline and reports the operation each rank is waiting in.
+"""Detects a hung pipeline, and reports at which operation each rank is.
 
-A rank that hangs is silent, and its neighbours wait. Each rank therefore has a thread that regularly checks whether the
-rank has advanced. The first thread whose rank has not advanced for too long raises an alarm in the job's store. After
-an alarm every rank writes its position to the store, the rank that raised the alarm reports, and all ranks exit. While
-the job runs, each check costs one small request to the store; operations of the pipeline cost no requests.
+A hung rank reports nothing by itself, and its neighbours wait for it. Each rank therefore has a thread that regularly
+checks whether the rank has advanced. The first thread whose rank has not advanced within the timeout raises an alarm in
+the job's store. After an alarm every rank writes its position to the store, the rank that raised the alarm reports, and
+all ranks exit. While the job runs, each check costs one small request to the store; operations of the pipeline cost no
+requests.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 _LOOKS = 10
 """Number of checks within the timeout."""
 _LONGEST_PAUSE = 5.0
-"""Most seconds between two checks. A report waits for other ranks up to twice the time between checks plus a second."""
+"""Largest number of seconds between two checks.
+
+A report waits for the other ranks for at most one second plus twice the actual time between two checks.
+"""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a rank in a step: at operation `index` of its lowered schedule, or after the last operation."""
+    """Position of a rank in a step: at operation `index` of the rank in `schedule`, or after the last operation."""
 
     call: int
     """Number of calls of the forward-backward function so far, evaluations included; `step` counts only training."""
@@ -88,10 +92,11 @@ class Stall:
 
 
 class Watchdog:
-    """Watches one rank of a job in a background thread, from its creation until `close`.
+    """Watches one rank of a job in a background thread, until `close` is called.
 
     Args:
-        store: the job's store, used through a separate connection; all ranks make their watchdogs in the same order.
+        store: the job's store, used through a separate connection; all ranks must create their watchdogs in the same
+            order.
         position: returns the position of this rank, or None between two steps; called on the watchdog's thread.
         timeout: seconds at one operation after which an alarm is raised.
         report: called on the one rank that raised the alarm first.
@@ -153,7 +158,7 @@ class Watchdog:
             return
 
     def _raise_alarm(self) -> None:
-        """Ask all ranks for their states, report the states, and let the ranks exit."""
+        """Ask all ranks for their states, report the states, and then allow the ranks to exit."""
         assert self._seen is not None
         self._store.set("alarm", str(self._rank))
         self._publish()

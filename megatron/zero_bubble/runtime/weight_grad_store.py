@@ -20,7 +20,7 @@ class _Deferred(NamedTuple):
     start: Callable[[], None]
     run: WeightGrad
     held: dict[int, int]
-    """The storages that a weight gradient keeps alive, with their bytes."""
+    """Identifier of each storage that the weight gradient keeps alive -> bytes of this storage."""
 
 
 _Bundle = list[_Deferred]
@@ -41,9 +41,9 @@ class WeightGradStore:
         self.is_deferring = False
         """Whether layers must hand over their weight gradients instead of computing them."""
         self.num_flushed = 0
-        """Number of bundles of W closed or dropped so far; a change tells layers that another microbatch's B runs."""
+        """Number of bundles of W closed or dropped so far; its change tells layers that another microbatch's B runs."""
         self.flushed_bytes = 0
-        """Bytes of the tensors that the last flushed W holds according to `put`, each storage counted once."""
+        """Bytes of the tensors that were passed to `put` as `held` for the last flushed W; each storage counts once."""
 
     @property
     def num_chunks(self) -> int:
@@ -51,7 +51,7 @@ class WeightGradStore:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Defer weight gradients inside the `with` block, which is one B."""
+        """Defer weight gradients inside the `with` block, which runs one B."""
         assert not self.is_deferring, "a B inside a B"
         self.is_deferring = True
         try:
@@ -71,8 +71,8 @@ class WeightGradStore:
         Args:
             weight_grad: computes the gradient.
             held: the tensors that `weight_grad` keeps alive until it has run.
-            parameter: identifies the parameter; W of the same parameter keep their order.
-            start: starts background work that `weight_grad` waits for; called before the previous W runs.
+            parameter: identifies the parameter; the W of one parameter run in the order in which they were put.
+            start: starts background work for which `weight_grad` waits; called before the W ahead of this W runs.
         """
         assert self.is_deferring, "put() outside of deferring()"
         storages = [tensor.untyped_storage() for tensor in held]
@@ -105,7 +105,7 @@ class WeightGradStore:
         self._bundle = []
 
     def pop(self, chunk: int, microbatch: int) -> None:
-        """Run the oldest W of `chunk`, which must be the W of `microbatch`, and release its tensors."""
+        """Run the oldest W of `chunk`, which must be the W of `microbatch`, and release the tensors of this W."""
         # W runs in the order of B, from the last layer to the first, as autograd would run it.
         _run_in_order([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
@@ -118,7 +118,7 @@ class WeightGradStore:
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
-        """Take the W of microbatches, grouped by parameter, in a separate function: its variables keep no W alive."""
+        """Take the W of `microbatches`, grouped by parameter; a separate function, whose variables keep no W alive."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
@@ -144,7 +144,7 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run deferred weight gradients in order. Inputs of a weight gradient are gathered while the previous one runs."""
+    """Run deferred weight gradients in order. While a weight gradient runs, the inputs of the next are gathered."""
     pending.reverse()
     if pending:
         pending[-1][1].start()

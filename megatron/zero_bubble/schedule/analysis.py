@@ -31,13 +31,13 @@ class Bubble:
     warmup: float
     """Idle time before the first F of the rank, while the pipeline fills."""
     waiting_for_forward: float
-    """Idle time before an E, an S, or any F but the first of the rank, until its input arrives."""
+    """Idle time before an E, an S or an F, except the rank's first F, until the operation's input arrives."""
     waiting_for_backward: float
     """Idle time before a B, BW, L, T or EW whose input has not arrived."""
     waiting_for_validation: float
-    """Idle time before a VALIDATE, until the state of all gradients of the previous iteration is known."""
+    """Idle time before a VALIDATE, until the reductions over the previous iteration's gradients are complete."""
     communication: float
-    """Time of sends and receives, if messages occupy the rank."""
+    """Time for which sends and receives occupy the rank; 0 if they run beside computation."""
     tail: float
     """Idle time after the last operation of the rank, while the pipeline drains."""
     waiting_for_copy: float = 0
@@ -58,7 +58,7 @@ class Bubble:
 
 
 def bubbles(timeline: Timeline) -> tuple[Bubble, ...]:
-    """Rank -> its bubble by cause; for a rank without operations the whole makespan is warmup."""
+    """Return the bubble of each rank; for a rank without operations, the whole makespan counts as warmup."""
     lanes = [lane for lane in timeline.lanes if lane]
     start = min((lane[0].start for lane in lanes), default=0)
     end = max((lane[-1].end for lane in lanes), default=0)
@@ -82,7 +82,7 @@ BUBBLE_WORDS = (
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
 
-    The causes validation, copies and streams are left out if they cannot occur in the timeline.
+    Each of the causes validation, copies and streams is left out if it cannot occur in the timeline.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -137,9 +137,9 @@ def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
 def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The critical path of a timeline: the chain of operations that determines the makespan.
 
-    Each operation of the critical path waits for the previous operation of the path, which keeps the rank busy or makes
-    a needed result. If a rank is busy until a needed result arrives, the critical path stays on the rank. Waits on
-    NCCL's streams are not part of the critical path.
+    Each operation of the critical path waits for the previous operation of the path, which either keeps the rank busy
+    or produces an input of the waiting operation. If both end the wait at the same time, the critical path stays on the
+    rank. Waits on NCCL's streams are not part of the critical path.
 
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.
@@ -166,7 +166,7 @@ def messages(timeline: Timeline) -> Iterator[tuple[int, TimedOp, int, TimedOp]]:
 
 
 class Input(NamedTuple):
-    """A result that an operation needs."""
+    """A result that an operation needs as an input."""
 
     rank: int
     """Rank that produces the result."""
@@ -177,7 +177,7 @@ class Input(NamedTuple):
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:
-    """Return, for every rank and every operation in the order of its lane, the results that the operation needs."""
+    """Return the results that each operation needs, by rank and by position of the operation in the rank's lane."""
     positions = _positions(timeline)
     return tuple(
         tuple(_inputs(timeline, positions, rank, timed.op) for timed in lane)
@@ -193,7 +193,7 @@ def _inputs(timeline: Timeline, positions: _Positions, rank: int, op: Op) -> tup
 
 
 def _limited_by(timeline: Timeline, positions: _Positions, rank: int, position: int) -> tuple[int, int] | None:
-    """(rank, position) of the operation for which the operation at `position` of `rank` waited longest."""
+    """Return (rank, position) of the last operation for which the operation at `position` of `rank` waited."""
     placement, costs, overlap = timeline.schedule.placement, timeline.costs, timeline.overlap_communication
     candidates: list[tuple[float, tuple[int, int]]] = []
     if position > 0:
@@ -206,7 +206,7 @@ def _limited_by(timeline: Timeline, positions: _Positions, rank: int, position: 
 
 
 def _arrivals(timeline: Timeline, positions: _Positions, rank: int, op: Op) -> Iterator[tuple[float, tuple[int, int]]]:
-    """Yield (earliest arrival, (rank, position) of the producer) of each result that `op` needs from another rank."""
+    """Yield (earliest arrival, (rank, position) of the producer) for each result that `op` needs from another rank."""
     for arrival in arrivals(timeline.schedule, rank, op):
         source, at = positions[arrival.node]
         overlaps = timeline.overlap_communication or arrival.is_reduced
@@ -214,7 +214,7 @@ def _arrivals(timeline: Timeline, positions: _Positions, rank: int, op: Op) -> I
 
 
 _Positions = dict[Node, tuple[int, int]]
-"""Result -> (rank, position in its lane) of the operation that produces it."""
+"""Result -> (rank, position in the rank's lane) of the operation that produces the result."""
 
 
 def _positions(timeline: Timeline) -> _Positions:

@@ -11,9 +11,10 @@ from megatron.zero_bubble.schedule.costs import COPY_COSTS, StageCosts
 def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """The costs of a schedule whose stages recompute their activations in several groups of blocks.
 
-    In a stage with several groups of blocks, F keeps the last group's activations, or R recomputes them. B recomputes
-    every earlier group right before the backward of the group. B also computes the weight gradients of all groups but
-    the first, so that at most one group is in memory at a time. D copies only activations that F keeps.
+    In a stage with several groups of blocks, either F keeps the last group's activations or R recomputes them. B
+    recomputes every earlier group right before the backward of the group. B also computes the weight gradients of all
+    groups but the first, so that the activations of at most one group are in memory at a time. D copies only
+    activations that F keeps.
 
     Args:
         groups: stage -> number of groups of blocks; empty for one group on every stage.
@@ -41,9 +42,9 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
 
 
 def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
-    """The costs of stages with one group of blocks each, from costs whose memory is measured with `groups`.
+    """Convert costs whose memory was measured with `groups` to the costs of stages with one group of blocks each.
 
-    For memory and copies, this function is the inverse of `in_groups`. The times of computations do not change.
+    For memory and copies, this function is the inverse of `in_groups`. It does not change the times of computations.
     """
     if max(groups, default=1) == 1:
         return costs
@@ -67,13 +68,13 @@ def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> Stage
 
 
 def _copy(costs: StageCosts, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
-    """Set the memory that D and H of a stage copy to `size`, and scale the times of the copies in proportion."""
+    """Make `size` the memory that D and H of a stage copy, and scale the times of the copies in proportion."""
     for name in COPY_COSTS if costs.memory_d[stage] else ():
         columns[name][stage] *= size / costs.memory_d[stage]
 
 
 def _parts(costs: StageCosts, stage: int, groups: int) -> tuple[float, float]:
-    """The fractions of the blocks of a stage that are in its last group and in its first group."""
+    """Return the fraction of a stage's blocks in the last group, and the fraction in the first group."""
     blocks = costs.blocks(stage) or groups
     number = min(groups, blocks)
     return -(-blocks // number) / blocks, blocks // number / blocks

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Pause the collector of reference cycles, for a block or a decorated function.
+    """Pause the collector of reference cycles during a `with` block or a decorated function.
 
-    The operations of a long schedule are millions of tuples without reference cycles. Lowering a long schedule takes
-    half of the time if the collector does not walk through its tuples again and again.
+    The operations of a long schedule are millions of tuples without reference cycles. The collector would walk through
+    these tuples again and again, which would double the time of lowering.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
-"""Smallest and largest allowed cost other than zero, so that sums and ratios of costs stay finite."""
+"""Limits of the absolute value of a cost other than zero, so that sums and ratios of costs stay finite."""
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
@@ -24,23 +24,24 @@ BLOCKS = ("num_blocks", "memory_outside")
 COPY_COSTS = ("time_d", "time_h", "memory_d")
 """The fields of `StageCosts` for copies to and from the host."""
 OPTIONAL = ("time_r", "memory_r", *BLOCKS, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
-"""The fields of `StageCosts` that are zeros by default: recomputation, offload, experts and vocabulary shards."""
+"""The fields of `StageCosts` for recomputation, offload, experts and vocabulary shards, which are zeros by default."""
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Time and memory of the operations of every stage, in model order.
+    """Times and memory of the operations of every stage; the stages are in model order.
 
-    All times have one unit, usually milliseconds. All memory has one unit, usually M_B, the activation memory of one
-    microbatch on a whole rank. The memory of an operation is a change: F allocates at its start, and B and W release at
-    their end, so that `memory_b` and `memory_w` are usually negative. BW costs as much as B and W together.
+    All times are in the same unit, usually milliseconds. All memory is in the same unit, usually M_B, which is the
+    activation memory of one microbatch on a whole rank. The memory of an operation is a change of memory: F allocates
+    memory at its start, and B and W release memory at their end. `memory_b` and `memory_w` are therefore usually
+    negative. BW costs as much as B and W together.
 
-    Recomputation: F of a microbatch that has an R allocates `memory_f - memory_r`, and R allocates `memory_r`.
+    Recomputation: the F of a microbatch with an R allocates `memory_f - memory_r`, and the R allocates `memory_r`.
 
     Offload: D releases `memory_d`, and H allocates it again. The copies of D and H occupy the host link of the rank.
 
-    Vocabulary shards: a rank has one shard, whose costs belong to the stage of the first chunk. The stages of all other
-    chunks have zeros in the fields for vocabulary shards.
+    Vocabulary shards: a rank has one shard. The costs of the shard belong to the stage of the rank's first chunk. The
+    stages of all other chunks have zeros in the fields for vocabulary shards.
     """
 
     time_f: tuple[float, ...]
@@ -60,11 +61,11 @@ class StageCosts:
     time_r: tuple[float, ...] = ()
     """Stage -> time of R."""
     memory_r: tuple[float, ...] = ()
-    """Stage -> memory that F drops and R allocates; 0 if nothing can be recomputed."""
+    """Stage -> memory of the activations that F drops and R restores; 0 if nothing can be recomputed."""
     num_blocks: tuple[float, ...] = ()
     """Stage -> number of blocks of layers into which recomputation can be divided (`block_groups`); 0 if unknown."""
     memory_outside: tuple[float, ...] = ()
-    """Stage -> memory between B and W of layers outside of the blocks of `num_blocks`, such as the output layer."""
+    """Stage -> memory that layers outside of all blocks, such as the output layer, hold between B and W."""
     time_d: tuple[float, ...] = ()
     """Stage -> time for which the copy of activations to the host occupies the host link."""
     time_h: tuple[float, ...] = ()
@@ -76,13 +77,13 @@ class StageCosts:
     all_to_all_b: tuple[float, ...] = ()
     """Stage -> part of `time_b` in which the stage exchanges tokens between experts and does not compute."""
     time_e: tuple[float, ...] = ()
-    """Stage -> time of E, the embedding on the vocabulary shard of its rank."""
+    """Stage -> time of E, the embedding on the vocabulary shard of the stage's rank."""
     time_ew: tuple[float, ...] = ()
-    """Stage -> time of EW, the weight gradient of the embedding on the vocabulary shard of its rank."""
+    """Stage -> time of EW, the weight gradient of the embedding on the vocabulary shard of the stage's rank."""
     time_s: tuple[float, ...] = ()
-    """Stage -> time of S, the output layer on the vocabulary shard of its rank."""
+    """Stage -> time of S, the output layer on the vocabulary shard of the stage's rank."""
     time_t: tuple[float, ...] = ()
-    """Stage -> time of T, the weight gradient of the output layer on the vocabulary shard of its rank."""
+    """Stage -> time of T, the weight gradient of the output layer on the vocabulary shard of the stage's rank."""
     memory_s: tuple[float, ...] = ()
     """Stage -> memory that S allocates."""
     memory_t: tuple[float, ...] = ()
@@ -136,7 +137,7 @@ class StageCosts:
         memory_r: float = 0,
         **others: float,
     ) -> StageCosts:
-        """Costs that are the same on every stage; `others` are fields in `OPTIONAL`."""
+        """Return costs that are the same on every stage; `others` are values of fields in `OPTIONAL`."""
         costs = {
             "time_f": time_f,
             "time_b": time_b,
@@ -156,14 +157,14 @@ class StageCosts:
         return len(self.time_f)
 
     def times(self) -> Mapping[OpKind, Sequence[float]]:
-        """Kind of operation, except sends and receives -> its time on every stage.
+        """Return the time on every stage for each kind of operation except sends and receives.
 
         The times of STEP and VALIDATE are zeros, because the optimizer is not part of a schedule's time.
         """
         return {kind: self._sum(facts.time) for kind, facts in KINDS.items() if facts.message is None}
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
-        """Kind of operation, except sends and receives -> its change of memory on every stage."""
+        """Return the change of memory on every stage for each kind of operation except sends and receives."""
         return {
             kind: tuple(map(sub, self._sum(facts.memory), self._sum(facts.frees)))
             if facts.frees
@@ -173,10 +174,10 @@ class StageCosts:
         }
 
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
-        """Time of a pair of a forward and a backward, in which one operation computes while the other exchanges tokens.
+        """Return the time of a pair, whose forward or backward computes while the other operation exchanges tokens.
 
-        The time of a pair is the computation time or the exchange time of both operations, whichever is longer, because
-        a rank has one network link and computes one operation at a time.
+        The time of a pair is the longer of two sums over its two operations: the computation times and the exchange
+        times. A rank computes one operation at a time and has one network link.
 
         Args:
             forward: stage of the forward.
@@ -193,7 +194,7 @@ class StageCosts:
         return any(self.all_to_all_f) or any(self.all_to_all_b)
 
     def work(self, stage: int) -> float:
-        """Time of F, B, W and the operations on the vocabulary shard of one microbatch on `stage`."""
+        """Return the total time of one microbatch's F, B, W and operations on the vocabulary shard, on `stage`."""
         work = self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
         return work + sum(getattr(self, name)[stage] for name in SHARD_TIMES)
 
@@ -205,7 +206,7 @@ class StageCosts:
         )
 
     def recomputing_in_backward(self) -> StageCosts:
-        """The costs of a schedule without R in which every backward recomputes the activations that F drops."""
+        """Return the costs of a schedule that has no R, and in which B recomputes the activations that F drops."""
         return replace(
             self.keeping_everything(),
             time_b=tuple(map(add, self.time_b, self.time_r)),
@@ -219,17 +220,17 @@ class StageCosts:
         return any(self.time_s)
 
     def with_shards(self, placement: Placement, shard: Mapping[str, float]) -> StageCosts:
-        """The same costs with a vocabulary shard on every rank; `shard` has the `VOCABULARY_COSTS` of one shard."""
+        """Return these costs with a vocabulary shard on every rank; `shard` has the `VOCABULARY_COSTS` of one shard."""
         others = (0,) * (placement.num_stages - placement.num_ranks)
         return replace(
             self, **{name: (shard.get(name, 0),) * placement.num_ranks + others for name in VOCABULARY_COSTS}
         )
 
     def with_whole_vocabulary(self) -> StageCosts:
-        """The costs of the same stages without vocabulary shards: embedding on the first stage, output on the last.
+        """Return these costs without shards: the embedding is on the first stage, and the output layer on the last.
 
-        Half of the total time of S becomes time of F of the output layer, and the other half time of B, because F and B
-        have the same number of multiplications.
+        Half of the total time of S is added to F of the last stage, and the other half to B of this stage, because the
+        output layer's F and B have the same number of multiplications.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
@@ -242,16 +243,16 @@ class StageCosts:
         return replace(self, **{name: tuple(values) for name, values in stages.items()}, **_NO_SHARDS)
 
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
-        """The costs without operations on vocabulary shards, whose time is added to W."""
+        """Return these costs without operations on vocabulary shards; the times of these operations are added to W."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
     def blocks(self, stage: int) -> int:
-        """The number of blocks of layers in a stage, rounded down if a unit is a part of a block."""
+        """Return the number of whole blocks of layers in a stage."""
         return int(self.num_blocks[stage] + 1e-6)
 
     def keeping_everything(self) -> StageCosts:
-        """The costs of a schedule without R, in which every F keeps all activations."""
+        """Return the costs of a schedule that has no R, and in which every F keeps all activations."""
         return replace(self.at_once(), time_r=(), memory_r=())
 
     def at_once(self) -> StageCosts:
@@ -259,7 +260,7 @@ class StageCosts:
         return replace(self, num_blocks=(), memory_outside=())
 
     def split_ranks(self, placement: Placement) -> StageCosts:
-        """The costs of the stages of `placement`, from costs of whole ranks that are divided equally among chunks.
+        """Divide these costs, which are the costs of whole ranks, equally among the chunks of `placement`.
 
         A message between neighbouring ranks takes as long as in the costs of whole ranks. A message from the last rank
         to the first, for which costs of whole ranks have no time, takes as long as the slowest message.
@@ -282,7 +283,7 @@ class StageCosts:
         return replace(self, **per_stage, time_comm=tuple(comm))
 
     def whole_ranks(self, placement: Placement) -> StageCosts:
-        """The costs with one stage a rank: the sums of the costs of the chunks of each rank of `placement`."""
+        """Return the costs with one stage per rank: for each rank of `placement`, the sums over the rank's chunks."""
         per_rank = {
             field.name: placement.sums(getattr(self, field.name)) for field in fields(self) if field.name != "time_comm"
         }
@@ -295,7 +296,7 @@ class StageCosts:
 
 
 def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
-    """Convert measured values of kinds of operations to values of F, B and W.
+    """Convert values that were measured for kinds of operations to values of F, B and W.
 
     A fused backward counts half as B and half as W, unless B and W were measured separately.
 

@@ -14,7 +14,7 @@ bytes for each token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)
 
 
 DEFAULT_SHARD = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
-"""Default times of the operations on the vocabulary shard of a rank, relative to the F of a stage.
+"""Default times of the operations on the vocabulary shard of a rank, relative to the time of F of a stage.
 
 With the default times, on eight ranks with one layer each, the whole output layer takes as long as 0.8 layers.
 """
@@ -26,9 +26,10 @@ def default_costs(
     """Costs with F = B = W = 1 on every stage, messages that take no time, and memory in M_B.
 
     Args:
-        placement: placement of the stages. The chunks of a rank take 1 M_B together.
-        recompute: whether the schedule has R. The time of R is the time of F.
-        vocabulary_parallel: whether every rank has a vocabulary shard, with the times of `DEFAULT_SHARD`.
+        placement: placement of the stages. The chunks of a rank together take 1 M_B.
+        recompute: whether the schedule has R. R takes as long as F.
+        vocabulary_parallel: whether every rank has a vocabulary shard. `DEFAULT_SHARD` has the times of the operations
+            on a shard.
     """
     chunks = placement.num_chunks
     costs = StageCosts.uniform(placement.num_stages, 1, 1, 1, 0, 1 / chunks, -0.5 / chunks, -0.5 / chunks)
@@ -39,13 +40,13 @@ def default_costs(
 
 
 def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -> StageCosts:
-    """The costs with times of copies to the host and back, from the rate of the host link.
+    """The given costs with times of copies to the host and back, which follow from the rate of the host link.
 
     Args:
-        costs: costs of the stages; `memory_d` does not change unless all of its values are zero.
-        rate: memory that the host link copies in a unit of time.
-        stays: memory, for one microbatch, of the input of a stage, which is never copied; by default the fraction
-            `1 - DROPPED` of the memory of F.
+        costs: costs of the stages. If `memory_d` is above zero on any stage, `memory_d` does not change.
+        rate: memory that the host link copies per unit of time.
+        stays: memory of a stage's input for one microbatch. The input is never copied. By default its memory is the
+            fraction `1 - DROPPED` of the memory of F.
     """
     copied = costs.memory_d
     if not any(copied):

@@ -1,7 +1,7 @@
 """Dependencies of operations, and messages between ranks.
 
 The table `KINDS` lists the needs and messages of each kind of operation. This module computes the stages and ranks of
-the results and messages of a schedule. A result is named by its stage (see `Node`), not by rank and chunk.
+the results and messages of a schedule. Results are identified by stage (see `Node`), not by rank and chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Arrival(NamedTuple):
         return self.edge is None
 
     def time(self, costs: StageCosts) -> float:
-        """Time from the end of the operation that makes the result to its arrival."""
+        """Time from the end of the operation that makes the result to the arrival of the result."""
         return collective_time(costs) if self.edge is None else costs.time_comm[self.edge]
 
 
@@ -55,7 +55,7 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=MAX_STAGES)
 def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
-    """The origins of the results that an operation of `kind` in `stage` needs, the same for all microbatches."""
+    """The origins of the results that operations of `kind` in `stage` need; all microbatches have the same origins."""
     rank = placement.rank_of(stage)
     return tuple(
         Source(
@@ -88,7 +88,7 @@ def _needed(schedule: Schedule, rank: int, op: Op) -> Iterator[tuple[Source, Nod
 
 
 _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1}
-"""Place -> its distance, in stages, from the stage of the operation."""
+"""Place -> number of stages from the stage of the operation to the place."""
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
@@ -110,7 +110,7 @@ def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
 
 
 def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
-    """Whether the schedule has an operation that makes only the needed result."""
+    """Whether the schedule has an operation that makes only the result of `need`."""
     placement = schedule.placement
     op = Op(need.result, microbatch, placement.chunk_of(stage))
     return op in schedule.op_sets[placement.rank_of(stage)]
@@ -127,7 +127,7 @@ def send_after(placement: Placement, rank: int, op: Op) -> Op | None:
 
 
 def _if_remote(placement: Placement, rank: int, op: Op, kind: OpKind | None) -> Op | None:
-    """The message of `kind` for `op`; None if the stage at its other end does not exist or is on the same rank."""
+    """The message of `kind` for `op`; None if the neighbouring stage does not exist or is on the same rank."""
     if kind is None:
         return None
     neighbour = placement.stage_of(rank, op.chunk) + MESSAGES[kind].neighbour

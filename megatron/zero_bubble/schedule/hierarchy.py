@@ -1,4 +1,4 @@
-"""Hierarchical SGD: the groups of replicas that average their parameters, and the iterations of the averages.
+"""Hierarchical SGD: the groups of replicas that average their parameters, and the iterations after which they average.
 
 Each replica steps on its own gradients. Small groups of replicas average their parameters often, and large groups
 seldom (Lin et al. 2020, Castiglia et al. 2020). A slow replica delays only the replicas of its group.
@@ -31,7 +31,7 @@ class Hierarchy:
 
     levels: tuple[Level, ...]
     warmup: int = 0
-    """Number of iterations, from the start of training, that reduce gradients over all replicas."""
+    """The first `warmup` iterations of training reduce gradients over all replicas."""
 
     def __post_init__(self) -> None:
         first = self.levels[0]

@@ -1,4 +1,4 @@
-"""Copies of activations between a rank's device and its host: their times, and schedules with copies."""
+"""Copies of activations between a rank's device and its host: their times, and passes that insert or remove them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Key = tuple[int, int]
 
 
 class LinkTimes:
-    """The host link of one rank, which runs one copy at a time, in the order in which the copies are queued.
+    """The host link of one rank. The link runs one copy at a time, in the order in which the copies are queued.
 
-    A copy to the host is queued at the end of its F, and a copy from the host when the rank reaches H. The rank waits
-    for the end of a copy to the host at D, and for the end of a copy from the host at the backward.
+    A copy to the host is queued at the end of its F, and a copy from the host when the rank reaches H. At D the rank
+    waits for the end of the copy to the host, and at the backward for the end of the copy from the host.
     """
 
     def __init__(self, schedule: Schedule, times: Mapping[tuple[OpKind, int], float], rank: int) -> None:
@@ -36,7 +36,7 @@ class LinkTimes:
 
     @classmethod
     def of_ranks(cls, schedule: Schedule, costs: StageCosts | None) -> list[LinkTimes]:
-        """The idle host links of all ranks; an empty list if the schedule has no copies.
+        """The host links of all ranks before the first copy; an empty list if the schedule has no copies.
 
         Without costs, copies take no time.
         """
@@ -63,7 +63,7 @@ class LinkTimes:
         return start
 
     def copy_after(self, op: Op, end: float) -> None:
-        """Queue the copy of an operation that ends at `end`, if the operation has a copy."""
+        """If the operation `op`, which ends at `end`, starts a copy, queue the copy."""
         key = op.microbatch, op.chunk
         if op.kind is OpKind.F and key in self._offloaded:
             self._out[key] = self._copy(op._replace(kind=OpKind.D), end)
@@ -78,7 +78,7 @@ class LinkTimes:
 
 
 def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
-    """Backward of `rank` -> end of the copy of its activations back to the device."""
+    """Backward of `rank` -> time at which its activations are back on the device."""
     if not timeline.copies:
         return {}
     back = {timed.op[1:]: timed.end for timed in timeline.copies[rank] if timed.op.kind is OpKind.H}
@@ -117,10 +117,10 @@ def without_copies(schedule: Schedule) -> Schedule:
 
 
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
-    """The given schedule without communication, with a copy to the host and back on every stage, to measure copy costs.
+    """The given schedule without communication, with exactly one D and one H in every stage, to measure copy costs.
 
     The activations of the first microbatch of a stage are copied to the host right after F, and back right before the
-    backward. R of the first microbatch is removed.
+    backward. The R of the first microbatch is removed.
     """
     schedule = without_copies(schedule.without_communication())
     if not BACKWARDS & schedule.kinds:

@@ -27,9 +27,10 @@ from megatron.zero_bubble.schedule.kinds import (
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
-"""Largest number of stages of a placement: the time to compute lower bounds grows with the square of this number."""
+"""Largest number of stages. The time to compute lower bounds grows with the square of the number of stages."""
 MAX_OPERATIONS = 4_000_000
-"""Largest number of F, B and W in a schedule; planning them takes about a minute and some gigabytes of memory."""
+"""Largest total number of F, B and W in a schedule. Planning so many takes about a minute and some gigabytes of
+memory."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
 """Word -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""
@@ -104,7 +105,7 @@ class Placement:
         return self.num_ranks - 1 - position if self._runs_back(chunk) else position
 
     def chunk_of(self, stage: int) -> int:
-        """The chunk of `stage`, which is its local index on its rank."""
+        """The chunk of `stage`, which is the index of the stage on its rank."""
         return stage // self.num_ranks
 
     def stage_of(self, rank: int, chunk: int = 0) -> int:
@@ -132,7 +133,7 @@ class Placement:
 
 
 def check_size(placement: Placement, num_microbatches: int) -> None:
-    """Raise `ScheduleError` if a schedule for `num_microbatches` has more than `MAX_OPERATIONS` operations."""
+    """Raise `ScheduleError` if a schedule for `num_microbatches` has more than `MAX_OPERATIONS` F, B and W."""
     most = MAX_OPERATIONS // (3 * placement.num_stages)
     if num_microbatches > most:
         raise ScheduleError(
@@ -144,7 +145,7 @@ def check_size(placement: Placement, num_microbatches: int) -> None:
 class Schedule:
     """The operations of every pipeline rank, in the order in which the rank runs them.
 
-    Generators make schedules of F, B, W and BW; `lower` adds sends, receives and collectives.
+    Generators make schedules of forwards and backwards; `lower` adds sends, receives and collectives.
     """
 
     name: str
@@ -154,8 +155,8 @@ class Schedule:
     """Rank -> its operations in order."""
     groups: tuple[int, ...] = ()
     """Stage -> number of groups of layers in which the stage recomputes activations; empty if each stage has one group.
-    In a stage with several groups, R recomputes the last group, and B recomputes every other group right before it
-    computes the gradients of the group."""
+    In a stage with several groups, R recomputes the last group, and B recomputes every other group right before B
+    computes the gradients of that group."""
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:
@@ -212,7 +213,7 @@ class Schedule:
 
     @property
     def has_post_validation(self) -> bool:
-        """Whether the schedule has STEP and VALIDATE: ranks step before the state of all gradients is known."""
+        """Whether the schedule has STEP and VALIDATE, so that ranks step before the state of all gradients is known."""
         return not self.kinds.isdisjoint(POST_VALIDATION)
 
     @cached_property
@@ -236,7 +237,7 @@ class Schedule:
         return replace(self, ops=tuple(tuple(self.compute_ops(rank)) for rank in range(self.num_ranks)))
 
     def forward_only(self) -> Schedule:
-        """The schedule of an evaluation, which has only the forwards, in the order of this schedule."""
+        """The schedule of an evaluation: only the forwards of this schedule, in the same order."""
         runs = FORWARDS - RESTORING
         forwards = tuple(tuple(op for op in ops if op.kind in runs) for ops in self.ops)
         return replace(self, name=f"{self.name} (forward only)", ops=forwards)

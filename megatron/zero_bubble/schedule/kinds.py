@@ -19,46 +19,46 @@ class OpKind(str, Enum):
     F = "F"
     """Forward of one microbatch through one stage."""
     B = "B"
-    """Backward that computes only the gradient of the input, which the previous stage needs."""
+    """Backward that computes only the gradient of the input; the previous stage needs this gradient."""
     W = "W"
-    """Backward that computes only the gradient of the weights, which no other operation needs."""
+    """Backward that computes only the gradient of the weights; no other operation needs this gradient."""
     BW = "BW"
     """Backward that computes the gradients of input and weights in one operation, as autograd does."""
     PB = "&B"
-    """B in a pair: a B that runs as one operation with the preceding F, which has another microbatch or stage."""
+    """B in a pair: a B that runs as one operation with the preceding F of another microbatch or stage."""
     PBW = "&BW"
-    """BW in a pair: a BW that runs as one operation with the preceding F, which has another microbatch or stage."""
+    """BW in a pair: a BW that runs as one operation with the preceding F of another microbatch or stage."""
     R = "R"
     """Recomputation: repeats a forward whose activations were dropped, before the backward of the same microbatch."""
     D = "D"
     """Offload: waits for the copy of activations from device to host, and releases the activations on the device. The
     copy to the host starts when F ends, and runs on the host link of the rank while the rank computes."""
     H = "H"
-    """Reload: allocates the activations that D has released, and starts their copy from the host to the device, for
-    which the backward waits."""
+    """Reload: allocates the activations that D has released, and starts their copy from the host to the device. The
+    backward waits for this copy."""
     E = "E"
     """Embedding: looks tokens up in the vocabulary shard of this rank. E of the first rank also reads the
     microbatch."""
     EW = "EW"
     """Weight gradient of the embedding for the vocabulary shard of this rank."""
     S = "S"
-    """Output layer for the vocabulary shard of this rank: softmax over its rows, and part of the input gradient."""
+    """Output layer for the vocabulary shard of this rank: the shard's part of the softmax and of the input gradient."""
     L = "L"
     """Loss of one microbatch on the last rank, from the softmax of all ranks."""
     T = "T"
-    """Weight gradient of the output layer for the vocabulary shard of this rank, which no other operation needs."""
+    """Weight gradient of the output layer for this rank's vocabulary shard; no other operation needs this gradient."""
     SEND_FORWARD = "SEND_FORWARD"
     RECV_FORWARD = "RECV_FORWARD"
     SEND_BACKWARD = "SEND_BACKWARD"
     RECV_BACKWARD = "RECV_BACKWARD"
     TOKENS = "TOKENS"
-    """Broadcast of the tokens of the first rank to all ranks."""
+    """Broadcast of the tokens from the first rank to all ranks."""
     EMBEDDED = "EMBEDDED"
-    """Sum of the embeddings of all ranks on the first rank."""
+    """Sum of the embeddings of all ranks; the first rank gets the sum."""
     HIDDEN = "HIDDEN"
     """Broadcast of the output of the last stage, and of the labels, to all ranks."""
     SOFTMAX = "SOFTMAX"
-    """Reduction of softmax and loss over all ranks, and sum of the input gradient on the last rank."""
+    """Reduction of softmax and loss over all ranks, and sum of the input gradients; the last rank gets the sum."""
     LOSS_GRAD = "LOSS_GRAD"
     """Broadcast of the gradient of the loss, one number a token, to all ranks."""
     EMBEDDED_GRAD = "EMBEDDED_GRAD"
@@ -74,7 +74,7 @@ class OpKind(str, Enum):
 
 
 class Place(Enum):
-    """The stage or rank that makes a needed result, relative to the stage of the operation that needs it."""
+    """The stage or rank that makes a result, relative to the stage of the operation that needs the result."""
 
     SAME_STAGE = "same stage"
     STAGE_BEFORE = "stage before"
@@ -93,15 +93,15 @@ class Need(NamedTuple):
     """A result that an operation needs, unless the stage that would make the result does not exist."""
 
     result: OpKind
-    """The needed result, named by the kind of operation that makes this result alone."""
+    """The result, named by the kind of operation that makes this result alone."""
     place: Place
-    """The stage or rank that makes the needed result."""
+    """The stage or rank that makes the result."""
     num_before: int = 0
-    """Microbatch number (for VALIDATE, iteration number) of the operation, minus the number of the needed result."""
+    """Number of microbatches (for VALIDATE, of iterations) by which the result precedes the operation."""
     is_optional: bool = False
-    """Whether the result is needed only if the schedule has an operation that makes this result alone."""
+    """Whether the operation needs the result only if the schedule has an operation that makes this result alone."""
     only_at: Place | None = None
-    """The stage, first or last, whose operations alone need the result; None if all stages need the result."""
+    """The only stage, first or last, whose operations need the result; None if operations of every stage need it."""
 
 
 class Message(NamedTuple):
@@ -150,22 +150,22 @@ class KindFacts:
     time: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is the time of the operation; empty if the operation takes no time."""
     memory: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is the change of memory by the operation."""
+    """The fields of `StageCosts` whose sum is the change of memory by the operation, apart from `frees`."""
     frees: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is the memory that the operation releases."""
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of the earlier operation that allocates less memory, by the memory of this operation, if both run for the
-    same microbatch: F for R."""
+    """Kind of an earlier operation. If this operation runs for the same microbatch, the earlier operation does not
+    allocate the memory that this operation allocates. For R, the earlier operation is F."""
     waiting: str = ""
     """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """Plural name of a result that must be made once for each microbatch, in microbatch order; otherwise empty."""
+    """Plural name of a result that ranks must make once for each microbatch, in microbatch order; otherwise empty."""
     pairs_with: OpKind | None = None
     """Kind of the preceding operation with which this operation runs as one (see `pairs`); None outside of pairs."""
     runs_on: Place = Place.SAME_STAGE
-    """Where the operation runs: in every stage, or, as an operation of chunk 0, on every rank or on the last rank."""
+    """Where the operation runs: in every stage, on every rank, or on the last rank. On a rank its chunk is 0."""
     adds_gradient: bool = False
     """Whether the operation adds to gradients. Operations that add to no gradient can be run again."""
     runs_ahead: bool = False

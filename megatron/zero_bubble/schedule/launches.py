@@ -13,14 +13,14 @@ from megatron.zero_bubble.schedule.pairs import times_in_pairs
 
 
 class Stream:
-    """The messages of a channel, or the collectives of all ranks, which every rank starts in the same order."""
+    """The messages of a channel, or the collectives of all ranks, in the order in which every rank starts them."""
 
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
         self.complete: list[float] = []
-        """Message -> time at which the message is complete, for all complete messages."""
+        """Message -> time at which the message is complete; the list ends before the first incomplete message."""
         self.waiting: list[int] = []
-        """The ranks that wait for the next message to be complete."""
+        """The ranks that wait until the first incomplete message is complete."""
         self._num_started: list[int] = []
         """Message -> number of its ends that have started."""
         self._last_start: list[float] = []
@@ -51,7 +51,7 @@ class Streams:
 
     def __init__(self, num_ranks: int) -> None:
         self.validation = Stream(num_ranks)
-        """The reductions of the state of all gradients, which STEP starts and for which VALIDATE waits."""
+        """The reductions of the state of all gradients. STEP starts a reduction, and VALIDATE waits for it."""
         self.collectives = Stream(num_ranks)
         """The collectives of vocabulary shards."""
         self._channels: dict[tuple[int, int], Stream] = {}
@@ -76,12 +76,13 @@ class StreamLaunch(NamedTuple):
     time: float
     """Time of the computation or of the message."""
     end: End | None
-    """Stream end of the message, or of the input message of a computation; None without a message."""
+    """Stream end of the message, or of a computation's input message; None for a computation without an input
+    message."""
     computes: bool
     """Whether the launch is a computation on the compute stream; otherwise the launch is one end of a message."""
     indices: dict[int, int]
-    """Microbatch -> number, on its stream, of the input message of the computation. A microbatch is in this mapping
-    from the posting of its input message until its computation runs."""
+    """Microbatch -> number of the computation's input message on the stream of the message. A microbatch is in this
+    mapping from the posting of its input message until its computation runs."""
 
 
 class Host:

@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.streams import HardwareQueues
 
 RECEIVE_AHEAD = 1
-"""Default number of computations between the posting of a receive and its consumer."""
+"""Default number of computations between the posting of a receive and the consumer of the received tensor."""
 _NEGLIGIBLE = 0.001
 """Largest fraction by which messages may increase the makespan before `lower` tries other places for receives."""
 
@@ -34,22 +34,22 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
 
     Every ordered pair of ranks (source, destination) is a channel for activations and gradients. A send comes right
     after the operation that makes the tensor. The receives of a channel have the order of its sends. A receive only
-    posts the message, and the consumer waits for the message. Neighbouring stages on one rank need no message. All
+    posts the message, and the consumer waits for the message. Neighbouring stages on the same rank need no message. All
     ranks run the collectives of vocabulary shards in the same order (see `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer, or earlier if the order of its channel demands
-    it. If ranks deadlock or lose time on a GPU with one hardware queue (see `streams`), `lower` also tries receives at
-    places that exclude deadlocks (see `_between_makers`), and returns the faster schedule. A lowered schedule deadlocks
-    only if the schedule deadlocks even without communication.
+    an earlier place. If ranks deadlock or lose time on a GPU with one hardware queue (see `streams`), `lower` also
+    tries receives at places that exclude deadlocks (see `_between_makers`), and returns the faster schedule. A lowered
+    schedule deadlocks only if the schedule deadlocks even without communication.
 
-    A receive is not posted before VALIDATE if its message is sent after a VALIDATE, because a failed validation repeats
-    only the messages that were sent before VALIDATE.
+    If the sender sends a message after a VALIDATE, the receiver posts the receive after the same VALIDATE, because a
+    failed validation repeats only the messages that were sent before VALIDATE.
 
-    Lowering is idempotent: existing communication is removed first.
+    Lowering is idempotent, because `lower` first removes existing communication.
 
     Args:
         schedule: schedule with or without communication.
-        receive_ahead: number of computations between a receive and its consumer.
+        receive_ahead: number of computations between a receive and the consumer of the received tensor.
         costs: costs of the stages; by default `unit_costs`.
 
     Returns:
@@ -103,8 +103,8 @@ class _Place(NamedTuple):
     before: int
     """Position of the computation before which the receive is posted."""
     turn: int
-    """Sort key of receives before the same computation: the place, in the serial order, of the maker of the previous
-    message of the channel. With this key, messages are posted in the order in which they are needed."""
+    """Sort key of receives before the same computation: the place in the serial order of the maker of the channel's
+    previous message. With this key, a rank posts receives in the order in which their channels become free."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -176,7 +176,7 @@ def _with_communication(
     places: Sequence[Sequence[_Place]],
     collectives: Sequence[PlacedCollective],
 ) -> Schedule:
-    """Insert each send right after the operation that makes its tensor; insert receives and collectives at `places`."""
+    """Insert sends right after the operations that make their tensors, receives at `places`, and `collectives`."""
     inserted: list[list[tuple[int, int, int, int, int, Op]]] = [[] for _ in schedule.ops]
     """Rank -> operations to insert: (position of the computation before which to insert, sort keys, operation)."""
     for (source, destination, messages), channel_places in zip(channels, places, strict=True):
@@ -202,7 +202,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Return, for each message, the serial place of the previous message's maker; for the first message, -1."""
+    """Return the place in the serial order of the maker of each message's predecessor; -1 for the first message."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
@@ -217,15 +217,17 @@ def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_P
 
 
 def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
-    """Place the receives of a channel so that ranks cannot deadlock, whatever times the operations take.
+    """Place the receives of a channel so that ranks cannot deadlock, however long the operations take.
 
     Consider a run of all computations one at a time, in `order`. A receive is posted after the maker of the previous
-    message of its channel, so that it blocks no launch of its own rank. A receive is posted before the maker of the
-    next message of its channel, whose send waits for the receive. By induction, when a computation starts, all earlier
-    messages are complete except the last message of each channel, and no launch before the computation waits.
+    message of its channel, so that the receive blocks no launch of its own rank. A receive is posted before the maker
+    of the next message of its channel, because the send of the next message waits for the receive. By induction, when a
+    computation starts, no channel has an incomplete message apart from its last message, and no launch before the
+    computation waits.
 
     The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later if
-    the previous message is still in flight, and earlier if its own message would otherwise arrive too late.
+    the previous message of its channel is still in flight, and earlier if the received tensor would otherwise arrive
+    too late.
     """
     source, rank, messages = channel
     starts, ends = order.starts[rank], order.ends[rank]

@@ -24,23 +24,23 @@ class PlacedCollective(NamedTuple):
     before: tuple[int, ...]
     """Rank -> position of the computation before which the rank joins the collective."""
     turn: int
-    """Place, in the serial order, of the computation after which the previous collective is complete."""
+    """Place in the serial order of the computation after which the previous collective is complete."""
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
     """Place the collectives of a schedule in the same order on all ranks, sorted by their last contributing operation.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
-    rank joins a collective before the computation that the rank runs when the collective can start. With one hardware
-    queue, a rank that joins while the previous collective is in flight delays its own next computation. A rank joins a
-    collective after its next computation if this delays the collective no longer than joining first would delay the
-    computation.
+    rank joins a collective before the computation that is running when the collective can start. With one hardware
+    queue, a rank that joins while the previous collective is in flight delays its own next computation. Such a rank
+    joins after its next computation, unless the collective would then lose more time than the computation loses if the
+    rank joins first.
 
-    Collectives cannot cause a deadlock, whatever times the operations take. Consider a run of all computations one at a
-    time, in `order`. Every rank joins a collective before the first operation that needs this or a later collective,
-    and no rank joins a collective before all ranks have joined the previous collective. When a computation starts, its
-    inputs, and the inputs of all launches before it, are therefore complete. All ranks join a collective on the same
-    side of VALIDATE.
+    Collectives cannot cause a deadlock, however long the operations take. Consider a run of all computations one at a
+    time, in `order`. Every rank joins a collective before the first operation that needs this collective or a later
+    one, and no rank joins a collective before all ranks have joined the previous collective. When a computation starts,
+    its inputs, and the inputs of all launches before it, are therefore complete. All ranks join a collective on the
+    same side of VALIDATE.
 
     Args:
         schedule: schedule without communication.
@@ -72,10 +72,10 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 def joined_early(schedule: Schedule) -> Schedule:
     """Let every rank join each collective as early as possible.
 
-    Joining early delays no computation if the collectives wait in a separate thread. At a place from
-    `place_collectives`, a rank that is late makes the other ranks wait. With `joined_early`, a rank joins a collective
-    after its last operation that contributes to the collective, after the previous collective, and on the same side of
-    STEP and VALIDATE as before. The ranks keep the order of the collectives, so that they cannot deadlock.
+    Joining early delays no computation if the collectives wait in a separate thread. If a rank reaches its place from
+    `place_collectives` late, the other ranks wait. With `joined_early`, a rank joins a collective after the rank's last
+    operation that contributes to the collective, after the previous collective, and on the same side of STEP and
+    VALIDATE as before. The order of the collectives stays the same, so that ranks cannot deadlock.
 
     Args:
         schedule: lowered schedule.
@@ -124,11 +124,11 @@ class _Collective(NamedTuple):
 
     op: Op
     last_maker: int
-    """Place, in the serial order, of the last operation that contributes to the collective."""
+    """Place in the serial order of the last operation that contributes to the collective."""
     ready: float
     """End time of the last operation that contributes to the collective."""
     deadline: int
-    """Place, in the serial order, of the first computation before which all ranks have to join the collective."""
+    """Place in the serial order of the first computation before which all ranks must have joined the collective."""
     earliest: tuple[int, ...]
     """Rank -> position after its last operation that contributes to the collective."""
 

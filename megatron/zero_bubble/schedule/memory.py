@@ -17,7 +17,7 @@ _ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
     for facts in KINDS.values()
     if facts.undoes_memory_of is not None
 }
-"""Kind of operation -> kinds of later operations that allocate a part of its memory in its place, if they exist."""
+"""Kind of operation -> kinds of later operations that allocate a part of its memory if the schedule has them."""
 
 
 def memory_held(
@@ -48,7 +48,7 @@ def _changes(
     ops: Sequence[Op],
     lengths: Sequence[float],
 ) -> Iterable[float]:
-    """The change of memory by each operation of `rank`, from `by_kind`, the changes by kind and stage."""
+    """The change of memory by each operation of `rank`; `by_kind` has the change for each kind and stage."""
     stages = schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
     usual: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))

@@ -1,4 +1,4 @@
-"""Costs of the units of a model (the embedding, every layer, and the output), and of any stages made from them."""
+"""Costs of the units of a model (the embedding, every layer, and the output), and of stages that consist of units."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Field of an operation on a vocabulary shard -> number of collectives around the operation. A collective with at most
-one number a token counts as half a collective."""
+"""Time of an operation on a vocabulary shard, as a field of `StageCosts` -> number of collectives around the operation.
+A collective with at most one number a token counts as half a collective."""
 
 Partition = tuple[int, ...]
 """Stage -> number of layers, in model order. The first stage also has the embedding, and the last stage the output."""
@@ -39,7 +39,7 @@ class UnitCosts:
 
     @property
     def computing(self) -> UnitCosts:
-        """The costs without the time of token exchanges between experts, which pairs may hide completely."""
+        """The costs without the time of token exchanges between experts; pairs may hide this time completely."""
         return replace(
             self,
             time_f=self.time_f - self.all_to_all_f,
@@ -63,24 +63,25 @@ class ModelCosts:
     time_comm: float = 0
     """Time of one message between two ranks."""
     ties_output: bool = False
-    """Whether the embedding and the output layer share one weight, of which each has a copy."""
+    """Whether the weights of the embedding and the output layer are tied: each has a copy of the same weight."""
     shard: Mapping[str, float] | None = None
-    """Field of `StageCosts` -> cost for the vocabulary shard of each rank; None without vocabulary shards. With
-    vocabulary shards the costs of `embedding` and `output` are zeros."""
+    """Field of `StageCosts` -> cost for one vocabulary shard; None without vocabulary shards. With vocabulary shards
+    the costs of `embedding` and `output` are zeros."""
     shard_state: float = 0
     """Memory of the parameters, gradients and optimizer states of a vocabulary shard."""
     time_exchange: float = 0
     """Time by which sending one message and receiving another delays a rank that computes meanwhile."""
     time_collective: float = 0
-    """Time by which a collective of all ranks, with the data of one message, delays a rank that computes meanwhile."""
+    """Time by which a collective of all ranks, with as much data as one message, delays a rank that computes
+    meanwhile."""
     latency_collective: float = 0
     """Time of a collective on a rank that waits for it while the other ranks compute; 0 stands for `time_comm`."""
     time_between: float = 0
-    """Time between two operations of a rank."""
+    """Additional time between two consecutive operations of a rank."""
     spread: float = 0
     """Half the interquartile range of a measured duration, divided by the median of the duration."""
     fused_backward: float = 0
-    """Time of a backward that computes both gradients at once, divided by the sum of B and W; 0 if unknown."""
+    """Time of a backward that computes both gradients at once, divided by the time of B plus W; 0 if unknown."""
 
     @property
     def with_fused_backwards(self) -> ModelCosts:
@@ -129,9 +130,9 @@ class ModelCosts:
 
     @property
     def computing(self) -> ModelCosts:
-        """The costs without the time of token exchanges between experts, which pairs may hide completely.
+        """The costs without the time of token exchanges between experts; pairs may hide this time completely.
 
-        A lower bound of an iteration's time from costs without exchanges also holds for plans with pairs.
+        A lower bound of an iteration's time that is computed from these costs also holds for plans with pairs.
         """
         return replace(self, layers=tuple(layer.computing for layer in self.layers), output=self.output.computing)
 
@@ -143,7 +144,7 @@ class ModelCosts:
     def check(self, partition: Partition, placement: Placement) -> None:
         """Check that a partition divides the layers of the model into the stages of a placement.
 
-        Every stage needs a layer, except, without vocabulary shards, the stages of the embedding and the output.
+        Every stage needs a layer. Without vocabulary shards, the stages of the embedding and the output need none.
 
         Raises:
             ScheduleError: the partition does not fit the model and the placement.
@@ -188,7 +189,7 @@ class ModelCosts:
         return costs if self.shard is None else costs.with_shards(placement, self.shard)
 
     def states(self, partition: Partition, placement: Placement) -> tuple[float, ...]:
-        """Rank -> memory of the parameters, gradients and optimizer states of its stages."""
+        """Rank -> memory of the parameters, gradients and optimizer states of its stages and its vocabulary shard."""
         stages = [sum(unit.state for unit in units) for units in self._units(partition)]
         return tuple(self.shard_state + own for own in placement.sums(stages))
 
@@ -205,7 +206,8 @@ def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
 
     Args:
         costs: costs of the units of a model.
-        states: memory of the states of the embedding, every layer, and the output, in this order.
+        states: memory of the parameters, gradients and optimizer states of the embedding, every layer, and the output,
+            in this order.
     """
     units = (costs.embedding, *costs.layers, costs.output)
     embedding, *layers, output = (replace(unit, state=state) for unit, state in zip(units, states, strict=True))
@@ -215,12 +217,12 @@ def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
 def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
     """Spread layers over stages as evenly as possible.
 
-    Stages that get one layer fewer are chosen in this order: the last stage, which has the loss; the first stage, which
-    has the embedding; then the other stages from the end.
+    If the division leaves a remainder, some stages get one layer fewer. These stages are chosen in this order: the last
+    stage, which has the loss; the first stage, which has the embedding; then the other stages from the end.
 
     Args:
-        num_layers: layers of the model.
-        num_stages: stages of the pipeline.
+        num_layers: number of layers of the model.
+        num_stages: number of stages of the pipeline.
         embedding: whether the embedding takes the place of one layer of the first stage.
         loss: whether the loss takes the place of one layer of the last stage.
 
@@ -228,7 +230,8 @@ def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, 
         Number of layers of each stage.
 
     Raises:
-        ScheduleError: there are fewer layers than stages.
+        ScheduleError: there are fewer layers than stages. The embedding and the loss count as layers if they take the
+            place of one.
     """
     few, num_more = divmod(num_layers + embedding + loss, num_stages)
     if few == 0:

@@ -1,9 +1,10 @@
-"""Pairs: an F and the `&B` right after it, which a rank runs as one operation.
+"""Pairs: a rank runs an F and the `&B` or `&BW` right after the F as one operation.
 
-In a pair, layers of the forward of one microbatch and of the backward of another microbatch alternate, so that one
-computes while the other exchanges tokens between experts (megatron-core's combined 1F1B). A pair starts when the inputs
-of both operations are ready, and both results are ready when the pair ends. In a timeline the backward of a pair has
-the time of the pair, and the forward takes no time.
+A pair runs layers of the forward and layers of the backward in turn. One of the two operations computes while the other
+exchanges tokens between experts (megatron-core's combined 1F1B). The forward and the backward belong to different
+microbatches or stages. A pair starts when the inputs of both operations are ready, and the results of both operations
+are ready when the pair ends. In a timeline the backward of a pair has the time of the pair, and the forward takes no
+time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def computations(ops: Sequence[Op]) -> Iterable[tuple[Op, ...]]:
 
 
 def numbered(ops: Sequence[Op]) -> Iterator[tuple[int, Op]]:
-    """Yield (position, operation) of a rank, where both operations of a pair have the same position."""
+    """Yield (position, operation) for a rank; both operations of a pair have the same position."""
     return ((place, op) for place, together in enumerate(computations(ops)) for op in together)
 
 
@@ -99,7 +100,7 @@ def apart(schedule: Schedule) -> Schedule:
 
 
 def half_apart(schedule: Schedule) -> Schedule:
-    """Split every second pair with the same chunks into its two operations, and remove communication.
+    """Split every second pair of each combination of chunks into its two operations, and remove communication.
 
     A training step with the resulting schedule measures pairs, and also single forwards and backwards of every chunk.
     """

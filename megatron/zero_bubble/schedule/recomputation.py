@@ -12,7 +12,7 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
 
 
 class Recompute(str, Enum):
-    """The microbatches of a schedule that have an R. F drops the activations of a microbatch that has an R."""
+    """Which microbatches of a schedule have an R. F drops the activations of a microbatch that has an R."""
 
     NONE = "none"
     """No microbatch has an R: every F keeps its activations."""
@@ -27,10 +27,10 @@ class Recompute(str, Enum):
 def recomputes_blocks(settings: Any) -> bool:
     """Whether a model recomputes whole blocks of layers, so that R can be separated from the backward.
 
-    With fp8 and fp4, Transformer Engine recomputes inside of its backward, so that a schedule cannot contain R.
+    With fp8 or fp4, Transformer Engine recomputes inside of its backward, so that a schedule cannot contain R.
 
     Args:
-        settings: flags of a job, or megatron-core's config, which has no `fp4` in older versions.
+        settings: flags of a job, or megatron-core's config. Older versions of the config have no `fp4`.
     """
     return settings.recompute_granularity == "full" and not settings.fp8 and not getattr(settings, "fp4", None)
 
@@ -40,14 +40,14 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 
     R does not need the gradient from the next stage, and runs while the gradient is in flight. R needs no more memory
     than a recomputation inside of the backward, because no operation runs between R and the backward. A microbatch
-    whose backward follows its F at once gets no R, which saves time and needs no more memory.
+    whose backward follows its F at once gets no R. Without R, such a microbatch takes less time and no more memory.
     """
     schedule = without_recomputation(schedule)
     return replace(schedule, ops=tuple(tuple(_with_recomputation(ops)) for ops in schedule.ops))
 
 
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
-    """Insert R like `with_recomputation`, with at least one R on every stage, so that a run measures the costs of R.
+    """Insert R like `with_recomputation`, but at least one R on every stage, so that a run measures the costs of R.
 
     A stage without an R gets an R for its first microbatch. No other choice of R needs less memory, so that a run can
     measure a model whose activations would not all fit in memory.

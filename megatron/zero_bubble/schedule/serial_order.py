@@ -1,4 +1,4 @@
-"""The serial order of a schedule: all computations of all ranks, one at a time, used to place communication."""
+"""The serial order of a schedule: one order of all ranks' computations, which lowering uses to place communication."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Phases:
 class SerialOrder:
     """The computations of all ranks in an order that respects their dependencies.
 
-    Computations are sorted by phase (see `Phases`), then by their end in a timeline, then by rank. Operations that take
-    no time come after all other operations with the same end, in the order of their dependencies. A pair is one
+    Computations are sorted by phase (see `Phases`), then by their end in the timeline, then by rank. Operations that
+    take no time come after all other operations with the same end, in the order of their dependencies. A pair is one
     computation. `starts` and `ends` are the times of the timeline, shifted so that every phase starts after the
     previous phase has ended on all ranks.
     """
@@ -64,12 +64,13 @@ class SerialOrder:
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase, from the second on -> place, in the serial order, of the first VALIDATE before the phase."""
+        """Phase (from the second on) -> place in the serial order of the first VALIDATE that ends the previous
+        phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
         stops = [timed.end for lane in timeline.computations for timed in lane]
         firsts = [*accumulate(map(len, timeline.computations), initial=0)]
-        """Rank -> number of its first computation, when computations are numbered rank after rank."""
+        """Rank -> number of its first computation, if computations are numbered rank after rank."""
         turns = {
             first + position: self._turn(rank, position)
             for rank, (first, lane) in enumerate(zip(firsts, timeline.computations, strict=False))

@@ -1,9 +1,9 @@
 """The pass that inserts the operations on vocabulary shards into a schedule.
 
-The embedding and the output layer are spread over all ranks, and every rank has the same number of rows of both weights
+The embedding and the output layer are spread over all ranks, and every rank has the same number of rows of each weight
 ("Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, algorithm 2). The backward of the last
-stage waits for S of all ranks, so that all backwards are delayed. If S delays the backwards by the time of one
-microbatch on a rank, one more microbatch is in flight, and the steady state of the schedule does not change.
+stage waits for S of all ranks, so that all backwards are delayed. If S delays the backwards by the time that a rank
+takes for one microbatch, one more microbatch is in flight, and the steady state of the schedule does not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 LEAD = 2
-"""Number of microbatches by which the lookup of an embedding precedes its use, so that no rank waits for embeddings."""
+"""Number of microbatches by which E precedes the F that uses the embedding, so that no rank waits for embeddings."""
 
 
 def interval(schedule: Schedule, costs: StageCosts) -> float:
@@ -36,15 +36,17 @@ def shortest_delay(costs: StageCosts) -> float:
 def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequence[float]) -> list[Schedule]:
     """Insert E, S, L, T and EW, remove communication, and return one schedule for each delay of the backwards.
 
-    The operations of a rank are sorted by planned start times. Forwards start as in a simulation in which W includes
-    the operations on shards; backwards and W start later than in the simulation, by the given delay. S starts when the
-    output of the last stage arrives, E some microbatches before its F, and T and EW together with the W of their
-    microbatch. Pairs are split, because operations on shards may come between the forward and the backward of a pair.
+    The operations of a rank are sorted by planned start times. The planned starts of F are those in a simulation in
+    which W includes the operations on shards. Backwards and W start later than in the simulation, by the given delay. E
+    starts `LEAD` microbatches before the F of its microbatch, and S when the output of the last stage arrives. T and EW
+    start with the W of their microbatch, or later if their inputs arrive later. Pairs are split, because operations on
+    shards may come between the forward and the backward of a pair.
 
     Args:
         schedule: schedule into which operations are inserted.
         costs: costs of the stages, with vocabulary shards.
-        given_delays: delays of all backwards and W. With a delay below `shortest_delay(costs)` the ranks may deadlock.
+        given_delays: delays of backwards and W, one for each schedule. With a delay below `shortest_delay(costs)` the
+            ranks may deadlock.
     """
     schedule = apart(without_vocabulary(schedule))
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())

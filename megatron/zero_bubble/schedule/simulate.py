@@ -33,26 +33,27 @@ def simulate(
     """Simulate the compute operations of a schedule with given costs.
 
     Every rank runs its operations in order, each as soon as the rank is free and the inputs of the operation have
-    arrived. A message between ranks takes `costs.time_comm`. The reduction of the state of all gradients, for which
-    VALIDATE waits, takes the time of a collective (`collective_time`) and occupies no rank. Copies to and from the host
-    occupy only the host link of their rank (see `LinkTimes`). The simulation computes only sums and maxima, so that
-    integers and fractions give exact results.
+    arrived. A message between ranks takes `costs.time_comm`. VALIDATE waits for the reduction of the state of all
+    gradients. The reduction takes the time of a collective (`collective_time`) and occupies no rank. Copies to and from
+    the host occupy only the host link of their rank (see `LinkTimes`). The simulation computes only sums and maxima, so
+    that integers and fractions give exact results.
 
     Args:
         schedule: schedule with or without communication.
         costs: costs of the stages.
         overlap_communication: whether ranks compute while messages are in flight. Without overlap, a message occupies
             the sender right after the operation that makes the tensor, and the receiver right before its consumer.
-        hardware_queues: hardware queues of the GPUs, to simulate a lowered schedule on NCCL's streams. On streams a
-            message also waits until its receive is posted and the previous message of its channel is complete. With one
-            hardware queue a computation also waits for all earlier launches. By default streams are not simulated.
+        hardware_queues: number of hardware queues of a GPU. If it is given, a lowered schedule is simulated on NCCL's
+            streams. On streams a message also waits until its receive is posted and the previous message of its channel
+            is complete. With one hardware queue a computation also waits for all earlier launches of its rank. By
+            default streams are not simulated.
         lengths: microbatch -> factor of the times and the memory of `costs`; by default 1 for every microbatch.
 
     Returns:
         The timeline, in the units of the costs.
 
     Raises:
-        ScheduleError: schedule and costs have different numbers of stages, or `lengths` do not fit the schedule.
+        ScheduleError: schedule and costs have different numbers of stages, or `lengths` does not fit the schedule.
         InvalidSchedule: a schedule that is simulated on streams lacks a message.
         Deadlock: some ranks wait for each other for ever.
     """
@@ -91,13 +92,13 @@ class _Wait(NamedTuple):
     """A result that all operations of one kind in one stage need."""
 
     slot: int
-    """Index, in the list of end times, of the result for microbatch 0, minus `num_before`."""
+    """Index of the result for microbatch 0 in the list of end times, minus `num_before`."""
     num_before: int
     """The value of `Need.num_before`."""
     is_optional: bool
     """The value of `Need.is_optional`."""
     transit: float | None
-    """Time from the end of the result on another rank to its arrival; None if the same rank makes the result."""
+    """Time from the completion of the result on another rank to its arrival; None if the same rank makes the result."""
     occupies: bool
     """Whether the message with the result occupies the receiver."""
 
@@ -112,7 +113,7 @@ class _Step(NamedTuple):
     waits: tuple[_Wait, ...]
     """The waits of the operation, if `plain_waits` cannot represent them; otherwise empty."""
     slots: tuple[int, ...]
-    """Indices, in the list of end times, of the operation's results for microbatch 0."""
+    """Indices of the operation's results for microbatch 0 in the list of end times."""
     sending: float
     """Time for which the message with the result occupies the sender."""
 
@@ -159,7 +160,7 @@ class _Simulation:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """Slot -> 1 if the result is optional and the schedule has an operation that makes it alone, else 0."""
+        """Slot -> 1 if the result is optional and the schedule has an operation that makes only this result, else 0."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):
@@ -189,7 +190,7 @@ class _Simulation:
         return _Step(self._times[kind][stage], plain, tuple(waits), slots, sending)
 
     def run(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """Run all ranks and return: rank -> operations with their times. Raises `Deadlock` if ranks deadlock."""
+        """Run all ranks; return, for each rank, its operations with their times. Raise `Deadlock` if ranks deadlock."""
         schedule = self._schedule
         lanes = [_Lane() for _ in schedule.ops]
         free: list[float] = [0] * schedule.num_ranks
@@ -284,7 +285,10 @@ class _Simulation:
         blocked: dict[int, list[int]],
         runnable: deque[int],
     ) -> float:
-        """Run one operation of a pair, with results at the end of the pair; return the time at which `rank` is free."""
+        """Run one operation of a pair; return the time at which `rank` is free.
+
+        The results of both operations are ready when the pair ends.
+        """
         op = self._schedule.ops[rank][position]
         end = start + self._pairs[rank][op]
         lane.starts.append(start)

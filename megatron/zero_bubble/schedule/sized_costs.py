@@ -10,12 +10,12 @@ from megatron.zero_bubble.schedule.costs import SMALLEST, StageCosts
 
 
 class MicrobatchSize(NamedTuple):
-    """Size of a microbatch, on which the costs of its operations depend."""
+    """Size of a microbatch, which determines the costs of its operations."""
 
     tokens: int
     """Number of tokens of all sequences, including padding."""
     squares: int
-    """Sum of the squared lengths of the sequences, to which the work of attention is proportional."""
+    """Sum of the squared lengths of the sequences; the work of attention is proportional to this sum."""
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> MicrobatchSize:
@@ -40,7 +40,7 @@ class SizedCosts:
     """Costs of the operations of every stage, as functions of the size of a microbatch.
 
     Attributes:
-        usual: costs of a usual microbatch. A field without a curve has the cost of a usual microbatch for every size.
+        usual: costs of a microbatch of the usual size. A field without a curve has this cost for every size.
         curves: name of a field of `StageCosts` -> curve of every stage.
         inside: stage -> curve of the largest temporary memory of an operation; empty if no memory was measured.
     """

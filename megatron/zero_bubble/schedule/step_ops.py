@@ -1,9 +1,9 @@
-"""Post-validation: the passes that add STEP and VALIDATE to a schedule, and repeat iterations.
+"""Adds the STEP and VALIDATE of post-validation to a schedule, and repeats the iterations of a schedule.
 
 Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With post-validation a rank
-steps as soon as its own gradients are complete (STEP), and starts the next iteration. Before the first backward of the
-next iteration the rank receives the state of all gradients, and confirms or amends its optimizer step (VALIDATE). If
-the optimizer step is amended, the forwards before VALIDATE are run again.
+steps as soon as its own gradients are complete (STEP), and starts the next iteration. Before its first backward of the
+next iteration the rank receives the state of all gradients (their norm, and whether they are finite), and confirms or
+amends its optimizer step (VALIDATE). If the optimizer step is amended, the forwards before VALIDATE are run again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _STEP, _VALIDATE = Op(OpKind.STEP, 0), Op(OpKind.VALIDATE, 0)
 def repeat(schedule: Schedule, num_steps: int) -> Schedule:
     """Repeat the iterations of a schedule, for simulations and drawings.
 
-    Microbatches are numbered through all iterations. STEP and VALIDATE are numbered by iteration: `VALIDATE2` validates
-    `STEP1` of all ranks. The first iteration has no VALIDATE, because no optimizer step precedes it.
+    The numbers of the microbatches continue from one iteration to the next. STEP and VALIDATE are numbered by
+    iteration: `VALIDATE2` validates `STEP1` of all ranks. The first iteration has no VALIDATE, because no optimizer
+    step precedes it.
 
     Args:
         schedule: schedule of one iteration.
@@ -60,7 +61,7 @@ def operation_name(op: Op, num_microbatches: int, num_steps: int) -> str:
     Args:
         op: operation of the repeated schedule.
         num_microbatches: number of microbatches of one iteration.
-        num_steps: number of iterations, counted from 1 in the name.
+        num_steps: number of iterations of the repeated schedule; with several, the name states the iteration.
     """
     is_marker = op.kind in POST_VALIDATION
     step, microbatch = (op.microbatch, 0) if is_marker else divmod(op.microbatch, num_microbatches)
@@ -77,9 +78,9 @@ def iteration_time(
 ) -> float:
     """The time of one iteration in a sequence of iterations, in the unit of the costs.
 
-    Without post-validation every iteration waits for all ranks of the previous iteration, and takes the makespan. With
-    post-validation a rank starts an iteration as soon as it has finished its previous iteration, and one iteration
-    takes the makespan of three iterations minus the makespan of two.
+    Without post-validation an iteration starts when all ranks have finished the previous iteration, and takes the
+    makespan of one iteration. With post-validation a rank starts an iteration as soon as the rank itself has finished
+    the previous iteration. One iteration then takes the makespan of three iterations minus the makespan of two.
 
     Args:
         schedule: schedule of one iteration.
@@ -98,12 +99,13 @@ def iteration_time(
 
 
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
-    """Add STEP at the end and VALIDATE in the warmup of every rank, and remove communication.
+    """Return the schedule without communication, with STEP at the end and VALIDATE in the warmup of every rank.
 
-    VALIDATE comes one forward later than the arrival of the state of all gradients of the previous iteration, which
-    avoids a delay if a rank is slightly late. Only the few forwards before VALIDATE are run again if the validation
-    fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the state of
-    all gradients. VALIDATE also comes before a forward whose input another rank makes after its own VALIDATE.
+    VALIDATE comes later than the arrival of the state of all gradients of the previous iteration, by the time of a
+    forward, so that a slightly late rank does not delay the others. Only the few forwards before VALIDATE are run again
+    if the validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait
+    for the state of all gradients. VALIDATE also comes before every forward whose input another rank makes after the
+    VALIDATE of that other rank.
 
     Args:
         schedule: schedule of one iteration.
@@ -138,7 +140,7 @@ def without_post_validation(schedule: Schedule) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """Rank -> largest number of forwards before VALIDATE, at most `counts`, that need no result from after VALIDATE."""
+    """Rank -> number of forwards before VALIDATE: `counts`, reduced until no forward needs a result after VALIDATE."""
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
         results = _results(schedule, early)
@@ -157,13 +159,13 @@ def _results(schedule: Schedule, ops: Sequence[Iterable[Op]]) -> set[Node]:
 
 
 def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The operations of `rank` before VALIDATE, with communication, which are run again if the validation fails."""
+    """The operations of `rank` before VALIDATE, including communication; they are run again if the validation fails."""
     ops = schedule.ops[rank]
     return ops[: next((k for k, op in enumerate(ops) if op.kind is OpKind.VALIDATE), 0)]
 
 
 def stale_receives(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The receives of `rank` after its VALIDATE whose messages other ranks send before their VALIDATE.
+    """The receives of messages that other ranks send before their VALIDATE and `rank` receives after its VALIDATE.
 
     If the validation fails, a message that was sent before VALIDATE has a wrong tensor. The receives of each channel
     are in the order in which the messages are sent.
@@ -173,7 +175,7 @@ def stale_receives(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 
 
 def _sent_before_validation(schedule: Schedule, rank: int) -> Iterator[Op]:
-    """Yield the receives of `rank` whose messages other ranks send before their VALIDATE, in order of sending."""
+    """Yield the receives of messages to `rank` that other ranks send before their VALIDATE, in order of sending."""
     for source in range(schedule.num_ranks):
         for op in before_validation(schedule, source):
             if op.kind in SENDS:
@@ -223,7 +225,7 @@ def check_post_validation(schedule: Schedule) -> None:
 
 
 def _check_inputs_before_validation(schedule: Schedule) -> None:
-    """Raise `InvalidSchedule` if an operation before VALIDATE needs a result or a collective from after a VALIDATE."""
+    """Raise `InvalidSchedule` if an operation before VALIDATE needs a result or collective that follows a VALIDATE."""
     early = [before_validation(schedule, rank) for rank in range(schedule.num_ranks)]
     computations = [[op for op in ops if op.kind not in COMMUNICATION] for ops in early]
     results = _results(schedule, computations)

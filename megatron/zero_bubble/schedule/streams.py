@@ -1,10 +1,10 @@
 """Simulation of the messages of a lowered schedule on NCCL's streams, and the check for deadlocks.
 
 Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts when the
-compute stream of its rank has reached the place of its posting and the previous message of its channel is complete. A
-message is complete when the time of the message has passed since both ends have started. The consumer of the message
-waits until the message is complete. Collectives of vocabulary shards are messages with an end on every rank, on one
-stream.
+compute stream of its rank has reached the point where the send or receive is posted and the previous message of its
+channel is complete. A message is complete when the time of the message has passed since both ends have started. The
+computation that uses the message waits until the message is complete. A collective of vocabulary shards is a message
+with an end on every rank; all collectives share one stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
 With one queue, the launches of a rank start in order: a launch waits until the previous work of its stream is complete,
@@ -110,14 +110,14 @@ class StreamReplay:
 
 
 class _Device:
-    """The simulated GPU of one rank, which runs launches until a launch has to wait."""
+    """A simulated GPU: runs the launches of one rank until a launch has to wait."""
 
     def __init__(self, launches: Host, queues: HardwareQueues, link: LinkTimes | None) -> None:
         self._link = link
         self.blocked_by: Stream | None = None
         self._launches = launches
         self._by_kind: dict[tuple[OpKind, int], StreamLaunch] = {}
-        """(kind, chunk) of operations -> their launch."""
+        """(kind, chunk) -> launch of the operations with this kind and chunk."""
         self._ops: Sequence[Op | None] = launches.ops
         """The operations in order; None stands for a wait of the compute stream for all sends and collectives."""
         if launches.schedule.has_post_validation:
@@ -139,7 +139,7 @@ class _Device:
         return timed_ops(self._computed, self._starts, self._ends)
 
     def go_on(self, runnable: deque[int]) -> None:
-        """Run launches until one has to wait; add each rank whose awaited message becomes complete to `runnable`."""
+        """Run launches until one has to wait; add to `runnable` each rank whose awaited message becomes complete."""
         self.blocked_by = None
         ops, by_kind, in_line = self._ops, self._by_kind, self._in_line
         for position in range(self._position, len(ops)):

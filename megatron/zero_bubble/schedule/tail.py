@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedule.pairs import computations
 _GRADIENTS = frozenset(kind for kind, facts in KINDS.items() if facts.adds_gradient and OpKind.B not in facts.makes)
 """The kinds of operations that compute only gradients of weights."""
 _LAST_COLLECTIVES = frozenset(kind for kind, collective in COLLECTIVES.items() if collective.maker is OpKind.B)
-"""The kinds of collectives that carry results of B, which also occur after the last B of a rank."""
+"""The kinds of collectives that carry results of B; such collectives also come after the last B of a rank."""
 
 
 def reorder_tail(schedule: Schedule) -> Schedule:
@@ -49,7 +49,7 @@ def _turn(op: Op) -> tuple[int, int, int]:
 
 
 def _tail(ops: Sequence[Op]) -> tuple[int, int]:
-    """(start, end): positions of the last weight gradients of a rank, after which only STEP may come."""
+    """(start, end): positions of the last weight gradients of a rank; only STEP may come after position `end`."""
     end = len(ops) - sum(op.kind is OpKind.STEP for op in ops[-1:])
     start = end
     while start > 0 and ops[start - 1].kind in _GRADIENTS | _LAST_COLLECTIVES:

@@ -47,7 +47,7 @@ class Idle:
     imbalance: float
     """Idle fraction that follows from the partition: idle time of ranks with less work than the busiest rank."""
     bubble: float
-    """Bubble rate, the idle fraction from the order: (longest span - work of the busiest rank) / longest span."""
+    """Bubble rate: the idle fraction due to the schedule, (longest span - work of the busiest rank) / longest span."""
 
     @classmethod
     def of(cls, spans: Sequence[float], work: Sequence[float]) -> Idle:
@@ -95,7 +95,7 @@ class Timeline:
     copies: tuple[tuple[TimedOp, ...], ...] = ()
     """Rank -> D and H with the times of their copies on its host link; empty without offload."""
     lengths: tuple[float, ...] = ()
-    """Microbatch -> factor of the times and the memory of the costs; empty if every factor is 1."""
+    """Microbatch -> factor by which its times and memory differ from the costs; empty if every factor is 1."""
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
@@ -157,9 +157,9 @@ class Timeline:
     def bubble_rate(self) -> float:
         """The bubble rate: (longest span - work of the busiest rank) / longest span.
 
-        For equal stages the bubble rate is the published (cost - m (T_F + T_B + T_W)) / cost. For unequal stages the
-        longest span is at least the work of the busiest rank, so that the bubble rate measures the schedule alone.
-        `idle` also measures the imbalance of the partition.
+        For equal stages the bubble rate is (cost - m (T_F + T_B + T_W)) / cost, as published. For unequal stages the
+        bubble rate still measures the schedule alone, because under every schedule the longest span is at least the
+        work of the busiest rank. `idle` also measures the imbalance of the partition.
         """
         return self.idle.bubble
 

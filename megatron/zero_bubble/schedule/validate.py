@@ -1,4 +1,4 @@
-"""Validation: a schedule is complete, has no deadlock, and adds up gradients in microbatch order."""
+"""Checks that a schedule is complete, has no deadlock, and adds up gradients in microbatch order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatron.zero_bubble.schedule.step_ops import check_post_validation
 from megatron.zero_bubble.schedule.streams import check_streams
 
 _Rows = dict[tuple[OpKind, int], list[int]]
-"""(kind, chunk) -> microbatch -> position of its operation in the order of a rank; -1 for a missing operation."""
+"""(kind, chunk) -> microbatch -> position of the operation in a rank's order; -1 if the rank lacks the operation."""
 
 
 @paused_collector()
@@ -61,7 +61,8 @@ def validate(schedule: Schedule) -> None:
         schedule: schedule with or without communication.
 
     Raises:
-        InvalidSchedule: the schedule breaks a rule of `validate`; the one-line message has the rank and the operation.
+        InvalidSchedule: the schedule breaks a rule of `validate`; the one-line message names the rank and the
+            operation.
         Deadlock: some ranks wait for each other for ever.
     """
     if schedule.num_microbatches < 1:
@@ -108,7 +109,7 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """Length of a row of `_Rows`: if a rank has n operations, one of n + 1 microbatches lacks an operation."""
+    """Length of a row of `_Rows`; n + 1 microbatches suffice for n operations, because one of them has no operation."""
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 
@@ -124,7 +125,7 @@ def _makers(result: OpKind) -> tuple[OpKind, ...]:
 _MADE_IN_ORDER = {
     kind: tuple(result for result in facts.makes if KINDS[result].in_order) for kind, facts in KINDS.items()
 }
-"""Kind of operation -> its results that must be in microbatch order."""
+"""Kind of operation -> results of the operation that must be made in microbatch order."""
 _MAKERS = {result: _makers(result) for result in KINDS}
 """Result -> kinds of operations that make the result; the kinds with several results come first."""
 

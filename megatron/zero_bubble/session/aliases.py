@@ -1,4 +1,4 @@
-"""Translates the flags of scripts that were written for the first fork of zero bubble into our flags."""
+"""Translates the flags of scripts for the original zero-bubble fork of Megatron-LM into our flags."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _refuse_unsplit(flags: JobFlags, ranks: Mapping[ModelRank, Gradients], unspl
 
 
 def _gather(world_size: int, gradients: Gradients) -> dict[ModelRank, Gradients]:
-    """The gradient counts by model-parallel rank, sorted by rank and equal on all replicas; a collective call."""
+    """Model-parallel rank -> its gradient counts, sorted by rank and equal on all global ranks; a collective call."""
     rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     ranks: list[Any] = [None] * world_size
     dist.all_gather_object(ranks, (rank, gradients))

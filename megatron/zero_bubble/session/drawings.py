@@ -1,4 +1,4 @@
-"""Draws the measured operations of ranks (`--zero-bubble-timeline`), and plans (in TensorBoard and W&B)."""
+"""Draws the measured operations of ranks (`--zero-bubble-timeline`), and draws plans for TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TimelineWriter:
 
 
 def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:
-    """The writer for `--zero-bubble-timeline`, None without the flag; the job begins after iteration `iteration`."""
+    """The writer for `--zero-bubble-timeline` in a job that begins after `iteration`; None without the flag."""
     if flags.zero_bubble_timeline is None:
         return None
     window = profile_window(flags)
@@ -86,7 +86,7 @@ def clock_offset(group: dist.ProcessGroup) -> float:
     """Seconds by which this rank's clock is ahead of the clock of the group's first rank; a collective call.
 
     Ranks leave a barrier at nearly the same moment. The offset is the median, over several barriers, of the difference
-    between the two clocks after the barrier. The error of the clock offset is the time of a barrier, some tens of
+    between the two clocks after the barrier. The error of the clock offset is about the time of a barrier, some tens of
     microseconds on one host.
     """
     differences = []
@@ -109,7 +109,7 @@ def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any
 
     Args:
         tensorboard: a `SummaryWriter`, or None.
-        wandb_run: a run of Weights & Biases or its module, or None.
+        wandb_run: a run of Weights & Biases, the module `wandb`, or None.
     """
     if tensorboard is not None:
         for tag, value in scalars.items():
@@ -119,7 +119,7 @@ def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any
 
 
 def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
-    """Write a drawing of the plan in `report`, which was made after `iteration`, and its idle time by cause."""
+    """Write a drawing, and the idle time by cause, of the plan in `report`; the plan was made after `iteration`."""
     if tensorboard is None and wandb_run is None:
         return
     timeline = report.prediction.timeline
@@ -135,7 +135,7 @@ def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_ru
 
 
 def cause_scalars(timeline: Timeline) -> dict[str, float]:
-    """The share of all ranks' time that is lost to each cause of idle time, under the tag of the cause."""
+    """Tag of a cause of idle time -> share of all ranks' time that is lost to the cause."""
     whole = float(timeline.cost) * len(timeline.lanes)
     return {
         f"predicted-idle/{cause.replace(' ', '-')}": float(sum(times)) / whole

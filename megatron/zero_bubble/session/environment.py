@@ -93,7 +93,7 @@ def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
 
 
 def check_num_ranks(flags: ParallelFlags, world_size: int, source: str = "torchrun --nproc-per-node") -> None:
-    """Raise `ValueError` if the number of ranks, which `source` gives, is not a multiple of the ranks of a replica."""
+    """Raise `ValueError` if `world_size`, set by `source`, is not a multiple of the number of ranks of a replica."""
     ranks = flags.ranks_of_replica
     if world_size % ranks == 0:
         return
@@ -153,7 +153,7 @@ def environment_warnings(flags: JobFlags, environment: Mapping[str, str], has_cu
 
 
 def describe_hosts(placement: Placement, pipeline_ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
-    """The stages and ranks of each host, one line a host, in the order of global ranks.
+    """A line for each host, with the stages and ranks of the host, in the order of global ranks.
 
     Args:
         pipeline_ranks: the pipeline rank of each global rank.

@@ -36,7 +36,8 @@ def write_file(path: str | Path, text: str) -> None:
 def _own_descriptor(path: str) -> int | None:
     """The file descriptor N if the path is `/proc/self/fd/N` or a link to that; None for other paths.
 
-    The caller writes to the descriptor: reopening `/proc/self/fd/N` would overwrite a regular file from its start.
+    The caller writes to the descriptor, because reopening `/proc/self/fd/N` would overwrite a regular file from its
+    start.
     """
     folder, name = os.path.split(path)
     if os.path.realpath(folder) == f"/proc/{os.getpid()}/fd":

@@ -1,4 +1,4 @@
-"""Parses command-line flags into a dataclass: each field is a flag."""
+"""Parses command-line flags into a dataclass in which each field is a flag."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flag(
         const: the value of the field if the flag is given without a value, which `nargs="?"` allows.
         names: further spellings of the flag.
         parse: converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by default the type of
-            the field sets the conversion. argparse also converts a default value that is a string.
+            the field determines the conversion. argparse also converts a default value that is a string.
         metavar: placeholder of the value in `--help`.
         repeat: allow the flag several times, and collect its values in a list.
     """
@@ -63,7 +63,8 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
 
     Args:
         arguments: the dataclass; its fields come from the base classes `groups`.
-        groups: dataclasses of flags in the order of `--help`; the first line of each docstring is the group's title.
+        groups: dataclasses of flags in the order of `--help`; the first line of a dataclass's docstring is the title of
+            its flags.
 
     Raises:
         ValueError: a flag is unknown or missing, or a value has the wrong type; the message is one line.
@@ -72,7 +73,7 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
 
 
 def take_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse the flags of `groups`, which may stand anywhere in `argv`; return them and the other arguments in order.
+    """Parse the flags of `groups` anywhere in `argv`; return these flags, and the other arguments in their given order.
 
     Raises:
         ValueError: a flag is missing, or a value has the wrong type; the message is one line.

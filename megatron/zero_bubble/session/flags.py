@@ -240,7 +240,7 @@ def limit_flag(flags: ZeroBubbleFlags) -> str:
 
 
 def flags_text(flags: Mapping[str, Any]) -> str:
-    """Flags, by name, as they are written on a command line; flags that are None are left out."""
+    """The text of `flags` for a command line; flags whose value is None are left out."""
     given = {flag_name(name): value for name, value in flags.items() if value is not None}
     words = []
     for name, value in given.items():

@@ -50,7 +50,7 @@ class HybridPattern:
         return tuple(map(len, self.stages))
 
     def divided(self, partition: Sequence[int]) -> HybridPattern:
-        """The pattern's layers, divided into stages with the numbers of layers in `partition`."""
+        """The pattern divided into stages; `partition` has the number of layers of each stage."""
         assert sum(partition) == len(self.symbols), "a partition of another number of layers"
         ends = accumulate(partition, initial=0)
         return HybridPattern(tuple(self.symbols[start:end] for start, end in pairwise(ends)), self.further)

@@ -1,4 +1,4 @@
-"""The flags that decide about a job's pipeline, from the trainer or from a Megatron-LM script."""
+"""The flags that determine a job's pipeline; the trainer or a Megatron-LM script has parsed them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _FURTHER = {
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Flag -> name of the corresponding field of megatron-core's `TransformerConfig`, if the names differ."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
-"""Names in `_MODEL` of the flags whose values the choice of a layout decides."""
+"""Names of the flags in `_MODEL` that the choice of a layout sets."""
 
 
 def keeping_everything(settings: object) -> dict[str, Any]:
-    """The changes of flags that switch full recomputation off; empty if full recomputation is off already."""
+    """Flag -> new value that switches full recomputation off; empty if full recomputation is off already."""
     return dict.fromkeys(RECOMPUTATION) if getattr(settings, "recompute_granularity", None) == "full" else {}
 
 
@@ -70,7 +70,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     num_layers: int = 0
     mtp_num_layers: int | None = None
     hybrid_layer_pattern: str | None = None
-    """The layers of a `HybridModel`, with `|` between stages if the flags or the chosen layout set the stages."""
+    """The layers of a `HybridModel`, with `|` between stages if the flags or the chosen layout divide the layers."""
     micro_batch_size: int = 1
     global_batch_size: int = 1
     rampup_batch_size: list[int] | None = None
@@ -131,7 +131,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def has_own_limit(self) -> bool:
-        """Whether the schedule fixes its own memory; other schedules use all that the memory limit allows."""
+        """Whether the schedule has a memory limit of its own; other schedules use all memory that the flags allow."""
         entry = ENTRIES.get(self.schedule or "")
         return entry is None or entry.has_own_limit
 
@@ -164,7 +164,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def pairs(self) -> bool:
-        """Whether a plan may run a forward and a backward as one operation; vocabulary shards exclude this."""
+        """Whether a plan may run a forward and a backward as one operation; vocabulary shards exclude such pairs."""
         return self.overlap_moe_expert_parallel_comm and not self.vocabulary_parallel
 
     @property
@@ -186,15 +186,15 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def most_microbatches(self) -> int:
-        """Microbatches of the largest iteration, on one data-parallel rank."""
+        """Number of microbatches on one data-parallel rank in the iteration with the largest global batch."""
         return self.num_microbatches(self.batch_sizes[-1])
 
     def num_microbatches(self, batch_size: int) -> int:
-        """Microbatches of an iteration of `batch_size` sequences, on one data-parallel rank."""
+        """Number of microbatches on one data-parallel rank in an iteration of `batch_size` sequences."""
         return batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def num_iterations(self, start: int) -> int | None:
-        """Largest number of iterations of a job that begins after iteration `start`; None if no flag sets it."""
+        """Largest number of iterations of a job that begins after iteration `start`; None if no flag limits the job."""
         if self.train_iters is None:
             return None
         left = self.train_iters - start
@@ -204,7 +204,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
 
 def _model_of(source: object) -> dict[str, Setting]:
-    """The flags of `source` on which the costs of a stage depend, named and completed as in Megatron-LM."""
+    """The flags of `source` on which the costs of a stage depend, with the names and defaults of Megatron-LM."""
     model = {name: getattr(source, name, getattr(source, _IN_CONFIGURATION.get(name, ""), None)) for name in _MODEL}
     for names in (_SWITCHES, *(names for owner, names in _FURTHER.items() if model[owner])):
         model.update((name, value) for name, value in vars(source).items() if names.fullmatch(name))

@@ -19,14 +19,15 @@ WITHOUT_PARTITION: dict[str, Any] = {
 }
 """Default values of the flags that set the number of layers of the first and the last stage."""
 _MOST_REPEATS = 10_000
-"""Largest repeat count in a layout that is accepted; no model has as many layers."""
+"""Largest repeat count that is accepted in a layout; no model has that many layers."""
 
 
 def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
-    """The layers of every stage, in model order, that the flags ask for.
+    """The number of layers that the flags give to each stage, in model order.
 
     Raises:
-        ValueError: flags contradict each other, or do not add up to `--num-layers`; the message names the flags.
+        ValueError: flags contradict each other, or their layers do not add up to `--num-layers`; the message names the
+            flags.
     """
     sources = partition_sources(flags)
     if len(sources) > 1:
@@ -42,7 +43,7 @@ def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -> str | None:
-    """The layout with which megatron-core builds `partition`; None if megatron-core needs no layout for it.
+    """The layout with which megatron-core builds `partition`; None if megatron-core builds `partition` without one.
 
     megatron-core expects the multi-token prediction layers on the last rank, but in a V placement the first rank holds
     the last stage.
@@ -54,7 +55,7 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags that set the number of layers of stages. Flags that belong together make one entry of the list."""
+    """The flags that set the number of layers of stages. Flags that belong together are one entry of the list."""
     layout = flags.pipeline_model_parallel_layout
     sources = list(_layers_of_ends(flags))[:1]
     if layout is not None:
@@ -67,7 +68,7 @@ def partition_sources(flags: JobFlags) -> list[str]:
 
 
 def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: str) -> Partition:
-    """The layers that a flag gives to each stage; raise `ValueError` if the number of stages or of layers is wrong."""
+    """Return `layers`; raise `ValueError` if the number of stages or the sum of the layers is wrong."""
     if len(layers) != placement.num_stages:
         raise ValueError(
             f"{given} {len(layers)} stages, but {placement.num_ranks} pipeline ranks with {placement.num_chunks} model "
@@ -79,7 +80,7 @@ def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: st
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """Flag with its value, as on the command line -> number of layers that it gives to the first or the last rank."""
+    """Flag with its value, as on the command line -> number of layers that the flag gives to the first or last rank."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
@@ -142,7 +143,7 @@ def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, 
 
 
 def to_layout(layers: Sequence[int], num_further_tokens: int | None = None) -> str:
-    """The layers of each stage, in model order, in the notation of megatron-core's `--pipeline-model-parallel-layout`.
+    """Convert `layers`, the number of layers of each stage, to the notation of `--pipeline-model-parallel-layout`.
 
     The last stage also gets `num_further_tokens` layers of multi-token prediction.
     """

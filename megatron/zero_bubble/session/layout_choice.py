@@ -53,13 +53,11 @@ _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers", *RECOMPUTATION)
 class ChosenLayout:
     """A layout that a job adopts.
 
-    Attributes:
-        flags: the flags, by name, that fix the layout.
-        request: the planner's request for the layout; None for a layout that was not planned with costs.
-        megatrons: the predicted time of megatron-core's own schedule on Megatron's split of the layers; None if the
-            layout is Megatron's split, or if the time is unknown.
-        is_megatrons_split: whether the layout is the layout of Megatron's flags. The memory limit of Megatron's layout
-            follows from the measured memory of 1F1B, so that 1F1B's order always fits.
+    Attributes: flags: names and values of the flags that fix the layout. request: the planner's request for the layout;
+    None for a layout that was not planned with costs. megatrons: the predicted time of megatron-core's own schedule on
+    Megatron's split of the layers; None if the layout is Megatron's split, or if the time is unknown.
+    is_megatrons_split: whether the layout is the layout of Megatron's flags. If so, the memory limit follows from the
+    measured memory of 1F1B, so that 1F1B's order always fits.
     """
 
     flags: Mapping[str, Any]
@@ -86,7 +84,7 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """Time of megatron-core's own schedule on Megatron's layout; None if the layout does not fit or is chosen."""
+        """Time of megatron-core's own schedule on Megatron's layout; None if this layout does not fit or is chosen."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -94,7 +92,7 @@ class LayoutChoice:
 
 
 def is_layout_open(flags: JobFlags) -> bool:
-    """Whether the flags leave partition, placement and chunks to the search: they name no schedule and no layout."""
+    """Whether the search chooses partition, placement and chunks, because the flags name no schedule and no layout."""
     if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
         return False
     return not partition_sources(flags)
@@ -144,7 +142,7 @@ def choose_layout(
         is_quick: plan with little effort.
         frees_layout: search all layouts, even if Megatron's flags fix a layout.
         host_rate: bytes that a host link copies in a millisecond; None if no activations may be copied.
-        report: called often with the progress of the search in words.
+        report: called often with a text about the progress of the search.
 
     Raises:
         ValueError: no layout fits in the memory, or (as `ScheduleError`) there are fewer layers than ranks.
@@ -170,11 +168,11 @@ def choose_layout(
 
 
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
-    """The layout that was chosen for the job which saved its arguments in a checkpoint.
+    """The layout that was chosen for a saved job; `saved` has the arguments from the job's checkpoint.
 
-    The function returns None if the saved job chose no layout or had another number of pipeline ranks, other layers or
-    other flags of Megatron's recomputation than `flags`. The function also returns None if `flags` ask for another
-    layout, or for FSDP2 while the saved layout has recomputation or vocabulary shards.
+    The function returns None if the saved job chose no layout, or if `flags` have another number of pipeline ranks,
+    other layers or other recomputation flags of Megatron than the saved job. The function also returns None if `flags`
+    ask for another layout, or if `flags` ask for FSDP2 and the saved layout has recomputation or vocabulary shards.
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
@@ -243,7 +241,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
-    """The placement that the flags fix; all placements of allowed kinds if none is fixed or with `frees_layout`."""
+    """The placement that the flags fix; if none is fixed or with `frees_layout`, all placements of allowed kinds."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -262,7 +260,7 @@ def _can_recompute(flags: JobFlags) -> bool:
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """The kinds of recomputation to search; they include planned recomputation unless a flag forbids it."""
+    """The kinds of recomputation to search; planned recomputation is one of them unless flags or model exclude it."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
     cannot = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm

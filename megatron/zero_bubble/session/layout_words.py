@@ -15,7 +15,7 @@ from megatron.zero_bubble.session.layers import to_layout
 def flags_of_layout(
     layout: Layout, num_further_tokens: int | None = None, pattern: HybridPattern | None = None
 ) -> Mapping[str, Any]:
-    """The flags, by name, that fix `layout` in a job.
+    """The names and values of the flags that fix `layout` in a job.
 
     Args:
         num_further_tokens: the job's number of multi-token prediction layers.
@@ -39,7 +39,7 @@ def flags_of_layout(
 
 
 def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron's split") -> list[tuple[str, Plan]]:
-    """The rows of a table of layouts, each with a name: the chosen layout, the runners-up, and the usual layout."""
+    """(name, plan) for each row of a table: the chosen layout, the runners-up, and the layout named `usual`."""
     rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
     rows += [(placement_words(plan.layout), plan) for plan in chosen.others]
     return rows + [(f"{usual}, {plan.request.schedule}", plan) for plan in megatrons]

@@ -17,13 +17,13 @@ class Parameters(NamedTuple):
 
 
 def element_bytes(args: Any) -> int:
-    """Bytes of one element of an activation, and of a parameter that the model computes with."""
+    """Bytes of one element of an activation or parameter in the data type in which the model computes."""
     return 2 if args.bf16 or args.fp16 else 4
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that a rank keeps for each parameter, their division among replicas by ZeRO, and the replicas' traffic.
+    """How many bytes a rank keeps, and sends to other replicas, for each parameter under a stage of ZeRO.
 
     ZeRO (Rajbhandari et al. 2020) divides the optimizer's state among the data-parallel ranks from stage 1 on, the
     gradients from stage 2 on, and the parameters in stage 3. Context-parallel ranks count as data-parallel ranks. In
@@ -77,7 +77,7 @@ class States:
     def bytes_a_parameter(self, replicas: int) -> float:
         """Return the most bytes that one of `replicas` ranks holds in a step for each parameter of its model part.
 
-        The parameters of layers that ZeRO stage 3 has gathered temporarily are not counted.
+        Parameters that ZeRO stage 3 gathers temporarily for a layer are not counted.
         """
         shards = max(1, replicas // self.instances)
         optimizer = self.optimizer / (shards if self.zero_stage >= 1 else 1)
@@ -91,7 +91,7 @@ class States:
         return parameter + gradient + optimizer
 
     def passes(self, num_microbatches: int) -> tuple[int, int]:
-        """Return how often a step exchanges all gradients, and all parameters, among the replicas.
+        """Return how often a step exchanges all gradients among the replicas, and how often all parameters.
 
         An all-reduce counts as two exchanges, a reduce-scatter or an all-gather as one. ZeRO stage 3 gathers parameters
         for the F and for the B of every microbatch. From ZeRO stage 2 on, gradients are reduced after every microbatch
@@ -101,7 +101,7 @@ class States:
         return [(2, 0), (1, 1), (reductions, 1), (reductions, 2 * num_microbatches)][self.zero_stage]
 
     def sent_a_parameter(self, replicas: int, num_microbatches: int) -> float:
-        """Return the bytes that one of `replicas` ranks sends to others in a step for each parameter it works with.
+        """Return the bytes that one of `replicas` ranks sends to others in a step for each parameter of its model part.
 
         In one exchange among d ranks, a rank sends (d - 1) / d of the bytes: all but its own part.
         """
@@ -112,13 +112,13 @@ class States:
         return sent + 2 * self.gradient / shards * (self.instances - 1) / self.instances
 
     def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
-        """Return the bytes of all states of a rank; groups of `expert_ranks` replicas divide the experts."""
+        """Return the bytes of all states of a rank; every `expert_ranks` replicas divide the experts."""
         expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
         return parameters.dense * self.bytes_a_parameter(replicas) + expert
 
 
 def _precision_aware(args: Any) -> int:
-    """Bytes of the main copy and of Adam's moments for one parameter, in the types that the flags set.
+    """Bytes that the main copy and Adam's moments of one parameter take together, in the types that the flags set.
 
     An fp32 copy of a bf16 parameter takes 16 bits, because the parameter holds the other 16.
     """

@@ -27,7 +27,7 @@ _FILE = "file:"
 
 
 def choose_plan(flags: JobFlags) -> RunSchedules | None:
-    """The plan that the flags ask for, whose schedules are not made yet; None for megatron-core's own schedule.
+    """The plan that the flags ask for, before its schedules are made; None for megatron-core's own schedule.
 
     Raises:
         ValueError: the named schedule does not exist, or the number of ranks or chunks does not fit the schedule.
@@ -77,8 +77,8 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
     """Number of microbatches that a chunk runs before the next chunk's turn; None if the planner may choose.
 
     With dropout and without a seed for each layer, the order of the forwards of a rank decides which random numbers the
-    forwards draw. A job with interleaved chunks, dropout and no seeds for layers keeps megatron-core's order: a
-    group has as many microbatches as there are ranks.
+    forwards draw. A job with interleaved chunks, dropout and no seeds for layers therefore keeps megatron-core's order,
+    in which a group has as many microbatches as there are ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     draws = (flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
@@ -165,7 +165,7 @@ def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | No
 
 
 _ASSUMED_EXCHANGE = 0.3
-"""Share of the time of F and of B that token exchanges between experts are assumed to take before a measurement."""
+"""Assumed share of F's time, and of B's time, that token exchanges between experts take; used before a measurement."""
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
@@ -189,7 +189,7 @@ def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts
 
 
 def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
-    """Raise `Infeasible` if the given schedule of a plan exceeds the memory limit, to which it cannot adapt.
+    """Raise `Infeasible` if a plan's given schedule, which cannot adapt to a limit, exceeds the memory limit.
 
     A limit in bytes cannot be checked before memory is measured.
     """
@@ -205,7 +205,7 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """Convert the limit `smallest` from M_B to the unit of the flag that set the limit, rounded up, in words."""
+    """Describe the limit `smallest`, given in M_B, rounded up in the unit of the flag that sets the memory limit."""
     num_ranks = flags.pipeline_model_parallel_size
     placement = Placement("linear", num_ranks)
     peak = MemoryLimit(multiple=1.0).in_unit_costs(placement, flags.most_microbatches, flags.recompute)

@@ -19,10 +19,10 @@ from megatron.zero_bubble.session.model_states import element_bytes
 
 
 def partition_of_profile(profile: Profile) -> Partition:
-    """The layers of every stage of the run that was profiled.
+    """The number of layers of every stage of the profiled run.
 
     Raises:
-        ValueError: the settings that the profile names do not fit its placement.
+        ValueError: the settings in the profile do not fit the profile's placement.
     """
     flags = JobFlags.of(SimpleNamespace(**profile.model), pipeline_model_parallel_size=profile.placement.num_ranks)
     if flags.pipeline_model_parallel_layout is not None:
@@ -35,16 +35,17 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     """The unit costs that fit the stage costs of the profile best, by least squares.
 
     The costs of a stage are the sum of the costs of its layers; the first stage also has the embedding, and the last
-    stage the output. A profile of two stages does not determine the costs of the embedding, which are then zero. If the
-    stages do not tell the kinds of layers apart, all layers get the same costs. Costs are never negative. The field
-    `state` of the costs is zero, because a profile has no memory of states. If the profile has no recomputation, R of a
-    layer takes the time of F, and restores everything that F keeps except the layer's input.
+    stage also has the output. A profile of two stages does not determine the costs of the embedding, which are then
+    zero. If the costs of the stages do not tell the kinds of layers apart, all layers get the same costs. Costs are
+    never negative. The field `state` of the costs is zero, because a profile has no memory of states. If the profile
+    has no recomputation, R of a layer takes the time of F, and restores everything that F keeps except the layer's
+    input.
 
     Args:
-        kinds: the kind of each layer, as numbers from 0; by default all layers are of one kind.
+        kinds: number of the kind of each layer, counted from 0; by default all layers are of one kind.
 
     Raises:
-        ScheduleError: the profile has one stage, or names no layers that fit its placement.
+        ScheduleError: the profile has one stage, or the profile's layers do not fit its placement.
     """
     try:
         partition = partition_of_profile(profile)

@@ -38,11 +38,12 @@ def planning_options(
     """The options with which this job profiles and plans; None if the job does neither.
 
     Args:
-        knows_costs: whether the layout is chosen from costs of layers, with which the first plan is also made.
+        knows_costs: whether the layout is chosen from the costs of layers; the first plan is then made with these
+            costs, too.
         profile: the given profile; None without a given profile, or if its layout differs from the job's layout.
 
     Raises:
-        ValueError: a flag needs measured costs, which the job will not have, or the given profile does not fit the job.
+        ValueError: a flag needs measured costs in a job that measures none, or the given profile does not fit the job.
     """
     window, limit = profile_window(flags), flags.memory_limit
     if profile is not None and not knows_costs:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 ModelRank = tuple[int, int]
-"""(tensor, pipeline) model parallel rank."""
+"""(tensor-parallel rank, pipeline rank)."""
 LOUD = 0.01
 """Smallest share of a rank's parameters for which the line about an unsplit module is a warning."""
 _MOST_NAMED = 16
@@ -48,7 +48,7 @@ def print_rank_0(message: str) -> None:
 
 
 def print_error(program: str, message: object) -> None:
-    """Print why `program` ends, on this rank at once."""
+    """Print at once, on this rank, why `program` ends."""
     print(f"{program}: error: {message}", file=sys.stderr, flush=True)
 
 
@@ -60,7 +60,7 @@ def parameter_line(ranks: Mapping[ModelRank, Gradients]) -> str:
 
 
 def deferred_line(ranks: Mapping[ModelRank, Gradients]) -> str:
-    """A line with the share of weights in the model's matrix products whose gradient W computes."""
+    """A line with the share of the weights in the model's matrix products for which W computes the gradient."""
     deferred = sum(gradients.in_w for gradients in ranks.values())
     weights = deferred + sum(size for gradients in ranks.values() for _, size in gradients.unsplit)
     share = deferred / weights if weights else 1.0
@@ -76,7 +76,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
     """The lines of a table of the chosen layout, the runners-up and Megatron's split.
 
     Args:
-        flags: the flags, by name, that fix the chosen layout.
+        flags: names and values of the flags that fix the chosen layout.
     """
     given = flags.get("hybrid_layer_pattern")
     pattern = None if given is None else HybridPattern.parse(given)
@@ -107,7 +107,7 @@ def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[st
 
 
 def without_gain(ratio: float) -> str:
-    """Say that pairing forwards with backwards gains nothing: a pair takes `ratio` times as long as its two parts."""
+    """Say that pairs of F and B gain nothing: a pair takes `ratio` times as long as F and B one after the other."""
     return (
         f"F and B as one operation take {ratio:.2f} times as long as one after the other on this machine: "
         "the plan does not pair them"
@@ -231,7 +231,7 @@ def wait_fields(waits: Waits | None) -> str:
 def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
     """Return the idle share of a pipeline as text for the end of a log line, without values that are None.
 
-    The text contains the measured idle share, imbalance and bubble rate, but only the predicted bubble rate.
+    The text contains three measured values (idle share, imbalance and bubble rate), and the predicted bubble rate.
     """
     line = ""
     if measured is not None:
@@ -259,7 +259,7 @@ def order_fields(times: OrderTimes | None) -> str:
 
 
 def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:
-    """Return the idle share of a pipeline under the tags of TensorBoard and Weights & Biases, without None values."""
+    """Return tag -> idle share of a pipeline, for TensorBoard and Weights & Biases, without values that are None."""
     scalars: dict[str, float] = {}
     if measured is not None:
         scalars |= {"idle": measured.total, "imbalance": measured.imbalance, "bubble-rate": measured.bubble}

@@ -1,4 +1,4 @@
-"""Makes the objects that run a job: its forward-backward function, post-validation, and the averaging of replicas."""
+"""Makes the objects that run a job: forward-backward function, post-validation, and averaging of the replicas."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_plan(
 
     Args:
         iteration: the iteration after which the job begins.
-        write_plan: called on every rank with each plan from measured costs, in addition to the printed lines.
+        write_plan: called on every rank with each plan from measured costs, after the plan is printed.
     """
     assert job.plan is not None
     flags = job.flags
@@ -102,7 +102,7 @@ def units_of(
     forward_step: Callable[..., Any],
     microbatch: Mapping[str, torch.Tensor],
 ) -> UnitModels:
-    """Make the units of a model, after the process groups are made.
+    """Make the units of a model; the process groups must exist.
 
     Args:
         settings: Megatron's and our flags, as attributes.
@@ -141,10 +141,10 @@ def costs_of_units(
     profile: Profile | None = None,
     seconds: float = SECONDS,
 ) -> ModelCosts:
-    """The costs of a model's units without full recomputation, and of a message; a collective call of all ranks.
+    """The costs of a message, and of a model's units without full recomputation; a collective call of all ranks.
 
     Args:
-        kinds: for each layer of the model, the number of its kind, as in `Unit.layer`.
+        kinds: number of the kind of each layer of the model, as in `Unit.layer`.
         profile: the profile of an earlier run of the model, perhaps in another layout; if None, units and messages are
             measured.
         seconds: time for the measurement of all units, see `measure_model`.
@@ -213,8 +213,8 @@ class RollbackWatch:
     def warning(self, was_amended: bool) -> str | None:
         """Record one step, and return a warning if at least a third of the last 100 steps were amended, else None.
 
-        Amending a step runs forwards again, which takes about the time that post-validation gains, and takes the
-        optimizer's step twice. If one step in three is amended, the gain of post-validation is doubtful.
+        Amending a step repeats forwards, in about the time that post-validation saves in a step, and repeats the
+        optimizer's step. If one step in three is amended, the gain of post-validation is doubtful.
         """
         self._amended.append(was_amended)
         rate = sum(self._amended) / _WINDOW
@@ -228,7 +228,7 @@ class RollbackWatch:
 
 
 class Replicas:
-    """Averages the parameters of this rank's replicas if the flags say so, and measures the replicas' waits.
+    """Averages parameters over the replicas if the flags say so, and measures how long each replica waits.
 
     A `Replicas` object is created before the first step, in a collective call of all ranks. With a single replica, a
     `Replicas` object does nothing.
@@ -281,8 +281,8 @@ class Replicas:
     def changes_after(self, iteration: int) -> bool:
         """Whether `after_step(iteration)` averages parameters, or ends the synchronous steps.
 
-        If `changes_after` returns True, the step must be validated, and the next iteration must not begin, before
-        `after_step` is called.
+        If `changes_after` returns True, the loop must validate the step, call `after_step`, and only then begin the
+        next iteration.
         """
         if self._averaging is None:
             return False
@@ -301,13 +301,13 @@ class Replicas:
             self._waits.end_iteration(size)
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Give all replicas the same parameters and, for a checkpoint, the same state of the optimizer."""
+        """Give all replicas the same parameters and, if `with_states`, the same optimizer state."""
         if self._averaging is not None:
             self._averaging.average_all(iteration, with_states=with_states)
 
     def take_waits(self) -> Waits | None:
         """The replicas' waits since the last call of `take_waits`; a collective call of the replicas.
 
-        `take_waits` returns None if no iteration has ended since its last call, or with a single replica.
+        `take_waits` returns None if no iteration has ended since its last call, or if there is only one replica.
         """
         return self._waits.take() if self._num_replicas > 1 else None

@@ -1,4 +1,4 @@
-"""`Session`: one training run with zero bubble, whose methods a training loop calls at Megatron's seams."""
+"""`Session`: one training run with zero bubble; a training loop like Megatron's calls its methods."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Session:
 
     The training loop calls `make_schedules` at the beginning, and `unit_costs` and `choose_layout` when the process
     groups exist. The loop calls `configure`, `initializing`, `shard` and `split` while the model is built, and `start`
-    when everything is built and loaded. Every iteration calls `forward_backward` and `after_iteration`. The loop calls
-    `settle` before anything but a training step reads parameters, and `close` at the end. As a context manager, a
-    session undoes its changes, also after an error.
+    when everything is built and loaded. In every iteration the loop calls `forward_backward` and `after_iteration`. The
+    loop calls `settle` before anything but a training step reads parameters, and `close` at the end. As a context
+    manager, a session undoes its changes, also after an error.
 
     Args:
         job: the checked settings. If the settings leave the layout open, `choose_layout`, `restore_layout` or
             `keep_megatrons_layout` is called before anything is built.
-        program: name of the program, with which the lines of its watchdog begin.
+        program: name of the program; the watchdog's lines begin with this name.
 
     Attributes:
         has_started: whether `start` was called.
@@ -95,7 +95,7 @@ class Session:
 
     @classmethod
     def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
-        """A session that builds models and runs no schedule; with a `store` the models' linear layers are split."""
+        """A session that builds models and runs no schedule; with a `store`, backwards of linear layers are split."""
         session = cls(JobSettings(flags, None, placement, (), None), "")
         session.store = store
         return session
@@ -105,7 +105,7 @@ class Session:
     def make_schedules(self) -> None:
         """Make the schedules of a fixed layout, so that a run without a fitting schedule ends before anything is built.
 
-        While the layout is open, `make_schedules` does nothing: a chosen layout's schedules are made at the first step.
+        While the layout is open, the method does nothing; schedules of a chosen layout are made at the first step.
 
         Raises:
             ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
@@ -114,7 +114,7 @@ class Session:
             make_schedules(self.job.flags, self.job.plan)
 
     def complete(self, flags: JobFlags) -> None:
-        """Replace the job's flags by complete flags of the same layout, which are known only after the model is built.
+        """Replace the job's flags, after the model is built, by the complete flags of the same layout.
 
         Raises:
             ValueError: a flag does not work, or no schedule fits the memory limit.
@@ -126,7 +126,7 @@ class Session:
         """Return the costs of the model's units, measured or from the given profile; a collective call of all ranks.
 
         Args:
-            kinds: the kind of every layer, by number.
+            kinds: number of the kind of each layer.
 
         Raises:
             ValueError: the given profile cannot be read, or does not determine the costs of the units.
@@ -138,10 +138,10 @@ class Session:
 
         Args:
             costs: the result of `unit_costs`.
-            restrictions: flags, by name, that replace flags of the settings for the choice.
+            restrictions: names and values of flags that replace flags of the settings for the choice.
 
         Returns:
-            The flags, by name, that fix the layout.
+            Names and values of the flags that fix the layout.
 
         Raises:
             ValueError: no layout fits in the memory, or a flag does not work with the chosen layout.
@@ -215,8 +215,8 @@ class Session:
     def split(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Split the backward of the chunks' linear layers into B and W, before chunks are wrapped for data parallelism.
 
-        With split layers, DDP's configuration needs `delay_wgrad_compute`: DDP gives each layer the hook that
-        accumulates and reduces its gradient, and W calls the hook.
+        DDP's configuration then needs `delay_wgrad_compute`, with which DDP gives each layer a hook. W calls the hook
+        to accumulate and reduce the gradient of the layer's weight.
 
         Raises:
             ValueError: a layer has a setting with which its backward cannot be split.
@@ -240,10 +240,10 @@ class Session:
             optimizer: megatron-core's optimizer; None only if neither post-validation nor averaging of replicas needs
                 it.
             iteration: number of iterations that were done before the run.
-            write_plan: called on every rank with each plan from measured costs, in addition to the printed lines.
+            write_plan: called on every rank with each plan from measured costs, after the plan is printed.
 
         Raises:
-            ValueError: model or optimizer do not fit the settings.
+            ValueError: the model or the optimizer does not fit the settings.
         """
         job, flags = self.job, self.job.flags
         if optimizer is None and (flags.zero_bubble_post_validation or job.hierarchy is not None):
@@ -294,17 +294,17 @@ class Session:
             self._timeline.after_iteration(self.iteration, self.num_microbatches)
 
     def settle(self) -> None:
-        """Validate the last step if it is pending, before anything but a training step reads the parameters."""
+        """Validate a step that is still pending, before anything but a training step reads the parameters."""
         if self.post_validation is not None:
             self.post_validation.validate()
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Give all replicas equal valid parameters, and if `with_states` equal optimizer states; a collective call."""
+        """Give all replicas equal valid parameters, and equal optimizer states if `with_states`; a collective call."""
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 
     def close(self) -> None:
-        """Close watchdog and channels, which use process groups, and undo all changes; a second call has no effect."""
+        """Close the watchdog and the channels between stages, and undo all changes; a second call has no effect."""
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None

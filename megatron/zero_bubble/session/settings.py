@@ -29,14 +29,11 @@ from megatron.zero_bubble.session.stalls import check_stall_timeout
 class JobSettings:
     """The checked settings of a job's pipeline.
 
-    Attributes:
-        flags: the given flags, with the layout that megatron-core needs for the partition.
-        plan: makes the schedules; None for megatron-core's own schedule.
-        placement: which rank holds which stages.
-        partition: the layers of every stage, in model order.
-        planning: how costs are measured and used for planning; None if costs are neither measured nor used.
-        is_layout_open: whether partition, placement or chunks are still to be chosen.
-        hierarchy: how replicas average their parameters; None if they reduce gradients.
+    Attributes: flags: the given flags, with the layout that megatron-core needs for the partition. plan: makes the
+    schedules; None for megatron-core's own schedule. placement: which rank holds which stages. partition: the number of
+    layers of every stage, in model order. planning: how costs are measured and used for planning; None if costs are
+    neither measured nor used. is_layout_open: whether partition, placement or chunks are still to be chosen. hierarchy:
+    how replicas average their parameters; None if replicas reduce gradients in every step.
     """
 
     flags: JobFlags
@@ -108,7 +105,7 @@ def job_settings(
 
 
 def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayout | None) -> JobSettings:
-    """The settings of a job that plans with the costs of the chosen layout, and with the costs that it measures."""
+    """Complete `settings` for planning with the costs of the chosen layout, and with costs that the job measures."""
     flags, request = settings.flags, None if choice is None else choice.request
     profile = given_profile(flags)
     if request is not None and profile is not None and not _is_of_layout(profile, settings):

@@ -1,4 +1,4 @@
-"""Watches a job for a hung pipeline, reports the operation each rank is waiting in, and ends the job."""
+"""Watches for a hung pipeline, reports the operation of each of the pipeline's ranks, and ends the job."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """Suspects of a stall: unresponsive ranks; otherwise computing ranks, longest first, and ranks between steps."""
+    """Suspects of a stall: silent ranks; if there are none, computing ranks (longest first) and ranks between steps."""
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)

@@ -24,7 +24,7 @@ from megatron.zero_bubble.session.reports import print_error
 _SECONDS_FOR_RANK_0 = 5.0
 """Seconds that other ranks wait for rank 0 to report the same mistake, and that a rank waits for torchrun to end it."""
 _SECONDS_TO_END = 8
-"""Seconds the interpreter has to exit after an error before the kernel ends it."""
+"""Seconds after an error until the kernel ends the process, if the interpreter has not exited by itself."""
 _STATUS = 2
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*?\d\) (is killed|exited)[^.]*")
 _LOST_RANK = re.compile(r"Connection (closed|reset) by peer|remote worker crashing|Connection was likely closed")
@@ -40,7 +40,7 @@ class _LostRankError(SessionError):
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Turn a `ValueError` of a check into a `SessionError`; a `ValueError` of a script's own code stays distinct."""
+    """Turn a check's `ValueError` into a `SessionError`, which differs from a `ValueError` of a script's own code."""
     try:
         yield
     except SessionError:
@@ -77,7 +77,7 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
     its summary. Ctrl-C ends the process at once and silently, like SIGTERM, unless `body` handles these signals.
 
     Args:
-        program: name of the program as the user calls it, with which the printed line begins.
+        program: name of the program as the user calls it; the printed line begins with this name.
         mistakes: the type of exception that a user's mistake raises.
 
     Returns:
@@ -107,9 +107,10 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
-    Rank 0 prints a mistake at once. Ranks other than 0 print a mistake only if they still run some seconds later, so
-    that a mistake of all ranks is printed by rank 0 alone, and a mistake of another rank is still printed. A rank that
-    has lost the connection to another rank also waits: torchrun ends the waiting rank when the lost rank has ended.
+    Rank 0 prints a mistake at once. Ranks other than 0 print a mistake only if they still run some seconds later. Rank
+    0 alone therefore prints a mistake of all ranks, and another rank prints a mistake that rank 0 does not make. A rank
+    that has lost the connection to another rank also waits, because torchrun ends the waiting rank when the lost rank
+    has ended.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -141,8 +142,8 @@ def _lost_process(error: Exception) -> SessionError | None:
 def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
-    torchrun takes the failure with the earliest time, in whole seconds, for the cause, and also counts ranks that
-    torchrun ends itself. Hence the time of the error in torchrun's error file is set back by one second.
+    torchrun takes the failure with the earliest time, in whole seconds, for the cause, even if torchrun itself ended
+    the failed rank. Hence the time of the error in torchrun's error file is set back by one second.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
@@ -152,7 +153,7 @@ def _tell_torchrun(reason: str) -> None:
 
 
 def _leave() -> NoReturn:
-    """End this process at once, because torchrun waits for it before torchrun ends the other ranks.
+    """End this process at once, because torchrun ends the other ranks only after this process has ended.
 
     A normal exit of the interpreter takes seconds when ranks share few cores.
     """

@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.kinds import TIMES
 from megatron.zero_bubble.session.files import write_file
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
-"""Width in pixels of a drawing's margins, of an operation on average (most labels fit), and of the widest drawing."""
+"""Widths in pixels: a drawing's margins, an average operation (most labels fit), and the widest drawing."""
 _UNKNOWN = 1e-6
 """Cost in milliseconds of an F, B or W that did not run; costs must be above zero."""
 _STYLE = "svg { max-width: 100%; height: auto; }\n"
@@ -56,7 +56,7 @@ def measured_timeline(
     *,
     shapes_vary: bool = False,
 ) -> Timeline:
-    """The measured operations of a step as a `Timeline` from time 0, with the step's mean times as its costs.
+    """A `Timeline`, from time 0, of the measured operations of a step; its costs are the mean times of operations.
 
     A forward that ran again because a step was amended appears only with its last run. The costs of messages and memory
     come from `profiled`, or are zero if `profiled` is None. If shapes vary, the timeline also has the relative length

@@ -32,7 +32,7 @@ def train() -> None:
 
 
 def main() -> int:
-    """Run the trainer; a user's mistake gives one line and exit status 2 on every rank."""
+    """Run the trainer; a user's mistake is printed as one line, and every rank exits with status 2."""
     return run_program(PROGRAM, train)
 
 

@@ -17,7 +17,7 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.trainer.core_flags import flag_groups
 
 TORCH_BACKENDS = ("flash", "fused")
-"""Values of --attention-backend with which local layers compute attention with torch's kernels."""
+"""Values of --attention-backend for which local layers compute attention with torch's kernels."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +215,12 @@ class Arguments(
     """Number of rows of the embedding; 0 until the tokenizer is known."""
 
     def changed(self, values: Mapping[str, Any]) -> Arguments:
-        """Return a copy of the flags with the new values in `values`, which maps names of flags to values."""
+        """Return a copy of the flags with the values in `values`: name of a flag -> its new value."""
         return replace(self, **values)
 
     @property
     def checks_finite(self) -> bool:
-        """Whether training ends at a loss, gradient or weight that is not finite; never with an adaptive loss scale."""
+        """Whether training ends at a loss, gradient or weight that is not finite; False with an adaptive loss scale."""
         return not self.no_check_for_nan_in_loss_and_grad and (not self.fp16 or self.loss_scale is not None)
 
     @property

@@ -50,7 +50,7 @@ _OF_ONE_RANK = ("rank", "local_rank")
 
 @dataclass
 class Progress:
-    """Numbers of iterations and sequences that a training has processed, including its runs before a resume."""
+    """Numbers of iterations and sequences that the training has processed, in this run and in runs that it resumes."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -58,7 +58,7 @@ class Progress:
 
 
 class TrainingState(NamedTuple):
-    """The state of a training on this rank that changes during training and is saved in checkpoints."""
+    """The state on this rank that changes during training and is saved in checkpoints."""
 
     progress: Progress
     model: list[Any]
@@ -210,7 +210,7 @@ class Checkpointer:
 
 
 def _schedule(state: dict[str, Any], flags: Arguments | argparse.Namespace) -> dict[str, Any]:
-    """The scheduler's state, and the learning rates of embedding and output layer."""
+    """The scheduler's state, with the learning rates of the embedding and the output layer."""
     return {**state, **{name: vars(flags)[name] for name in DECOUPLED_RATES if name in vars(flags)}}
 
 

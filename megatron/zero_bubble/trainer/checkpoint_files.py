@@ -90,7 +90,7 @@ def incomplete_folder(root: Path, iteration: int) -> Path:
 
 
 def name_latest(root: Path, iteration: int) -> None:
-    """Give the complete folder of `iteration` its final name, and make it the latest checkpoint under `root`."""
+    """Give the complete folder of `iteration` its final name, and name `iteration` in the tracker file."""
     folder, final = incomplete_folder(root, iteration), checkpoint_folder(root, iteration)
     for path in folder.iterdir():
         _sync(path)

@@ -21,7 +21,7 @@ _MODEL_COMPUTATION = (
     *("window_size", "norm_epsilon", "qk_l2_norm", "rotary_base", "rotary_percent", "rotary_interleaved"),
     *("use_rope_scaling", "moe_router_pre_softmax"),
 )
-"""Flags that change what a model computes, but not its parameters; with `--finetune` they may change."""
+"""Flags that change what a model computes, but not its parameters; `--finetune` allows other values of these flags."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
 """Settings that an optimizer takes over from a checkpoint."""
 DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
@@ -37,7 +37,7 @@ _SCHEDULE_FLAGS = {
     "wd_incr_steps": "--train-iters",
     **{name: flag_name(name) for name in DECOUPLED_RATES},
 }
-"""The flag that sets each value of the learning rate's schedule; the scheduler counts steps in samples."""
+"""Value of the learning-rate schedule -> flag that sets the value; the scheduler counts steps in samples."""
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
@@ -57,7 +57,7 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _layers(args: Any) -> str | None:
-    """The symbols of a hybrid model's layers, whatever stages they are in; None for another model."""
+    """The symbols of a hybrid model's layers, without the division into stages; None for another model."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return None if pattern is None else HybridPattern.parse(pattern).symbols
 
@@ -98,7 +98,7 @@ def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
 
 
 def has_same_ranks(args: Arguments, saved: argparse.Namespace) -> bool:
-    """Return whether the ranks of the flags `args` have the random states of the ranks that saved the checkpoint."""
+    """Return whether a job with the flags `args` has the ranks, and so the random states, of the saved job."""
     names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
     if _spreads_experts(args) or _spreads_experts(saved):
         names += ["expert_model_parallel_size", "world_size"]

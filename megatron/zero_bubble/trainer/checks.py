@@ -110,7 +110,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("must be 0, 1 or 2", lambda value: value in (0, 1, 2), "timing_log_level empty_unused_memory_level"),
     ("must be at most 1000000", lambda value: value <= 10**6, "distributed_timeout_minutes"),
 )
-"""Conditions on flag values, in words and as functions, each with the names of the flags that it restricts."""
+"""Conditions on flag values: each condition in words and as a function, and the flags that must meet the condition."""
 
 
 def _check_ranges(args: Arguments) -> None:
@@ -276,7 +276,7 @@ _NOT_OF_ONE_LENGTH = {
     "reset_attention_mask": "a sample is one document",
     "reset_position_ids": "a sample is one document",
 }
-"""Flags that are refused with `--variable-seq-lengths`, and the reasons."""
+"""Flag -> reason why the flag is refused with `--variable-seq-lengths`."""
 
 
 def _check_data(args: Arguments) -> None:

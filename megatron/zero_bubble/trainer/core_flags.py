@@ -1,8 +1,8 @@
 """Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
 
 Every field of the installed megatron-core's configurations is a flag with the name in the field's metadata or in
-`_NAMES`. A flag without such a name is `--no-NAME` for a switch that is on by default, and otherwise `--NAME`. Fields
-that no command line can give, such as functions, and the fields in `_WITHOUT_FLAG`, are not flags.
+`_NAMES`. The flag of a field without such a name is `--no-NAME` for a switch that is on by default, and otherwise
+`--NAME`. Fields that no command line can give, such as functions, and the fields in `_WITHOUT_FLAG`, are not flags.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TITLES = {
     DistributedDataParallelConfig: "Data parallelism, of megatron-core's DistributedDataParallelConfig.",
 }
 _DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8})
-"""Data types by the names that Megatron-LM's flags give them."""
+"""Name of a data type in Megatron-LM's flags -> the data type."""
 _NAMES = {
     "num_moe_experts": "--num-experts",
     "fp8_param": "--fp8-param-gather",
@@ -62,7 +62,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Flag defaults that differ from field defaults: Megatron-LM's, and local layers, which need no other package."""
+"""Flag defaults that differ from field defaults: those of Megatron-LM, and local layers (no other package needed)."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "normalization": ("LayerNorm", "RMSNorm"),
@@ -99,7 +99,7 @@ _WITHOUT_FLAG = re.compile(
 
 
 _FORMS: Mapping[str, tuple[Any, dict[str, Any]]] = MappingProxyType({"rotary_base": (int, {})})
-"""Configuration field -> type of its flag, where it differs from the field's type, and options of `flag`."""
+"""Configuration field -> (type of its flag, options of `flag`), if the type differs from the field's type."""
 
 
 class CoreFlag(NamedTuple):
@@ -193,7 +193,7 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
 
 
 def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
-    """Return the type of a flag's attribute and the options of `flag` for a field of type `kind`, or None."""
+    """Return (attribute type, options of `flag`) of a flag for a field of type `kind`; None if no flag is possible."""
     arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:
         return bool, {}
@@ -283,7 +283,7 @@ def _hints(config_class: type) -> dict[str, Any]:
 
 
 def _explanations(config_class: type) -> dict[str, str]:
-    """Return the first sentence of each field's docstring, which follows the field in the source."""
+    """Return field -> first sentence of the field's docstring; a docstring follows its field in the source."""
     sentences: dict[str, str] = {}
     for owner in reversed(config_class.__mro__[:-1]):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body

@@ -1,4 +1,4 @@
-"""Provides training data: megatron-core's GPT datasets, loaders over them, and the batch of one microbatch.
+"""Provides training data: megatron-core's GPT datasets, loaders for the datasets, and the tensors of a microbatch.
 
 check_data(args, tokenizer.vocab_size)                     # every rank, no communication
 datasets = build_datasets(args, tokenizer, needs_data)     # every rank, collective
@@ -33,10 +33,11 @@ from megatron.zero_bubble.trainer.data_files import fingerprint
 
 
 class ContentKeyedGPTDataset(GPTDataset):
-    """A GPTDataset whose cached sample index is named after the lengths of its documents, not after the path alone.
+    """A GPTDataset that names its cached sample index after the path of the data and the lengths of the documents.
 
-    megatron-core names the cache of a sample index after the path of the data. Data that is tokenised again under the
-    same prefix would then use the index of the old data, and samples would be out of range or silently wrong.
+    megatron-core names the cache of a sample index after the path of the data. With megatron-core's name, data that is
+    tokenised again under the same prefix would use the index of the old data, and samples would be out of range or
+    silently wrong.
     """
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
@@ -46,7 +47,7 @@ class ContentKeyedGPTDataset(GPTDataset):
 
 
 _OF_ONE_LENGTH = (ContentKeyedGPTDataset, MockGPTDataset)
-"""Datasets whose samples all have the sequence length: one for data in files, and one for mock data."""
+"""Classes of datasets whose samples all have the sequence length: one for data in files, and one for mock data."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def build_datasets(
 
 
 def _is_other_warning(record: logging.LogRecord) -> bool:
-    """False for megatron-core's warning that indices of mock data stay in memory, which a log line says already."""
+    """False for the warning that indices of mock data stay in memory, because a log line already says so."""
     return "because path_to_cache is None" not in record.getMessage()
 
 
@@ -160,8 +161,8 @@ def get_batch(
     """Return the tensors of the next microbatch that a chunk needs; a middle stage needs at most a mask.
 
     Tensor-parallel rank 0 reads and broadcasts the tensors; all ranks of the tensor-parallel group call `get_batch`.
-    Shapes that do not vary are known in advance, so no rank waits for a size from the device; megatron-core's
-    `tensor_parallel.broadcast_data` waits twice in each call.
+    Without `--variable-seq-lengths` shapes are known in advance, so that no rank waits for a size from the device.
+    megatron-core's `tensor_parallel.broadcast_data` waits for sizes twice in each call.
 
     Raises:
         RuntimeError: the data is used up.

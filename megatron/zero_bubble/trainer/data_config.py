@@ -1,4 +1,4 @@
-"""Checks the flags of the data before any communication, and turns them into megatron-core's configuration."""
+"""Checks the flags of the data before any communication, and makes the configuration of megatron-core's datasets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_data(args: Arguments, vocab_size: int | None = None) -> None:
 
 
 def _blends(args: Arguments) -> dict[str, Blend]:
-    """Return a dictionary from each given data flag to its blend."""
+    """Return data flag -> blend, for every data flag that is given."""
     paths = {"--data-path": args.data_path}
     paths |= {f"--{name}-data-path": getattr(args, f"{name}_data_path") for name in SPLITS}
     return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}
@@ -61,7 +61,7 @@ def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, u
 
     Args:
         samples: number of samples of each split of this run's data.
-        used: numbers of training and validation samples that the run of the checkpoint has read.
+        used: numbers of training and validation samples that the saved run has read.
 
     Raises:
         ValueError: too little data is left; the message is one line.

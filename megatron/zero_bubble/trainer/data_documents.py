@@ -1,4 +1,4 @@
-"""Datasets whose samples differ in length: each document is a sample."""
+"""Datasets whose samples differ in length, because each document is a sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.nn.functional import pad
 
 _SIGMA = 0.8
-"""Standard deviation of the logarithm of mock documents' lengths; their median is a quarter of the longest length."""
+"""Standard deviation of the logarithm of mock documents' lengths; the median length is a quarter of the longest."""
 
 
 class DocumentDataset(GPTDataset):
@@ -54,7 +54,7 @@ class MockDocumentDataset(DocumentDataset, MockGPTDataset):
 
 
 def padded(samples: Sequence[dict[str, torch.Tensor]], multiple: int) -> dict[str, torch.Tensor]:
-    """Join samples of different lengths to a microbatch, with zeros after the shorter samples.
+    """Join samples of different lengths into a microbatch, with zeros after the shorter samples.
 
     Args:
         multiple: the length of the microbatch is rounded up to a multiple of this number.

@@ -1,6 +1,6 @@
-"""Checks tokenised data early, without communication: .bin/.idx pairs, blends and splits.
+"""Checks tokenised data (.bin/.idx pairs, blends and splits) early and without communication.
 
-megatron-core finds mistakes in data late: by a traceback on one rank, by an endless loop (a split without documents),
+megatron-core shows mistakes in data late, by a traceback on one rank, by an endless loop (a split without documents),
 or by an out-of-range index on the GPU (tokens of another tokenizer). All checks raise `ValueError` with one line that
 names the flag and the file.
 """
@@ -22,7 +22,7 @@ from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, DType, get_bin
 from megatron.core.datasets.utils import get_blend_from_list
 
 Blend = tuple[list[str], list[float] | None]
-"""Prefixes of .bin/.idx pairs, and a weight for each pair; None weighs the pairs in proportion to their lengths."""
+"""Prefixes of .bin/.idx pairs, and their weights; None stands for weights in proportion to the pairs' lengths."""
 
 SPLITS = ("train", "valid", "test")
 
@@ -79,7 +79,7 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
 
 
 def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
-    """Refuse a file whose first tokens have an id outside of the vocabulary: another tokenizer made the file."""
+    """Refuse a file if one of its first tokens is outside the vocabulary, because another tokenizer made the file."""
     path = get_bin_path(file.prefix)
     count = min(os.path.getsize(path) // file.dtype.itemsize, _CHUNK)
     if count == 0:
@@ -111,7 +111,7 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 def check_split(split: str) -> None:
     """Refuse a split that is not one to three shares (training, validation, test), or has no share for training.
 
-    Quotes around the split are allowed: Megatron-LM's scripts may pass them on, and Megatron-LM reads only the numbers.
+    Quotes around the split are allowed, because Megatron-LM's scripts may pass quotes on and Megatron-LM skips them.
     """
     shares = split.strip("'\"").split(",")
     if len(shares) > len(SPLITS) or not all(_is_number(share) and 0 <= float(share) < math.inf for share in shares):
@@ -143,7 +143,7 @@ def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag:
 
 
 def fingerprint(lengths: np.ndarray) -> str:
-    """Return a short digest of sequence lengths [num_sequences], from the last block and at most 64 other blocks."""
+    """Return a short digest of sequence lengths [num_sequences]: of the last block and of at most 64 other blocks."""
     digest = hashlib.sha256(str(lengths.shape[0]).encode())
     block = 1 << 14
     starts = range(0, lengths.shape[0], max(block, math.ceil(lengths.shape[0] / 64)))

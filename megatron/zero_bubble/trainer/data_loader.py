@@ -1,9 +1,9 @@
 """Loads microbatches in worker processes, which end when the iterator is closed or the training process is gone.
 
-Samplers choose the samples of each data-parallel rank, one microbatch after the other, in Megatron's order. The first
-sample of a run follows the `consumed_samples` samples that all ranks together have used before. A resumed run therefore
-sees exactly the samples that an uninterrupted run would still have seen. The global batch size may change during a run
-(ramp-up), because it only decides how many microbatches make a step.
+Samplers choose the samples of each data-parallel rank, one microbatch after the other, in Megatron's order. A run skips
+the first `consumed_samples` samples of the data set, which all ranks together have used before. A resumed run therefore
+continues with the samples that an uninterrupted run would use next. The global batch size may change during a run
+(ramp-up), because the batch size decides only how many microbatches make a step.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from megatron.zero_bubble.trainer.data_documents import padded
 
 _Collate = Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]
 _SECONDS_TO_DIE = 1.0
-"""Seconds to wait, after the first error of a loader, for the end of the worker that caused the error."""
+"""After the first error of a loader, seconds to wait until the worker that caused the error has ended."""
 
 
 class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     """Iterates over the microbatches of a loader, inside a `with` block or until `close()`.
 
     The owner must close the iterator. The workers of an open iterator live on while a traceback, a reference cycle or a
-    signal handler refers to the iterator, and Python waits for these workers at its exit.
+    signal handler refers to the iterator. Python waits for these workers before it exits.
 
-    If a worker has ended by itself, for example because the system killed it, the next read that fails, or any error
-    inside the `with` block, becomes a `SessionError` about that worker. torch's SIGCHLD handler is not installed. The
-    handler raises an error at an arbitrary instruction when a worker ends; the error can be lost or leave a lock taken.
+    If a worker has failed, for example because the system killed it, the next failed read raises a `SessionError` about
+    that worker. Any other error inside the `with` block then becomes the same `SessionError`. torch's SIGCHLD handler
+    is not installed. When a worker ends, that handler raises an error at an arbitrary instruction of the training
+    process; the error can be lost or leave a lock taken.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -69,7 +70,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
             self.close()
 
     def _raise_if_worker_ended(self, error: BaseException, seconds: float) -> None:
-        """Raise `SessionError` if a worker has ended, or ends within `seconds`, with an error."""
+        """Raise `SessionError` if a worker has failed, or fails within `seconds`."""
         end = time.monotonic() + seconds
         while not (lost := self._lost_workers()):
             if time.monotonic() >= end:
@@ -130,7 +131,9 @@ def build_data_iterator(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> MicrobatchIterator | None:
-    """Return an iterator over the microbatches after `consumed_samples` samples; None if there is no dataset.
+    """Return an iterator over this rank's microbatches after the first `consumed_samples` samples of the dataset.
+
+    `build_data_iterator` returns None if the dataset is None or empty.
 
     Each model chunk that reads data needs an iterator of its own. The iterator yields CPU tensors [micro_batch_size,
     seq_length], or shorter tensors with `variable_seq_lengths`.
@@ -161,21 +164,21 @@ def build_data_iterator(
 
 
 def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
-    """Join samples to a microbatch of arrays, which a worker sends through its pipe.
+    """Join samples to a microbatch of arrays, so that a worker sends the microbatch through its pipe.
 
-    Tensors would be passed in shared memory, whose handles the training process fetches over a socket, one by one, in
-    the middle of a forward. With pinned memory, torch fetches the handles of tensors in a thread.
+    torch would pass tensors in shared memory. The training process would then fetch the handle of each tensor over a
+    socket in the middle of a forward. With pinned memory no arrays are needed, because a thread fetches the handles.
     """
     return {name: tensor.numpy() for name, tensor in collate(samples).items()}
 
 
 def _length_multiple(args: Arguments) -> int:
-    """Return a number that must divide microbatch lengths: tensor- and context-parallel ranks get equal parts."""
+    """Return the divisor of microbatch lengths that gives tensor- and context-parallel ranks equal parts."""
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return multiple * 2 * args.context_parallel_size if args.context_parallel_size > 1 else multiple
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Make a worker ignore SIGINT and SIGTERM, because its rank may have to save a checkpoint first."""
+    """Make a worker ignore SIGINT and SIGTERM, because its rank may finish the iteration and save a checkpoint."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

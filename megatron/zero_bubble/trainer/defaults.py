@@ -12,10 +12,10 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 
 def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> Arguments:
-    """Fill in the flags' defaults that depend on other flags or the machine, and the ranks from the `environment`.
+    """Fill in the defaults that depend on other flags or on the machine, and the rank, which `environment` names.
 
     Raises:
-        ValueError: a default cannot be derived.
+        ValueError: a default cannot be derived from the other flags.
     """
     of_files = "GPT2BPETokenizer" if args.vocab_file and args.merge_file else None
     args = replace(
@@ -47,7 +47,7 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
 
 
 def require_multiple(args: Arguments, name: str, divisor: str) -> None:
-    """Raise `ValueError` unless the value of one flag is a multiple of the value of another flag."""
+    """Raise `ValueError` unless the value of the flag `name` is a multiple of the value of the flag `divisor`."""
     value, by = getattr(args, name), getattr(args, divisor)
     if value % by != 0:
         raise ValueError(f"{flag_name(name)} {value} is not a multiple of {flag_name(divisor)} {by}")
@@ -63,7 +63,7 @@ def _mlp_width(args: Arguments) -> int:
 def with_vocabulary(args: Arguments, vocab_size: int) -> Arguments:
     """Return the flags with `padded_vocab_size` set for a tokenizer of `vocab_size` tokens.
 
-    The vocabulary is padded as in Megatron-LM: each tensor-parallel rank gets a multiple of
+    As in Megatron-LM, the vocabulary is padded so that the number of rows of each tensor-parallel rank is a multiple of
     `--make-vocab-size-divisible-by`.
     """
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -71,7 +71,7 @@ def with_vocabulary(args: Arguments, vocab_size: int) -> Arguments:
 
 
 class LearningRateSteps(NamedTuple):
-    """Lengths of the learning rate's schedule, in samples."""
+    """Lengths, in samples, of the learning rate's decay and warm-up and of the weight decay's schedule."""
 
     decay: int
     warmup: float
@@ -79,7 +79,7 @@ class LearningRateSteps(NamedTuple):
 
 
 def learning_rate_steps(args: Arguments) -> LearningRateSteps:
-    """Return the lengths of the learning rate's schedule; `args` must be complete."""
+    """Return the lengths of the learning rate's schedule; `args` must have all defaults filled in."""
     assert args.global_batch_size is not None
     assert args.train_iters is not None
     decay = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
@@ -91,7 +91,7 @@ def learning_rate_steps(args: Arguments) -> LearningRateSteps:
 
 
 def check_learning_rate(args: Arguments) -> None:
-    """Refuse an impossible schedule of the learning rate; `args` must be complete.
+    """Refuse an impossible schedule of the learning rate; `args` must have all defaults filled in.
 
     Raises:
         ValueError: a flag is out of range, or two flags contradict each other.

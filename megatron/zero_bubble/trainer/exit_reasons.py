@@ -1,4 +1,4 @@
-"""Ends a training before its last iteration at an interval, a time limit or a signal."""
+"""Ends a training before its last iteration, at a multiple of an interval, at a time limit or after a signal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 
 class ExitReasons:
-    """Decides after each iteration whether training stops, the same way on all ranks.
+    """Decides after each iteration whether training stops; all ranks decide alike.
 
     Args:
         waits: whether the decision waits for the votes of all ranks on this iteration; otherwise the decision uses the
@@ -28,14 +28,14 @@ class ExitReasons:
         self._started = time.monotonic()
         self._signal: signal.Signals | None = None
         self._votes: tuple[torch.Tensor, Any] | None = None
-        """For each reason to stop, whether any rank has that reason, with the handle of the reduction in progress."""
+        """The votes of the ranks for each reason to stop, and the handle of the reduction that combines the votes."""
 
     @contextmanager
     def signals_handled(self) -> Iterator[None]:
         """With `--exit-signal-handler`, treat SIGTERM and Ctrl-C as requests to save and exit.
 
-        SIGTERM may come more than once, from a cluster's scheduler and from torchrun. A second Ctrl-C ends the process
-        at once.
+        A repeated SIGTERM has no further effect, because a cluster's scheduler and torchrun may both send one. A second
+        Ctrl-C ends the process at once.
         """
         if not self._args.exit_signal_handler:
             yield
@@ -54,7 +54,7 @@ class ExitReasons:
                 signal.signal(number, handler)
 
     def reason(self, iteration: int) -> str | None:
-        """The reason to stop after this iteration, or None; a collective call with the same result on every rank."""
+        """Return the reason to stop after this iteration, or None; a collective call with one result for all ranks."""
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"

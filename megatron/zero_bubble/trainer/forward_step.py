@@ -1,4 +1,4 @@
-"""The forward step that megatron-core's schedules call, and the loss of its output."""
+"""The forward step that megatron-core's schedules call, and the loss functions of the model's output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DataIterator = Iterator[dict[str, torch.Tensor]] | None
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of the tokens that `loss_mask` counts, their number, and both as a report for the log.
+    """Return the summed loss of the tokens that `loss_mask` counts, the number of these tokens, and a report of both.
 
     Args:
         loss_mask: [batch, sequence], 1.0 where a token counts for the loss.
@@ -37,7 +37,7 @@ def loss_func(
 def checked_loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Like `loss_func`, but an infinite loss has a NaN gradient, which all ranks notice."""
+    """Do the same as `loss_func`, but give an infinite loss a NaN gradient, so that all ranks notice the loss."""
     loss, num_tokens, report = loss_func(loss_mask, output)
     return spoil_if_infinite(loss), num_tokens, report
 
@@ -46,7 +46,7 @@ def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callab
     """Make the forward step that megatron-core's schedules call for each microbatch and model chunk.
 
     Args:
-        checks_finite: whether an infinite loss makes the gradients NaN, so that the check on all ranks finds the loss.
+        checks_finite: whether an infinite loss makes the gradients NaN, so that the check of the gradients fails.
     """
 
     def forward_step(data_iterator: DataIterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -65,12 +65,12 @@ def make_forward_step(args: Arguments, *, checks_finite: bool = False) -> Callab
 
 
 def losses_of(reports: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the summed loss of each microbatch; empty on a rank without the last stage."""
+    """Return the summed loss of each microbatch; an empty list on a rank without the last stage."""
     return [report["lm loss"][0] for report in reports]
 
 
 def mean_loss(reports: list[dict[str, torch.Tensor]], group: dist.ProcessGroup) -> float | None:
-    """Return the mean token loss over microbatches and ranks of `group`; None on a rank without the last stage."""
+    """Return the mean loss of the tokens of all ranks of `group`; None on a rank without the last stage."""
     if not reports:
         return None
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)

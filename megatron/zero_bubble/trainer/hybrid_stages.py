@@ -33,7 +33,7 @@ from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 
 
 def check_pattern(args: Arguments) -> None:
-    """Check the layer pattern of a hybrid model, if there is one, and refuse flags that do not work with the pattern.
+    """Refuse a hybrid model's layer pattern that cannot work, and flags that do not work with the pattern.
 
     Raises:
         ValueError: the pattern has a part that cannot work, or a flag does not work with the pattern.
@@ -67,7 +67,7 @@ def check_pattern(args: Arguments) -> None:
 
 
 def _check_symbols(given: str, pattern: HybridPattern) -> None:
-    """Refuse layers in the pattern that this megatron-core or this trainer does not have."""
+    """Refuse a pattern with layers that this megatron-core or this trainer does not have."""
     known = local_layers()
     for symbol in pattern.symbols + pattern.further.replace("/", ""):
         if symbol not in known:
@@ -117,7 +117,7 @@ def build_hybrid_stage(
 
 @contextmanager
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """Give the model that is built inside the `with` block the layers `symbols`, whatever stage megatron-core assumes.
+    """Give a model that is built in the `with` block the layers `symbols`, whatever stage megatron-core assumes.
 
     The model gets layers of multi-token prediction if its pattern has them.
     """
@@ -133,7 +133,7 @@ def _placed(symbols: str, first_layer: int) -> Iterator[None]:
 
 
 def _chunk_class(vp_stage: int | None) -> Any:
-    """Return a class of hybrid models with the chunk number `vp_stage`, for megatron-core before 0.17."""
+    """Return a class of hybrid models whose chunk number is `vp_stage`, for megatron-core before 0.17."""
 
     class ModelChunk(HYBRID):
         def setup_embeddings_and_output_layer(self) -> None:
@@ -144,9 +144,9 @@ def _chunk_class(vp_stage: int | None) -> Any:
 
 
 def _stage_stack() -> Any:
-    """Return a class of layer stacks that builds a stage as in a pipeline of one rank, for megatron-core before 0.17.
+    """Return a class of layer stacks that builds a stage as a pipeline's only stage, for megatron-core before 0.17.
 
-    megatron-core's own stack class can only build stages with equal numbers of layers, and one chunk per rank.
+    megatron-core's own class can build only stages with equal numbers of layers, and only one chunk on each rank.
     """
     base: Any = importlib.import_module(STACK_MODULE).MambaStack
 

@@ -27,9 +27,9 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 @contextmanager
 def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
-    """A context with the global state of a run: process groups, seeds and the microbatch counter.
+    """Set up a run's process groups, random seeds and microbatch counter for the `with` block.
 
-    A default process group that the caller has made is used and not destroyed.
+    If the caller has made a default process group, `initialized` uses that group and does not destroy it.
 
     Raises:
         ValueError: the ranks cannot connect, for example because the port is in use.
@@ -81,7 +81,7 @@ def _initialize_megatron_core(args: Arguments, placement: Placement) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed all generators as Megatron-LM does, with a different seed for each pipeline rank."""
+    """Seed all random generators as Megatron-LM does, with a different seed for each pipeline rank."""
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     np.random.seed(stage_seed)

@@ -1,4 +1,4 @@
-"""Chooses the layout of a training from the costs of the model's units, measured before the model is built."""
+"""Measures the costs of the model's units before the model is built, and chooses the job's layout for these costs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_i
 def unit_models(args: Arguments) -> UnitModels:
     """Return functions that build and feed the units of a model, so that the units can be measured.
 
-    Call `unit_models` inside of `initialized`, with any placement on the job's pipeline ranks, after the size of the
-    vocabulary is known.
+    Call `unit_models` inside of `initialized`, after the size of the vocabulary is known. `initialized` may have been
+    given any placement on the job's pipeline ranks.
     """
     microbatch = random_microbatch(
         args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=args.reset_attention_mask
@@ -58,7 +58,7 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
 
     Call `settle_layout` inside of `initialized`, before the model is built. `settle_layout` leaves the random states
     equal to the random states of a run that started with the chosen layout. A job that continues from a checkpoint
-    keeps the layout of the checkpoint, so that the job's losses stay the same.
+    keeps the layout of the checkpoint, so that its losses equal the losses of an uninterrupted job.
 
     Returns:
         The flags with the chosen layout.
@@ -79,7 +79,7 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
 
 
 def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:
-    """Return the saved layout of the job whose checkpoint is loaded; None for a new job or another number of ranks."""
+    """Return the layout in the job's checkpoint; None for a new job, and if the job cannot keep that layout."""
     if not args.load or args.finetune:
         return None
     folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))

@@ -32,28 +32,29 @@ class StepResult:
     batch_size: int
     """Number of sequences in the iteration."""
     grad_norm: float | None = None
-    """Norm of all gradients; None in a skipped iteration, and in fp32 without clipping, which computes no norm."""
+    """Norm of all gradients; None if the iteration is skipped, and in fp32 without clipping."""
     num_zeros: float | None = None
     learning_rate: float = 0.0
     loss_scale: float = 1.0
     measured: PipelineTime | None = None
-    """Pipeline time since the last log line; None without a log line or with megatron-core's own schedule."""
+    """Mean pipeline time of the steps since the last log line; None in iterations without a log line, and under
+    megatron-core's own schedule."""
     prediction: Prediction | None = None
-    """The schedule's predicted time and idle time from measured costs; None in iterations without a log line."""
+    """Predicted time and idle time of the schedule, given the measured costs; None in iterations without a log line."""
     was_rolled_back: bool = False
     """Whether post-validation amended the step."""
     num_redone_forwards: int = 0
-    """Number of forwards that all ranks of a pipeline ran again because the step was amended."""
+    """Sum over a pipeline's ranks of the forwards that ran again because the step was amended."""
     further_losses: tuple[float, ...] = ()
     """Losses of multi-token prediction on the rank that knows `lm_loss`; empty without multi-token prediction."""
     was_skipped: bool = False
     """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
     is_local: bool = False
-    """Whether losses and norm belong to this replica alone, which took the step without the other replicas."""
+    """Whether the losses and the norm are this replica's own, because it took the step without other replicas."""
     waits: Waits | None = None
-    """Waits of replicas since the last log line; None without a log line or with a single replica."""
+    """Waits of replicas since the last log line; None in iterations without a log line, and with a single replica."""
     orders: OrderTimes | None = None
-    """Total times and counts of the steps since the last log line that ran microbatches in a planned order."""
+    """Times and counts, summed over the steps since the last log line whose microbatches ran in a planned order."""
     finished_at: float | None = None
     """Time when the step was settled, in seconds of `time.perf_counter`; None stands for the time of recording."""
 
@@ -74,7 +75,7 @@ class TrainingLog:
 
     def _reset(self, start: float) -> None:
         self._all_losses: list[tuple[float, ...]] = []
-        """Losses of each iteration since the last log line, except skipped iterations and non-finite losses."""
+        """Losses of each iteration since the last log line, without skipped iterations and non-finite losses."""
         self._iterations = 0
         self._skipped = 0
         self._nans = 0
@@ -83,15 +84,15 @@ class TrainingLog:
         self._start = start
 
     def pause(self) -> float:
-        """Return the current time, before an evaluation or a checkpoint interrupts training."""
+        """Return the current time; call `pause` before an evaluation or a checkpoint interrupts training."""
         return _now()
 
     def resume(self, paused_at: float) -> None:
-        """Leave the time since `paused_at` out of the time of the iterations."""
+        """Leave the time since `paused_at`, the result of `pause`, out of the time of the iterations."""
         self._start += _now() - paused_at
 
     def record(self, result: StepResult) -> None:
-        """Record one iteration, and print the lines that are due."""
+        """Record one iteration, and print the log lines that are due after the iteration."""
         args = self._args
         self._iterations += 1
         self._skipped += result.was_skipped
@@ -116,7 +117,7 @@ class TrainingLog:
             print_line(text)
 
     def _print(self, result: StepResult, seconds: float) -> None:
-        """Print the log line of the iterations since the previous log line; `seconds` is their mean time."""
+        """Print the log line of the iterations since the last log line, which took `seconds` each on average."""
         args = self._args
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         line = f" [{stamp}] iteration {self.progress.iteration:8d}/{args.train_iters:8d} |"
@@ -145,7 +146,8 @@ class TrainingLog:
     def _mean_losses(self, result: StepResult) -> list[float]:
         """Return the mean losses since the last log line: the loss of the model, then losses of multi-token prediction.
 
-        If replicas took steps on their own, `_mean_losses` is a collective call of all replicas' ranks with the loss.
+        If each replica takes its own steps, `_mean_losses` is a collective call of the ranks with the loss in all
+        replicas.
         """
         sums = [sum(losses) for losses in zip(*self._all_losses, strict=True)]
         if not result.is_local or result.lm_loss is None:
@@ -157,12 +159,12 @@ class TrainingLog:
         return [total / count for total in sums] if count else []
 
     def print_summary(self) -> None:
-        """Print one line about the iterations since the last plan, if there are any."""
+        """Print the summary of the iterations since the last plan, if there is one."""
         if self._summary.line is not None:
             self._say(self._summary.line)
 
     def record_validation(self, lm_loss: float | None) -> None:
-        """Print the loss of an evaluation, unless it is None, in Megatron-LM's words, for which users grep."""
+        """Print the validation loss unless it is None; the text is Megatron-LM's, because users grep for it."""
         if lm_loss is None:
             return
         perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss
@@ -173,7 +175,7 @@ class TrainingLog:
 
 
 def memory_lines(iteration: int) -> list[str]:
-    """Return a line with this rank's allocated and reserved CUDA memory, as in Megatron-LM; no line without CUDA."""
+    """Return Megatron-LM's line about this rank's allocated and reserved CUDA memory; an empty list without CUDA."""
     if not torch.cuda.is_available():
         return []
     figures = {
@@ -187,7 +189,7 @@ def memory_lines(iteration: int) -> list[str]:
 
 
 def _now() -> float:
-    """Return the time in seconds; on a GPU, after all launched work has finished."""
+    """Return the time in seconds; on a GPU, wait first until all launched work has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

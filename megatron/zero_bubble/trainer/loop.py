@@ -35,17 +35,18 @@ from megatron.zero_bubble.trainer.records import NumericsLog, parameter_digest
 
 
 class UnloggedIteration(NamedTuple):
-    """This rank's results of an iteration whose step is settled and which is not logged yet."""
+    """This rank's results of a settled iteration that is not logged yet."""
 
     result: StepResult
     mean_step: StepTime | None
-    """Mean time of the steps since the last log line; None without a log line or with megatron-core's schedule."""
+    """Mean time of the steps since the last log line; None in iterations without a log line, and under megatron-core's
+    own schedule."""
     parameter_digest: str | None
     """Digest of this rank's parameters; None without `--log-numerics`."""
 
 
 class TrainingData(NamedTuple):
-    """The data of a training: for each model chunk of this rank an iterator over microbatches, or None without data."""
+    """The data of a training: an iterator over microbatches for each model chunk, None if the chunk reads no data."""
 
     train: list[DataIterator]
     valid: list[DataIterator] | None
@@ -55,7 +56,7 @@ class TrainingData(NamedTuple):
 class Trainer:
     """Trains until the last iteration, an exit interval, a time limit or a signal.
 
-    With post-validation the outcome of an iteration is known, and logged, during the next iteration.
+    With post-validation, the outcome of an iteration becomes known during the next iteration, and is logged then.
 
     Args:
         session: the started session, which runs the steps.
@@ -185,11 +186,11 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
-        """Complete the last iteration once its step is settled, and zero its gradients.
+        """Complete the last iteration, whose step is now settled, and zero the gradients.
 
         The schedule calls this method while messages from neighbouring ranks may be in flight.
-        `_complete_unsettled` may therefore not wait for another rank or for the whole device, and the log line is
-        printed after the schedule has run.
+        `_complete_unsettled` must therefore not wait for another rank or for the whole device. The log line is printed
+        after the schedule has run.
         """
         assert self._unsettled is not None
         result, self._unsettled = self._unsettled, None
@@ -255,7 +256,7 @@ class Trainer:
         self._checkpointer.save()
 
     def _settle(self) -> None:
-        """Validate and log a pending last step, before any code except a training step reads the parameters."""
+        """Settle and log the last step if it is pending; call `_settle` before reading parameters between steps."""
         self._session.settle()
         self._log_unlogged()
 
@@ -290,5 +291,5 @@ class Trainer:
 
 
 def _all_replicas() -> dist.ProcessGroup:
-    """Return the group of data- and context-parallel ranks, which hold the same part of the model."""
+    """Return the group of the data- and context-parallel ranks that hold the same part of the model as this rank."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)

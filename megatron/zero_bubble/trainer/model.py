@@ -1,4 +1,4 @@
-"""Builds stages or single units of megatron-core's GPTModel, or of a hybrid model, from the flags."""
+"""Builds stages and single units of megatron-core's GPT models and hybrid models from the flags."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parame
 
 @contextmanager
 def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
-    """Turn an error of megatron-core into a one-line `ValueError` with the error's message or the failed code line."""
+    """Turn a megatron-core error into a one-line `ValueError` with the error's message, or the failed code line."""
     try:
         yield
     except refusals as error:
@@ -81,7 +81,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
 
 
 def fuses_activation(args: Arguments) -> bool:
-    """Whether one kernel computes an MLP's bias and activation, as in Megatron-LM; never in local layers."""
+    """Whether, as in Megatron-LM, one kernel computes bias and activation of an MLP; False for local layers."""
     if args.transformer_impl == "local":
         return False
     return not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
@@ -141,12 +141,12 @@ def build_stage(
     symbols: str | None = None,
     first_layer: int = 0,
 ) -> Any:
-    """Build one stage of the model, with unsplit linear layers and without DDP.
+    """Build one stage of the model; the caller later splits its linear layers and wraps the stage in DDP.
 
     Args:
         embeds: whether the stage begins with the embedding.
         is_last: whether the stage ends with the output layer.
-        symbols: the symbols of the layers of the stage, for a hybrid model.
+        symbols: the symbols of the stage's layers in a hybrid model, None in a GPT model.
         first_layer: number of layers in earlier stages.
 
     Raises:
@@ -180,10 +180,10 @@ def build_stage(
 
 
 def _finished(model: Any) -> Any:
-    """Return the built model on its device, with the attributes of parameters that megatron-core's optimizer reads.
+    """Move the built model to its device, and give parameters the attributes that megatron-core's optimizer reads.
 
     With multi-token prediction and tied embeddings, the output layer of the last stage uses the stage's copy of the
-    embedding, and loses its own weight, which megatron-core neither uses nor saves.
+    embedding. The output layer's own weight is removed, because megatron-core neither uses nor saves it.
     """
     if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
         model.output_layer.weight = None
@@ -197,7 +197,7 @@ _PATTERNS = {
     "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
     "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
 }
-"""Flags with a value for each layer, and functions that return a layer's value if the flag is a single number."""
+"""For each flag with one value per layer, a function that returns a layer's value if the flag is a single number."""
 
 
 def layer_kinds(args: Arguments) -> list[int]:
@@ -239,7 +239,7 @@ def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
 
 
 def unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
-    """The configuration of a model with one layer of each kind, for one pipeline rank, without full recomputation."""
+    """Return the configuration of a model of one stage, with one layer of each kind and without full recomputation."""
     kinds = list(dict.fromkeys(_differences(args)))
     patterns = {}
     if args.hybrid_layer_pattern is None:

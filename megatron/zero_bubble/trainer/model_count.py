@@ -1,8 +1,8 @@
-"""Counts the parameters, operations and activations of the model that the flags describe.
+"""Counts parameters, floating-point operations and activations of the model that the flags describe.
 
 Each unit of the model is built on the meta device with the shapes of one tensor-parallel rank, and runs one
-microbatch. Parameters, matrix products and tensors that autograd saves are counted in megatron-core's own modules,
-except for the layers that `mcore/counted_layers.py` counts as GPU kernels.
+microbatch. The parameters, the matrix products and the tensors saved by autograd are counted in megatron-core's own
+modules. Exceptions are the layers for which `mcore/counted_layers.py` counts GPU kernels.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ _ALONE: dict[str, Any] = {
     "recompute_granularity": None,
     "fp16": False,
 }
-"""Values of flags for a model that a single rank holds without sharding."""
+"""Values of flags for an unsharded model on a single rank."""
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one microbatch; a multiplication and an addition count as two."""
+    """Floating-point operations of one microbatch; each multiplication and each addition counts as one."""
 
     f: float
     b: float
@@ -85,9 +85,9 @@ class Activations(NamedTuple):
     """Bytes of the activations of one microbatch."""
 
     after_f: float
-    """Bytes of activations held from F to B without full recomputation."""
+    """Bytes of activations held from F to B if no layer is fully recomputed."""
     after_b: float
-    """Bytes of activations held from B to W: inputs of the linear layers and gradients of their outputs."""
+    """Bytes of activations held from B to W: each linear layer's input and the gradient of its output."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class UnitCount:
 
 @dataclass(frozen=True)
 class ModelCount:
-    """Parameters, operations and activations of every unit of a model, each on one rank that holds the unit."""
+    """Parameters, operations and activations of every unit of a model, on one of the ranks that hold the unit."""
 
     embedding: UnitCount
     layers: tuple[UnitCount, ...]
     output: UnitCount
     """Counts of multi-token prediction, final norm, output layer and loss together."""
     input_bytes: float
-    """Bytes of a layer's input, which is also the message between stages."""
+    """Bytes of a layer's input, and so of a message between stages."""
 
     @property
     def units(self) -> tuple[UnitCount, ...]:
@@ -120,9 +120,10 @@ class ModelCount:
 
 
 def count_model(args: Arguments) -> ModelCount:
-    """Count parameters, operations and activations of all units; `args` must be complete, with the vocabulary's size.
+    """Count parameters, operations and activations of all units of a model.
 
-    `count_model` needs no device and no other process. No default process group may exist while `count_model` runs.
+    `args` must have all defaults and the padded vocabulary size filled in. `count_model` needs neither a device nor
+    another process. While `count_model` runs, there must be no default process group.
 
     Raises:
         ValueError: megatron-core refuses the model.
@@ -141,7 +142,7 @@ def flops_of_sequence(args: Arguments) -> float:
     """Count the floating-point operations of training on one sequence, as Megatron-LM counts them.
 
     Each matrix product adds its operations three times: for F, B and W. Attention adds half of its operations, because
-    its mask is causal. Recomputation adds no operations to the count.
+    the mask is causal. Recomputation adds no operations to the count.
     """
     fused = args.changed(
         {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True, **_ALONE}
@@ -152,8 +153,8 @@ def flops_of_sequence(args: Arguments) -> float:
 def attention_kernel(args: Arguments) -> AttentionKernel:
     """Return the attention kernel that a training with these completed flags runs.
 
-    Transformer Engine has no fused attention kernel in fp32. Torch has no fused attention kernel for grouped queries
-    with an explicit mask or in fp32.
+    Transformer Engine has no fused attention kernel in fp32. For grouped queries, torch has no fused
+    attention kernel if the mask is explicit or the precision is fp32.
     """
     half = element_bytes(args) == 2
     if args.transformer_impl == "transformer_engine":
@@ -183,7 +184,7 @@ def _place(args: Arguments) -> Any:
 
 
 def _plain(args: Arguments) -> Arguments:
-    """Return the flags of the counted model, which has local layers."""
+    """Return the flags of the model that is counted, which is built from local layers."""
     is_engine = args.transformer_impl == "transformer_engine"
     return args.changed({**_PLAIN, **({"attention_backend": "local"} if is_engine else {})})
 
@@ -221,7 +222,7 @@ def _count(args: Arguments, unit: Unit) -> UnitCount:
 
 @contextmanager
 def _counted(operations: list[float]) -> Iterator[None]:
-    """Append to `operations` the floating-point operations of the `with` block."""
+    """Append to `operations` the number of floating-point operations in the `with` block."""
     with FlopCounterMode(display=False) as counter:
         yield
     operations.append(float(counter.get_total_flops()))
@@ -251,7 +252,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Return the numbers of a unit's distinct parameters on all ranks: outside of multi-token prediction, and in it."""
+    """Count a unit's distinct parameters on all ranks: first without multi-token prediction, then only those in it."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

@@ -27,7 +27,7 @@ def parameter_dtype(args: Arguments) -> torch.dtype:
 
 
 def reduces_in_fp32(args: Arguments) -> bool:
-    """Whether gradients accumulate and are reduced in fp32."""
+    """Whether gradients are accumulated and reduced in fp32."""
     return args.accumulate_allreduce_grads_in_fp32 or (args.bf16 and not args.grad_reduce_in_bf16)
 
 
@@ -41,7 +41,7 @@ def in_mixed_precision(
 def wrap_in_ddp(
     args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module], *, defers_weights: bool
 ) -> list[Any]:
-    """Wrap a rank's model chunks in megatron-core's DDP or FSDP.
+    """Wrap a rank's model chunks in megatron-core's DDP, or in FSDP2 with `--use-torch-fsdp2`.
 
     Args:
         defers_weights: whether the chunks' linear layers are split, so that W is deferred.
@@ -101,7 +101,7 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
 
 
 def build_lr_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build the scheduler of the learning rate's warm-up and decay, which counts samples as in Megatron-LM."""
+    """Build the scheduler of the learning rate's warm-up and decay; as in Megatron-LM, the scheduler counts samples."""
     steps = learning_rate_steps(args)
     return OptimizerParamScheduler(
         optimizer,

@@ -15,7 +15,7 @@ _FILES = ("log_numerics", "zero_bubble_profile_output", "zero_bubble_unit_costs_
 
 
 def check_output(args: Arguments) -> None:
-    """Check the flags for output, and try to write in the folders that they name.
+    """Check the flags that name output, and whether the named files and folders can be written.
 
     Raises:
         ValueError: flags contradict each other, a package is missing, or a file or folder cannot be written.
@@ -54,7 +54,7 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _check_writable(flag: str, place: Path) -> None:
-    """Raise `ValueError` unless `place` is writable. In a folder, a test folder is made to detect a full disk."""
+    """Raise `ValueError` unless `place` is writable. In a folder, make a test folder, which fails on a full disk."""
     permissions = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
     if not os.access(place, permissions):
         raise ValueError(f"{flag}: this user may not write to {place}: choose another place")

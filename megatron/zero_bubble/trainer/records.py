@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.start_up import SessionError
 
 _BEGIN = '{"iteration": '
-"""The beginning of each line of the file of `--log-numerics`."""
+"""The text with which each line of the file of `--log-numerics` begins."""
 
 
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
@@ -38,13 +38,14 @@ class NumericsLog:
     """Writes the file of `--log-numerics` on the rank that holds the loss, with parameter digests from all ranks.
 
     Args:
-        path: path of the file. Lines of iterations after `iteration`, and a killed run's incomplete line, are removed,
-            so that a resumed run ends with the same file as an uninterrupted run.
+        path: path of the file. Lines of iterations after `iteration` and a killed run's incomplete line are removed. A
+            resumed run therefore ends with the same file as an uninterrupted run.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
 
     Raises:
-        SessionError: on all ranks, if the file cannot be written, or the run resumes and the file is not such a file.
+        SessionError: on all ranks; the file cannot be written, or the run resumes and the file has a line that
+            `NumericsLog` did not write.
     """
 
     def __init__(self, path: str, iteration: int, log_rank: int) -> None:
@@ -57,7 +58,7 @@ class NumericsLog:
         """Run `write` on the rank that writes the file; a collective call.
 
         Raises:
-            SessionError: on all ranks, if the file cannot be written.
+            SessionError: on all ranks; the file cannot be written.
         """
         try:
             on_rank(self._log_rank, write)
@@ -133,7 +134,7 @@ class RunSummary:
         measured: PipelineTime | None,
         prediction: Prediction | None,
     ) -> None:
-        """Add a log line of `num_iterations` iterations that end with `iteration` and took `milliseconds` each."""
+        """Add a log line about `num_iterations` iterations of `milliseconds` each, the last of which is `iteration`."""
         if measured is None or prediction is None:
             return
         if prediction.idle != self._predicted:

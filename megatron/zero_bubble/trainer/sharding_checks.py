@@ -26,10 +26,10 @@ _REASONS_OF_VALUES = {
 
 
 def check_fully_sharded(args: Arguments) -> None:
-    """Check that all flags are compatible with the presence or absence of `--use-torch-fsdp2`.
+    """Refuse flags that do not work with `--use-torch-fsdp2`, and flags that need it but are given without it.
 
     Raises:
-        ValueError: a flag does not work with `--use-torch-fsdp2`, or needs it; the message names the first such flag.
+        ValueError: a flag is refused; the message names the first such flag.
     """
     if not args.use_torch_fsdp2:
         for name in ("torch_fsdp2_no_reshard_after_forward", "zero_bubble_reduce_every_microbatch"):

@@ -1,4 +1,4 @@
-"""Loads tokenizers from local files, with the interface of megatron-core's datasets.
+"""Loads tokenizers from local files, with the interface that megatron-core's datasets use.
 
 megatron-core's own Hugging Face tokenizers need the `transformers` package and look up names on a hub. The tokenizers
 of this module use only the `tokenizers` library and read only local files, so that every rank of an offline cluster
@@ -42,14 +42,14 @@ END_OF_DOCUMENT_TOKENS = (
 
 
 class LocalTokenizer(MegatronTokenizerBase):
-    """Base class with the tokenizer methods that megatron-core's datasets use, without `tokenize` and `detokenize`.
+    """Base class of tokenizers for megatron-core's datasets; a subclass defines `tokenize` and `detokenize`.
 
     The tokenizer has no padding token, so that GPTDataset marks padding with -1, which no document can contain.
 
     Args:
         vocab: the id of every token.
         eod: the id that ends a document.
-        content: bytes that identify this tokenizer among tokenizers of its class, independent of any path.
+        content: bytes that identify this tokenizer among tokenizers of its class, and do not depend on a path.
     """
 
     def __init__(self, path: str, library: str, vocab: dict[str, int], eod: int, content: bytes) -> None:
@@ -87,7 +87,7 @@ class LocalTokenizer(MegatronTokenizerBase):
 
 
 class HuggingFaceTokenizer(LocalTokenizer):
-    """A `tokenizers.Tokenizer` whose template is not applied: texts get no special tokens, as in megatron-core."""
+    """A `tokenizers.Tokenizer` without its template: texts get no special tokens, as in megatron-core."""
 
     def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
         tokenizer.no_truncation()
@@ -108,7 +108,7 @@ class HuggingFaceTokenizer(LocalTokenizer):
 
 
 class NullTokenizer(LocalTokenizer):
-    """A tokenizer of numbers below a vocabulary size, separated by one space; the size itself ends a document."""
+    """A tokenizer of texts of numbers below `num_tokens`, separated by one space; `num_tokens` ends a document."""
 
     def __init__(self, num_tokens: int) -> None:
         # Only the last token is listed: it determines the size, and the vocabulary may be too large to list.
@@ -140,12 +140,12 @@ def build_tokenizer(
 ) -> LocalTokenizer:
     """Build a tokenizer; the arguments have the names and meanings of Megatron-LM's flags.
 
-    - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or the folder of one (the end-of-document token is
-      then the `eos_token` of the folder's tokenizer_config.json, if it has one).
+    - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or the folder that contains it. With a folder, the
+      end-of-document token is the `eos_token` of the folder's tokenizer_config.json, if this file has one.
     - `GPT2BPETokenizer`: `vocab_file` (vocab.json) and `merge_file` (merges.txt).
     - `NullTokenizer`: a text holds integers below `vocab_size`, separated by one space; `vocab_size` ends a document.
 
-    Raises a `ValueError` with one line that names the flag, if a flag is missing or a file cannot be used.
+    If a flag is missing or a file cannot be used, `build_tokenizer` raises a one-line `ValueError` that names the flag.
     """
     if tokenizer_type == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
@@ -195,7 +195,7 @@ def _from_tokenizer_json(tokenizer_model: str | None) -> HuggingFaceTokenizer:
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """The `eos_token` of the folder's tokenizer_config.json: a string, or an object with the string as `content`."""
+    """Return the `eos_token` that the folder's tokenizer_config.json gives as a string or as an object's `content`."""
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
@@ -225,7 +225,7 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingF
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn any error into a `ValueError` that begins with `what`: `tokenizers` raises bare `Exception`, too."""
+    """Turn any error into a `ValueError` that begins with `what`; `tokenizers` also raises bare `Exception`."""
     try:
         yield
     except Exception as error:

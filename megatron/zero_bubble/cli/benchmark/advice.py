@@ -8,7 +8,7 @@ from statistics import median
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
 FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
-"""Smallest numbers of rounds, and of measured iterations in a round, with which the benchmark recommends a schedule."""
+"""The fewest rounds, and the fewest measured iterations in a round, after which the benchmark recommends a schedule."""
 _MIB = 2**20
 
 
@@ -60,7 +60,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _times_as_fast(best: TrainResult, others: Sequence[TrainResult]) -> str:
-    """Return the speedup of `best` over every other result in words, with the slowest result last."""
+    """Return in words the speedup of `best` over every other result, with the slowest result last."""
     parts = []
     for other in sorted(others, key=lambda result: -result.ratio):
         ratios = best.ratios_to(other)

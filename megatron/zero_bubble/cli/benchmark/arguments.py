@@ -19,7 +19,7 @@ from megatron.zero_bubble.session.flags import flag_name
 DEFAULT_SCHEDULES = ("zb-h1", "zb-2p", "zb-v")
 PROG = "zero-bubble benchmark"
 TRAINER = ("-m", "megatron.zero_bubble.trainer")
-"""Command-line words with which a launcher starts the installed pretrain_gpt.py."""
+"""Command-line words with which torchrun starts the installed pretrain_gpt.py."""
 ALIASES = tuple(flag_name(field.name) for field in fields(AliasFlags))
 CHUNKS_OR_GROUPS = (
     "--num-virtual-stages-per-pipeline-rank",
@@ -35,15 +35,15 @@ _NAMES_OF_SCHEDULES = (
 
 
 def parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
-    """Divide the words of flags into two lists.
+    """Divide command-line words into two lists; a flag and its values stay together.
 
     Args:
         words: flags with their values, also as `--name=value`.
-        names: names of the flags for the second list.
-        prefix: start of the names of further flags for the second list.
+        names: names of flags that go to the second list.
+        prefix: start of the names of further flags that go to the second list.
 
     Returns:
-        The words of all other flags, and the words of the named flags.
+        The words of the flags that neither `names` nor `prefix` selects, and the words of the selected flags.
     """
     others: list[str] = []
     named: list[str] = []
@@ -57,7 +57,7 @@ def parted(words: Sequence[str], names: Collection[str], prefix: str | None = No
 
 
 def names_in(words: Sequence[str]) -> set[str]:
-    """Return the names of the flags in `words`, also of flags that are written as `--name=value`."""
+    """Return the names of the flags in `words`; a flag may be written as `--name=value`."""
     return {word.split("=", 1)[0] for word in words if word.startswith("--")}
 
 
@@ -88,7 +88,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     script: Path | None = None
     """The Megatron-LM script that trains; None if pretrain_gpt.py of this project trains."""
     schedule_flags: tuple[str, ...] = ()
-    """Zero-bubble flags for all schedules of --schedule, before the flags in the quotes of --schedule."""
+    """Zero-bubble flags for all schedules of --schedule; the flags quoted for one schedule follow these flags."""
 
     pipeline_size: int = flag(
         "pipeline ranks (default: what the flags after -- say, which then may be those of any training)",
@@ -158,10 +158,10 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
                     )
 
     def of_named_schedules(self) -> BenchmarkFlags:
-        """Return the flags of a benchmark with --pipeline-size, with zero-bubble flags kept away from the baselines.
+        """Return the flags of a benchmark with --pipeline-size, whose baselines train without zero-bubble flags.
 
         Returns:
-            The same flags, with the zero-bubble flags of `training_flags` in `schedule_flags`.
+            The same flags, with the zero-bubble flags moved from `training_flags` to `schedule_flags`.
 
         Raises:
             ValueError: a flag after `--` contradicts the sizes or the schedules that the benchmark was given.
@@ -181,7 +181,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Command-line words with which the launcher starts the training on each rank."""
+        """Command-line words that follow `launcher`, and start the training on each rank."""
         return TRAINER if self.script is None else ("-m", "megatron.zero_bubble", str(self.script))
 
     @property
@@ -190,6 +190,6 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def launcher(self) -> list[str]:
-        """The first words of a training's command, which start the program on every rank."""
+        """The command-line words, torchrun with its flags or --launch, that start `program` on every rank."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return self.launch or [*torchrun, "--nproc-per-node", str(self.num_ranks)]

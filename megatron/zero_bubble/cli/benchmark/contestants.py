@@ -17,7 +17,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
-"""Value of --schedule for a training under --zero-bubble, which chooses its layout at the start."""
+"""Value of --schedule for a training that chooses its layout at the start, under --zero-bubble."""
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -27,9 +27,9 @@ class Contestant:
 
     name: str
     program: tuple[str, ...]
-    """Command-line words with which the launcher starts the program that trains."""
+    """Command-line words with which torchrun, or the command of --launch, starts the program that trains."""
     words: tuple[str, ...]
-    """Flags of this schedule, which come after the flags that all schedules share, and replace them."""
+    """Flags of this schedule; they follow the shared flags, and replace shared flags of the same name."""
     placement: Placement | None
     """Placement of the stages; None if the training chooses the placement."""
     schedule: str | None
@@ -135,7 +135,7 @@ def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Cont
 
 
 def _chunks_in(words: Sequence[str]) -> int | None:
-    """Return the number of model chunks a rank that a training's flags give; None if the flags give no number."""
+    """Return the number of model chunks per rank from a training's flags; None if the flags give no number."""
     value = next((after for before, after in pairwise(words) if before == CHUNKS_FLAG), "")
     return int(value) if value.isdigit() else None
 

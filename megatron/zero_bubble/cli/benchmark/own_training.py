@@ -1,4 +1,4 @@
-"""Prepares the benchmark of a user's own training: the flags, or the script and flags, that follow `--`."""
+"""Prepares the benchmark of a user's own training, given after `--` as flags, or as a script and its flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
-"""Chunks a rank of the compared megatron-core interleaved schedules; the number in the training's flags is added."""
+"""Model chunks per rank in the compared interleaved schedules of megatron-core, beside the training's own number."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
     *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),
@@ -20,24 +20,26 @@ _OUTPUTS = (
 )
 _ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
 _REPLICAS = tuple(flag_name(field.name) for field in fields(ReplicaFlags))
-"""Flags that the launcher accepts with a zero-bubble schedule only; our own pretrain_gpt.py always accepts them."""
+"""Flags that the launcher accepts only with a zero-bubble schedule; our own pretrain_gpt.py always accepts them."""
 _CPU = "--zero-bubble-cpu"
 
 
 def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkFlags, tuple[Contestant, ...]]:
     """Return the benchmark's flags for the user's own training, and the schedules to compare with megatron-core's 1F1B.
 
-    The training keeps its model, its data, its learning rates and its parallel sizes, but loads no checkpoint, writes
-    and evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the training
-    under this project's schedule; if the flags name no schedule, this training runs with `--zero-bubble`. A script of
-    Megatron-LM runs under the launcher, which changes nothing in trainings under megatron-core's own schedules.
+    The training keeps its model, its data, its learning rates and its parallel sizes. It loads no checkpoint, writes
+    nothing, evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the
+    training under this project's schedule; if the flags name no schedule, this training runs with `--zero-bubble`. A
+    script of Megatron-LM runs under the launcher, which changes nothing in trainings under megatron-core's own
+    schedules.
 
     Args:
         num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit on the
             GPUs, at least one.
 
     Raises:
-        ValueError: the training would refuse its flags or has one pipeline rank, or its script is not a file.
+        ValueError: the training would refuse its flags, the training has one pipeline rank, or the script is not a
+            file.
     """
     script, given = split_script(flags.training_flags)
     words = tuple(_apart(given))
@@ -95,8 +97,7 @@ def _contestants(flags: BenchmarkFlags, args: Arguments | ScriptArguments, ours:
 
 
 def _num_microbatches(args: Arguments | ScriptArguments, num_ranks: int) -> int:
-    """Number of microbatches of an iteration, rounded down; a training refuses a number of ranks that its parallel
-    sizes do not divide."""
+    """Number of microbatches of an iteration, rounded down; a training refuses flags that give no whole number."""
     replicas = max(1, num_ranks // args.ranks_of_replica)
     return max(1, (args.global_batch_size or 0) // (args.micro_batch_size * replicas))
 

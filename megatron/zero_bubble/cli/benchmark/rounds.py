@@ -109,7 +109,7 @@ def _result(
 
 
 def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
-    """Return measured costs of a schedule's stages, converted if only costs with vocabulary shards were measured."""
+    """Return measured costs of a schedule's stages; costs with vocabulary shards are converted if no others exist."""
     if (
         own := measured.get((contestant.placement, contestant.spreads_vocabulary))
     ) is not None or contestant.spreads_vocabulary:

@@ -29,10 +29,10 @@ class TrainResult:
     tokens: int | None
     """Tokens of one iteration; None if the flags of a script contain no sequence length."""
     flops: float | None
-    """Operations of one iteration, counted as --log-throughput does; None for a script, which logs TFLOP/s."""
+    """Operations of one iteration, counted as --log-throughput does; None for a script, whose log gives TFLOP/s."""
     world_size: int
     simulated: Timeline | None
-    """Simulation of the schedule, with costs that our schedules measured in the same placement; None without costs."""
+    """Simulation of the schedule with costs measured under our schedules in the same placement; None without costs."""
 
     @property
     def rounds(self) -> tuple[float, ...]:
@@ -106,7 +106,7 @@ class TrainResult:
         return [theirs / mine for theirs, mine in zip(rounds, self.rounds, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON, with the keys of `benchmarks.emulate` and others; unmeasured figures are null."""
+        """Return the figures as JSON, with the keys of `benchmarks.emulate` and more; unmeasured figures are null."""
         placement = self.contestant.placement
         interval = bootstrap_interval(self.ratios)
         return {
@@ -159,9 +159,9 @@ def train_table(results: list[TrainResult], *, markdown: bool = False) -> str:
 
 
 def loss_agreement(results: Sequence[TrainResult]) -> str:
-    """Return a line for each schedule with the largest relative difference between its losses and the baseline's.
+    """Return one line per schedule: the largest relative difference between its losses and the baseline's losses.
 
-    The compared losses come from each schedule's last training; a loss is a mean over the iterations of a log line, in
+    The compared losses come from each schedule's last training. Each loss is the mean over a logging interval, with
     seven digits.
 
     Args:

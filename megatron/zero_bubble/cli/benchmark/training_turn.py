@@ -25,7 +25,7 @@ _THROUGHPUT = re.compile(r"\| throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \|")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
-"""Seconds that a launcher has to end its ranks, more than the 30 seconds that torchrun gives its ranks."""
+"""Seconds in which torchrun must end its ranks after SIGTERM; torchrun itself gives the ranks 30 seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Turn:
     is_device_memory: bool = False
     """Whether the allocator measured `peak_bytes`."""
     tflops: tuple[float, ...] = ()
-    """TFLOP/s/GPU that the training printed in every logging interval; empty if no value, or a 0, was printed."""
+    """For every logging interval, the TFLOP/s/GPU that the training printed; empty if it printed none, or any 0."""
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:
-    """Return the iteration and the mean loss in every line of a training's log that has a loss."""
+    """Return the iteration and the mean loss of every line with a loss in a training's log."""
     return tuple((int(iteration), float(loss)) for iteration, loss in _LOSS.findall(text))
 
 
 def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
-    """Read the measurements of the iterations after the `warmup`th from a training's log.
+    """Read from a training's log the measurements of all iterations after the first `warmup` iterations.
 
     Raises:
         RuntimeError: the log has no iteration after the warmup, or a loss or gradient norm is NaN.
@@ -124,7 +124,8 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
     """Set `late` and end the launcher if `over` is not set within `timeout` seconds.
 
-    The launcher gets SIGTERM first, so that torchrun ends its ranks. After SIGKILL of torchrun, ranks would run on.
+    The launcher gets SIGTERM first, so that torchrun ends its ranks. If torchrun got SIGKILL at once, its ranks would
+    run on.
     """
     if not over.wait(timeout):
         late.set()

@@ -1,7 +1,7 @@
 """Makes gloo's collectives work on GPU tensors: tensors are copied to pinned host memory, and results are copied back.
 
-Depending on torch's version, gloo takes GPU tensors in some collectives only. megatron-core's own schedule and its
-parallelism use gloo's collectives where several ranks share one device, which NCCL may refuse.
+Depending on torch's version, only some of gloo's collectives take GPU tensors. Where several ranks share one device,
+NCCL may refuse to connect them; megatron-core then communicates with gloo's collectives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _METHODS = (
     *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
-"""Methods of a process group that move tensors and write to their first argument, in any version of torch."""
+"""Methods that move tensors between ranks; a process group has some of them, depending on torch's version."""
 
 
 class StagedWork:

@@ -1,4 +1,4 @@
-"""The trainings of `zero-bubble check` on four ranks: each layout under megatron-core's schedule and under others."""
+"""The trainings of `zero-bubble check` on four ranks: each layout under megatron-core's schedule and under ours."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Cell:
     name: str
     flags: tuple[str, ...]
     compares: str = "everything"
-    """The values that must equal the layout's reference: `everything` that `--log-numerics` writes, `the losses` or
-    `nothing`."""
+    """The values that must equal the values of the layout's reference training: `everything` that `--log-numerics`
+    writes, `the losses` or `nothing`."""
 
     @property
     def title(self) -> str:

@@ -62,4 +62,4 @@ SIZES = {
     ),
     "tiny": (Model("tiny", 1, 64, 4, 32, 2, 4, vocab_size=120),),
 }
-"""Models of which a middle stage is measured: the zero-bubble paper's (Qi et al. 2024), and a tiny model."""
+"""Models of which a middle stage is measured: models of the zero-bubble paper (Qi et al. 2024), and a tiny model."""

@@ -1,4 +1,4 @@
-"""Runs one rank of the trainings that `zero-bubble check` starts, one after the other.
+"""Runs one rank of the trainings that `zero-bubble check` starts, one training after the other.
 
     python -m megatron.zero_bubble.cli.check.rank PLAN.json
 

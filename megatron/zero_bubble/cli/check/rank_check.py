@@ -1,4 +1,4 @@
-"""Trains on ranks that share a device and compares the numerics byte for byte with megatron-core's own schedule."""
+"""Trains on ranks that share a device; compares numerics byte for byte with those of megatron-core's own schedule."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class RankCheck:
 
 
 def find_difference(expected: Path, found: Path, losses_only: bool) -> str | None:
-    """Return the first difference of two files that `--log-numerics` wrote; None if they are the same."""
+    """Return the first difference between two files that `--log-numerics` wrote; None if they are the same."""
     if not losses_only and expected.read_bytes() == found.read_bytes():
         return None
     ours, theirs = _numerics_of(found), _numerics_of(expected)

@@ -1,4 +1,4 @@
-"""Runs trainings one after the other on ranks, each within a time limit, and starts new ranks after a failure."""
+"""Runs one training after the other on ranks, each training within a time limit; starts new ranks after a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.zero_bubble.cli.trainings import failure_reason
 _SECONDS_FOR_THE_OTHERS = 5.0
 """Seconds to wait for the other ranks after a rank has failed, because their logs may contain the reason."""
 _LOG_SIZE = 4000
-"""Number of last characters of each rank's log that are kept after a failure."""
+"""Number of characters that are kept from the end of each rank's log after a failure."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Attempt:
             )
 
     def _wait(self, ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[str | None, int]:
-        """Wait until all ranks end, a rank fails or a time limit passes; return an error or None, and a status."""
+        """Wait until all ranks end, a rank fails or time runs out; return an error or None, and an exit status."""
         begun, since = 0, time.monotonic()
         while True:
             statuses = [rank.poll() for rank in ranks]

@@ -1,4 +1,4 @@
-"""Measures one middle stage of a pipeline, which the executor runs as in training, with random messages."""
+"""Measures one middle stage of a pipeline; the executor runs the stage as in training, but with random messages."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ NUM_MICROBATCHES = 8
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Measured times of a stage in milliseconds, one for each microbatch, and memory of one microbatch in bytes."""
+    """Measurements of a stage: times in milliseconds, and the memory of one microbatch in bytes."""
 
     times: Mapping[OpKind, Sequence[float]]
-    """Times of F, B and W of the split stage, and of BW, the fused backward of the stage that is not split."""
+    """Kind of operation -> measured times: F, B and W of the split stage, BW (fused backward) of the other version."""
     memory: Mapping[OpKind, float]
 
     def time(self, kind: OpKind) -> float:

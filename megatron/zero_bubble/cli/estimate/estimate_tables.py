@@ -69,7 +69,7 @@ def _lines(lines: Iterator[str]) -> str:
 
 
 def _shown(results: Results) -> Estimate:
-    """Return the estimate whose parameters are shown, of the first schedule or, without schedules, of the layout."""
+    """Return the estimate whose parameters the output shows: the first schedule's or, without one, the layout's."""
     shown = results.estimates[0] if results.estimates else results.layout
     assert shown is not None
     return shown

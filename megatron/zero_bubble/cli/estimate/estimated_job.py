@@ -42,7 +42,7 @@ class EstimatedJob:
     states: States
     count: ModelCount
     flops_of_sequence: float
-    """Floating-point operations of F, B and W of one sequence, counted as --log-throughput does."""
+    """Floating-point operations of F, B and W together for one sequence, counted as --log-throughput does."""
     profile: Profile | None = None
     """Measured costs; if None, costs are computed from operations and bytes."""
     is_quick: bool = False
@@ -244,9 +244,10 @@ def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
 
 
 def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
-    """Add the flags that a training requires, and --transformer-impl with the value of Megatron-LM or of the profile.
+    """Add the flags that a training requires, and --transformer-impl with the profile's value or Megatron-LM's default.
 
-    --transformer-impl is not added to flags for attention masks, FSDP2 or local attention, which need local layers.
+    --transformer-impl is not added if the flags reset attention masks or choose FSDP2 or local attention; each of these
+    three settings needs local layers.
     """
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]

@@ -27,7 +27,7 @@ from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons
 SMALL_JOB = 1000
 """Smallest product of pipeline ranks and microbatches for which schedules are estimated in several processes."""
 LARGE_JOB = 2000
-"""Smallest product of pipeline ranks and microbatches that is planned with little effort if --schedule is not given."""
+"""Smallest product of pipeline ranks and microbatches for which, without --schedule, planning takes little effort."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
 """Names of the two searches for a layout, used as keys beside the names of schedules."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
@@ -50,7 +50,7 @@ class Remedy(NamedTuple):
     best: Estimate
     """The fastest schedule that fits with `flags` or, if no schedule fits, the schedule with the least memory."""
     slowdown: float
-    """Iteration time of `best`, divided by the shortest iteration time without `flags` if memory were sufficient."""
+    """Iteration time of `best`, divided by the shortest iteration time of the job's schedules, none of which fits."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Results:
     job: EstimatedJob
     estimates: list[Estimate]
     refused: dict[str, str]
-    """Name of a schedule or of a layout search -> reason why the schedule or a layout is not possible."""
+    """Name of a schedule or of a layout search -> reason why the estimate of the schedule or layout is not possible."""
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if the flags fix a layout, or no layout is possible."""
     freed: LayoutEstimate | None = None
@@ -93,7 +93,7 @@ class Results:
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
-    """Estimate the schedules `chosen`, or all schedules but the slow ones, and the layout if the flags leave it open.
+    """Estimate the schedules `chosen`, by default all that are not slow, and the layout if the flags leave it open.
 
     Raises:
         ValueError: the name of a schedule is unknown, or neither a schedule nor a layout is possible.
@@ -112,7 +112,7 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
 
 
 def _refusal(names: str, reason: str) -> str:
-    """Return a message for the schedules or searches `names`; the reason for which no layout is possible has a flag."""
+    """Return an error message: the flag --schedule with refused schedules and their reason, or the reason alone."""
     schedules = [name for name in names.split(", ") if name in ENTRIES]
     return f"--schedule {', '.join(schedules)}: {reason}" if schedules else reason
 
@@ -166,7 +166,7 @@ def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
 
 
 def _remedies(results: Results) -> Iterator[Remedy]:
-    """If no schedule fits, yield the outcome of the chosen layout or, without such a layout, of recomputation."""
+    """If no schedule fits, yield the outcome of the chosen layout or, if no layout was chosen, of recomputation."""
     if not results.nothing_fits:
         return
     job, estimates, layout = results.job, results.estimates, results.layout

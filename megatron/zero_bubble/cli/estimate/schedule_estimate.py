@@ -43,7 +43,8 @@ class Estimate:
     limit: float | None = None
     """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit.
 
-    A schedule exceeds this limit only if the limit is `auto`, and too small for the plan with the least memory.
+    A schedule exceeds this limit only if the limit is `auto` and no plan fits; the schedule is then the plan with the
+    least memory.
     """
     without_pairs: Timeline | None = None
     """The same schedule planned without pairs of F and B; None if the schedule is not planned with pairs."""
@@ -73,7 +74,7 @@ class Estimate:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether no plan is possible under the memory limit, so that the plan with the least memory is estimated."""
+        """Whether no plan fits the memory limit; the estimate is then of the plan with the least memory."""
         return self.limit is not None and max(self.activation_bytes) > self.limit * (1 + 1e-9)
 
     @property
@@ -86,7 +87,7 @@ class Estimate:
 
     @property
     def offloaded(self) -> float:
-        """Number of copies to the host (D), divided by the number of stages times microbatches."""
+        """Number of copies to the host (D), divided by the product of the numbers of stages and microbatches."""
         return num_offloaded(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
@@ -134,7 +135,7 @@ class Estimate:
         return self.job.flops_per_iteration / (self.iteration_ms / 1e3) / self.job.args.world_size / 1e12
 
     def as_json(self, baseline: Estimate | None = None) -> dict[str, Any]:
-        """Return all figures of the estimate, and its speed divided by the speed of `baseline`."""
+        """Return all figures of the estimate, and the estimated speed divided by the speed of `baseline`."""
         return {
             "schedule": self.schedule.name,
             "num_chunks": self.schedule.num_chunks,

@@ -8,7 +8,7 @@ In each step at most one replica straggles. With synchronous SGD, all replicas w
 With hierarchical SGD, replicas average their parameters in the groups of --hierarchical-sgd. With local SGD, all
 replicas average their parameters once in the longest period of --hierarchical-sgd, and no replica waits between two
 averages. The table shows the mean time of a step, where a step without a straggler takes 1. The table says nothing
-about convergence: the longer replicas step alone, the more their parameters differ.
+about convergence, although parameters differ more the longer replicas step alone.
 
 A mistake in the flags ends the command with a one-line message and exit status 2.
 """

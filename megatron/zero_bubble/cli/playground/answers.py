@@ -58,7 +58,7 @@ def run(file: str, planned: bool) -> dict[str, Any]:
 
 
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
-    """Return one point of the plot: bubble rate and time under a memory limit; if no plan fits, the smallest limit.
+    """Return the bubble rate and time under a memory limit; if no plan fits, the smallest limit that a plan fits.
 
     If `of_dial` is set, plans are compared by makespan, as in `memory-curve --dial`.
     """

@@ -85,7 +85,7 @@ def _write_snapshot(folder: Path, pyodide: Path) -> None:
 
 
 def _digest() -> str:
-    """The digest of all files that a memory snapshot depends on, without the files of Pyodide."""
+    """The digest of all files that a memory snapshot depends on, except the files of Pyodide."""
     digest = hashlib.sha256()
     for path in (*_packed_files(), _HERE / "snapshot.mjs", _HERE / "page" / "python.mjs"):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")

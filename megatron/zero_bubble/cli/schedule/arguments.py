@@ -214,7 +214,10 @@ class CurveFlags(ScheduleFlags, ResultFlags):
 
     @property
     def first(self) -> float:
-        """The curve's smallest memory limit, in p M_B. With recomputation, plans exist for smaller memory limits."""
+        """The curve's smallest memory limit, in p M_B.
+
+        With recomputation the default is smaller, because plans then need less memory.
+        """
         if self.from_ is not None:
             return self.from_
         return 0.5 if self.recomputation is Recompute.NONE and not self.dial else 0.125

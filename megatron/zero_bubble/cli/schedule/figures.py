@@ -73,12 +73,12 @@ class ScheduleFigures:
 
     @property
     def recomputed(self) -> float:
-        """Number of R on all stages, divided by the number of stages times microbatches."""
+        """Number of R on all stages, divided by the product of the numbers of stages and microbatches."""
         return num_recomputed(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
     def offloaded(self) -> float:
-        """Number of copies to the host (D), divided by the number of stages times microbatches."""
+        """Number of copies to the host (D), divided by the product of the numbers of stages and microbatches."""
         return num_offloaded(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
@@ -226,8 +226,9 @@ _PARTS_OF_F = {
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
-    Flags, and cost files with one entry a rank, give the costs of whole ranks, which are split among their chunks. M_B
-    is the memory that F of one microbatch allocates on a whole rank, on the rank where F allocates the most.
+    Flags give the costs of whole ranks, and so do cost files with one entry per rank; each rank's costs are split among
+    the rank's chunks. M_B is the memory that F of one microbatch allocates on all chunks of the rank where F allocates
+    the most.
 
     Raises:
         ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.

@@ -35,12 +35,12 @@ _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
 """Longest relative time in the plot of --dial. On a longer axis, short times would look alike."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Fractions of the fastest plan's memory. The output states the times of plans at the nearest smaller memory limits."""
+"""Fractions of the fastest plan's memory. The output gives times under the largest limit within each fraction."""
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """The figures of one schedule under every memory limit that it fits into; with --dial, for one entry of `WAYS`."""
+    """The figures of one schedule (with --dial, of one schedule and way) under every memory limit that it fits into."""
 
     name: str
     schedule: str

@@ -1,4 +1,4 @@
-"""Generates or reads the schedules that flags ask for, one or several to compare, and computes their figures."""
+"""Generates or reads one schedule, or several schedules to compare, and computes the figures of each schedule."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def figures_of_all(
     post_validation: bool = False,
     queues: HardwareQueues | None = None,
 ) -> list[ScheduleFigures]:
-    """Return the figures of the schedules `chosen`, or of all schedules that are possible if none is chosen.
+    """Return the figures of the schedules `chosen`, or, if none is chosen, of all possible schedules.
 
     Args:
         limit: memory limit in M_B, one for all ranks or one for each rank.

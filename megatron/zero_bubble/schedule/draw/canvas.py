@@ -13,7 +13,7 @@ PAPER = "#ffffff"
 LANE = "#f2f2f2"
 STRONG = "#000000"
 LABEL_INKS = ("#111111", "#fefefe")
-"""Colours of labels on light and on dark operations, the same on light and dark pages."""
+"""Colours of labels on light operations and on dark operations; both colours are the same on light and dark pages."""
 
 _IN_THE_DARK = {INK: "#e6edf3", FAINT: "#30363d", PAPER: "#0d1117", LANE: "#21262d", STRONG: "#ffffff"}
 _STYLE = (
@@ -85,7 +85,7 @@ def ticks(largest: float, count: int) -> list[float]:
 
 
 def document(width: float, height: float, elements: Iterable[str], style: str = "") -> str:
-    """A whole SVG image for light and dark pages; `style` is additional CSS."""
+    """A complete SVG image for light and dark pages; `style` is additional CSS."""
     size = f'width="{number(width)}" height="{number(height)}" viewBox="0 0 {number(width)} {number(height)}"'
     body = "\n".join(elements)
     return (

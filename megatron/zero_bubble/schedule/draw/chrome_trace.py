@@ -22,7 +22,7 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
 
     Args:
         timeline: timeline to write.
-        microseconds: length of the timeline's unit of time, in microseconds; 1000 for milliseconds.
+        microseconds: length of the timeline's unit of time, in microseconds; 1000 if the unit is milliseconds.
         steps: number of iterations of the schedule (see `repeat`).
 
     Returns:
@@ -64,9 +64,10 @@ def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, s
 
 
 def _flows(timeline: Timeline, microseconds: float) -> Iterator[dict[str, Any]]:
-    """Yield the events of an arrow for every message, from the operation that makes the tensor to its consumer.
+    """For every message, yield an arrow from the operation that makes the tensor to the operation that uses it.
 
-    Both ends of an arrow lie within the times of their operations, so that viewers attach the arrow to the operations.
+    Each end of an arrow lies between the start and the end of an operation, so that viewers attach the arrow to the
+    operation.
     """
     schedule, placement = timeline.schedule, timeline.schedule.placement
     made: dict[Node, tuple[int, TimedOp]] = {}

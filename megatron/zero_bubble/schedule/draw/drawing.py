@@ -25,12 +25,12 @@ _SMALLEST_TYPE, _LARGEST_TYPE = 6, 11
 _LABEL_MARGIN = 2
 """Width in pixels that a label leaves free on its operation."""
 _SHORTEST_WITH_LABEL = 0.1
-"""Shortest operation whose label counts for the width of a drawing, as a fraction of the longest operation's time."""
+"""Fraction of the longest operation's time. Labels of shorter operations do not affect the width of a drawing."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A timeline with the places and sizes of its drawing, in pixels."""
+    """A timeline, and the places and sizes in its drawing, in pixels."""
 
     timeline: Timeline
     title: str
@@ -94,7 +94,7 @@ class Drawing:
 
     @cached_property
     def has_memory(self) -> bool:
-        """Whether the timeline has costs of memory, which a timeline of a measured step without a profile lacks."""
+        """Whether the timeline has memory costs; a timeline of a measured step has none without a profile."""
         return max(self.timeline.peak_memory, default=0) > 0
 
     @property
@@ -107,7 +107,7 @@ class Drawing:
 
     @cached_property
     def _label_sizes(self) -> dict[OpKind, float]:
-        """Kind -> font size in which nine of ten labels of the kind fit on their operations, if it is readable."""
+        """Kind -> font size in which nine of ten labels of the kind fit; only kinds with a readable size."""
         scale = (self.width - LEFT - RIGHT) / self.duration
         sizes: dict[OpKind, list[float]] = defaultdict(list)
         for kind, time, width in self._labels():
@@ -142,7 +142,7 @@ class Drawing:
 
     @property
     def width_for_labels(self) -> float:
-        """Drawing width in which nine of ten labels fit in the largest font size, except labels of short operations."""
+        """Width in which nine of ten labels fit in the largest font size; labels of short operations do not count."""
         labels = [(time, width) for _, time, width in self._labels()]
         shortest = _SHORTEST_WITH_LABEL * max((time for time, _ in labels), default=0)
         scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for time, width in labels if time > shortest)
@@ -184,7 +184,7 @@ class Options(TypedDict, total=False):
     """Width of the drawing in pixels; by default wide enough for labels on operations, up to a maximum."""
     duration: float | None
     """Time that the width of the drawing represents, at least the makespan; by default the makespan. Drawings with the
-    same width and duration can be compared."""
+    same width and duration have the same scale."""
 
 
 def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: Unpack[Options]) -> Drawing:
@@ -211,5 +211,5 @@ def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: U
 
 
 def _type_width(label: str) -> float:
-    """The least readable width of a label at font size 1."""
+    """The smallest width at which a label is readable at font size 1."""
     return sum(0.66 if letter == "W" else 0.6 for letter in label)

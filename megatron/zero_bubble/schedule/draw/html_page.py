@@ -77,7 +77,8 @@ body {{ font-family: Helvetica, Arial, sans-serif; margin: 1em; }}
 def to_html(timeline: Timeline, **options: Unpack[Options]) -> str:
     """Draw a timeline as an HTML page, with a table of the ranks.
 
-    By default the drawing is wide enough for readable labels, and scaled to fit the window.
+    By default the drawing is wide enough for readable labels. If the drawing is wider than the window, the page shrinks
+    it to fit, but to no less than 75% of its width.
 
     Args:
         timeline: timeline to draw.

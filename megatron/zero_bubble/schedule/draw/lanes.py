@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.kinds import COPIES, KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
 
 _MARK_WIDTH = 3
-"""Width in pixels of a mark, which shows STEP, VALIDATE, or another operation that takes no time."""
+"""Smallest width in pixels of a mark, which shows a STEP, a VALIDATE, or an operation that takes no time."""
 _ARROW_HEAD = 5
 
 
@@ -48,7 +48,7 @@ def lanes(drawing: Drawing) -> Iterator[str]:
 
 
 def style(drawing: Drawing) -> str:
-    """CSS for the elements of `lanes`, which shows and hides elements while the pointer is over an operation."""
+    """CSS that shows and hides the elements of `lanes` while the pointer is over an operation."""
     microbatches = range(drawing.timeline.schedule.num_microbatches)
     shown = ",".join(f".m{k}:hover~.a{k}" for k in microbatches)
     return (
@@ -59,7 +59,7 @@ def style(drawing: Drawing) -> str:
 
 
 def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
-    """Yield the background of a lane, its name, and its idle time in percent with a tooltip of the causes."""
+    """Yield the background of a lane, and the rank's name and idle time in percent; a tooltip has the causes."""
     timeline = drawing.timeline
     top, height = drawing.lane_top(rank), drawing.lane_height
     size = max(8, min(11, height - 3))
@@ -128,7 +128,7 @@ def _is_mark(op: Op, start: float, stop: float) -> bool:
 
 
 def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
-    """Yield the marks of STEP, VALIDATE and operations without time, drawn over all other operations of a lane."""
+    """Yield the marks of STEP, VALIDATE and operations that take no time, drawn over all other operations of a lane."""
     in_pairs = forwards_in_pairs(drawing.timeline.schedule, rank)
     for op, start, stop in drawing.timeline.lanes[rank]:
         if op not in in_pairs and op.kind not in COPIES and _is_mark(op, start, stop):
@@ -150,7 +150,7 @@ def _critical_path(drawing: Drawing) -> Iterator[str]:
 
 
 def _messages(drawing: Drawing) -> Iterator[str]:
-    """Yield a path with the messages of each microbatch, hidden until the pointer is over the microbatch."""
+    """For each microbatch, yield the arrows of its messages, hidden until the pointer is over one of its operations."""
     arrows: dict[int, list[str]] = defaultdict(list)
     for source, sent, destination, used in messages(drawing.timeline):
         start = drawing.x(sent.end), drawing.middle(source)

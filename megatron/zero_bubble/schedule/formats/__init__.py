@@ -41,14 +41,14 @@ __all__ = [
 
 
 def schedule_from_text(text: str, name: str) -> Schedule:
-    """Read a schedule from text in any format, which is recognised by its first characters.
+    """Read a schedule from text in any format; the first characters of the text tell the format.
 
     Args:
         text: JSON, a CSV grid, or PyTorch's CSV.
-        name: name for a schedule in PyTorch's CSV, which contains no name.
+        name: name of a schedule that is read from PyTorch's CSV, because this CSV contains no name.
 
     Raises:
-        ScheduleError: the text is not in the expected format.
+        ScheduleError: the text is in none of these formats.
     """
     start = text.lstrip()
     if start.startswith(("{", "[")):
@@ -59,9 +59,9 @@ def schedule_from_text(text: str, name: str) -> Schedule:
 
 
 def costs_from_text(text: str) -> StageCosts:
-    """Read costs from a file of costs, or from a profile.
+    """Read costs from the JSON of costs or of a profile.
 
     Raises:
-        ScheduleError: the text is not in the expected format.
+        ScheduleError: the text is neither costs nor a profile in JSON.
     """
     return profile_from_json(text).costs if is_profile(text) else costs_from_json(text)

@@ -1,9 +1,10 @@
 """Schedules as a grid for readers and spreadsheets: a row for each rank, a column for each time slot.
 
-F, B, W and R take one time slot each, BW takes two, and communication takes none. Cells of idle time slots are empty.
-STEP, VALIDATE, D and H take no time and have columns of their own between two time slots. If stages recompute
-activations in groups, the first two lines of the CSV have a further column with the number of groups of each stage. The
-grid contains no sends, receives and collectives; `lower` adds them again.
+F, B, W and R take one time slot each, and BW takes two. In a pair, the backward takes the time slots of both
+operations. Cells of idle time slots are empty. Operations that take no time, such as STEP and D, have columns of their
+own between two time slots. If stages recompute activations in groups, the first two lines of the CSV have another
+column with the number of groups of each stage. The grid contains no sends, receives or collectives; `lower` adds them
+again.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
 
 
 def schedule_to_grid(schedule: Schedule) -> str:
-    """Write a schedule as a grid for a terminal, a line for each rank.
+    """Write a schedule as a grid for a terminal, with a line for each rank.
 
     Raises:
-        Deadlock: the schedule cannot run.
+        Deadlock: some ranks wait for each other for ever.
     """
     rows, narrow = _grid_cells(schedule)
     longest = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -68,7 +69,7 @@ def schedule_to_csv(schedule: Schedule) -> str:
     """Write a schedule as CSV: two lines with name, placement and sizes, then the grid.
 
     Raises:
-        Deadlock: the schedule cannot run.
+        Deadlock: some ranks wait for each other for ever.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -82,12 +83,12 @@ def schedule_to_csv(schedule: Schedule) -> str:
 
 
 def schedule_from_csv(text: str) -> Schedule:
-    """Read a schedule without communication from the CSV of `schedule_to_csv` without validating it.
+    """Read a schedule from the CSV of `schedule_to_csv`, and do not validate the schedule.
 
-    The reader uses only the order of the cells in a row, not their columns.
+    The schedule has no communication. The reader uses only the order of the cells in a row, not their columns.
 
     Raises:
-        ScheduleError: the text is not in the expected format.
+        ScheduleError: the text is not in the format of `schedule_to_csv`.
     """
     try:
         rows = list(csv.reader(io.StringIO(text), strict=True))

@@ -7,10 +7,10 @@
     {"format": "megatron-zero-bubble costs", "version": 1, "time_f": [1.5, 2], "time_b": [1.5, 2],
      "time_w": [1, 1], "time_comm": [0.1], "memory_f": [1, 1], "memory_b": [-0.5, -0.5], "memory_w": [-0.5, -0.5]}
 
-A schedule whose stages recompute activations in groups also has `groups`, one number for each stage. Costs may have the
-optional fields of `StageCosts`: for recomputation (`time_r`, `memory_r`, `num_blocks`, `memory_outside`), offload,
-experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`, `memory_s`, `memory_t`). The readers refuse
-JSON of other formats or later versions, unknown keys and missing keys.
+A schedule whose stages recompute activations in groups also has `groups`, the number of groups of each stage. Costs may
+have the optional fields of `StageCosts`: for recomputation (`time_r`, `memory_r`, `num_blocks`, `memory_outside`),
+offload, experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`, `memory_s`, `memory_t`). The readers
+refuse JSON with another format, a later version, an unknown key or a missing key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ VERSION = 1
 _SCHEDULE = "megatron-zero-bubble schedule"
 _COSTS = "megatron-zero-bubble costs"
 _MOST_DIGITS = 60
-"""More digits than any cost or count has; every integer with so few digits is also a finite float."""
+"""Largest number of digits of an integer. No cost or count needs more digits, and every such integer is a finite
+float."""
 
 
 def schedule_to_json(schedule: Schedule) -> str:
@@ -50,10 +51,10 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """Read a schedule from the JSON of `schedule_to_json` without validating it.
+    """Read a schedule from the JSON of `schedule_to_json`, and do not validate the schedule.
 
     Raises:
-        ScheduleError: the text is not in the expected format.
+        ScheduleError: the text is not in the format of `schedule_to_json`.
     """
     keys = {"name", "placement", "num_microbatches", "ops"}
     document = _document(text, _SCHEDULE, keys, frozenset({"groups"}))
@@ -81,7 +82,7 @@ def schedule_from_json(text: str) -> Schedule:
 
 
 def costs_to_json(costs: StageCosts) -> str:
-    """Write costs as JSON, in model order; fractions become floats."""
+    """Write costs as JSON, with stages in model order; fractions become floats."""
     numbers = {field.name: list(getattr(costs, field.name)) for field in fields(costs)}
     numbers = {name: values for name, values in numbers.items() if any(values) or name not in OPTIONAL}
     lines = [f" {json.dumps(key)}: {json.dumps(values, default=float)}" for key, values in numbers.items()]
@@ -93,7 +94,7 @@ def costs_from_json(text: str) -> StageCosts:
     """Read costs from the JSON of `costs_to_json`.
 
     Raises:
-        ScheduleError: the text is not in the expected format.
+        ScheduleError: the text is not in the format of `costs_to_json`.
     """
     keys = {field.name for field in fields(StageCosts)}
     document = _document(text, _COSTS, keys.difference(OPTIONAL), frozenset(OPTIONAL))
@@ -106,7 +107,7 @@ def costs_from_json(text: str) -> StageCosts:
 
 
 def _document(text: str, wanted: str, keys: set[str], optional: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Parse JSON of the format `wanted` with `keys` and maybe `optional` keys; raise `ScheduleError` for other text."""
+    """Parse JSON of the format `wanted` with all `keys` and any of `optional`; raise `ScheduleError` for other text."""
     document = parsed(text, wanted)
     given = set(document) - {"format", "version"} - optional
     if given != keys:
@@ -136,7 +137,7 @@ def parsed(text: str, wanted: str) -> dict[str, Any]:
 
 
 def short_integer(digits: str) -> int:
-    """Parse an integer of JSON, as `parse_int` of `json.loads`.
+    """Parse an integer in JSON; `json.loads` gets this function as `parse_int`.
 
     Args:
         digits: the integer in decimal digits, with a sign if it is negative.

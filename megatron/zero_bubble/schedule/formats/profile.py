@@ -30,14 +30,14 @@ class Profile:
     noise: float
     """Largest relative spread of a measured time: half the interquartile range, divided by the median."""
     model: Mapping[str, Setting]
-    """Settings of the model on which the costs depend."""
+    """Model settings on which the costs depend."""
     inside: tuple[float, ...] = ()
-    """Stage -> largest temporary memory of an operation, in bytes, beyond the memory before and after the operation;
-    empty if it was not measured."""
+    """Stage -> largest temporary memory of an operation in bytes: the peak of the operation beyond the memory before
+    and after it. Empty if the run measured no temporary memory."""
 
     @property
     def inside_ranks(self) -> tuple[float, ...]:
-        """Rank -> largest temporary memory of an operation, in bytes; zeros if it was not measured."""
+        """Rank -> largest temporary memory of an operation in bytes; zeros if the run measured no temporary memory."""
         ranks = range(self.placement.num_ranks)
         if not self.inside:
             return (0.0,) * len(ranks)
@@ -52,7 +52,7 @@ class Profile:
 
         Args:
             placement: placement of the run.
-            model: settings of the run.
+            model: settings of the model in the run.
             recompute: the microbatches of the run that have an R.
 
         Raises:
@@ -87,7 +87,7 @@ def profile_to_json(profile: Profile) -> str:
 
 
 def is_profile(text: str) -> bool:
-    """Whether the text has the format of a profile, judged by its first characters."""
+    """Whether the first characters of the text name the format of a profile."""
     return _FORMAT in text[:200]
 
 
@@ -95,7 +95,7 @@ def profile_from_json(text: str) -> Profile:
     """Read a profile from the JSON of `profile_to_json`.
 
     Raises:
-        ScheduleError: the text is not in the expected format.
+        ScheduleError: the text is not in the format of `profile_to_json`.
     """
     document = parsed(text, _FORMAT)
     try:

@@ -1,8 +1,9 @@
 """The CSV dialect that `_dump_csv` and `_load_csv` of torch.distributed.pipelining write and read.
 
-The CSV has a row for each rank, and a cell for each action: stage, letters and microbatch, as in `3F0`. PyTorch writes
-I for the gradient of the input (our B), W for the gradient of the weights, and B for both (our BW). An empty cell is an
-idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair. `schedule_from_pytorch_csv` leaves out actions of FSDP, sends and receives.
+The CSV has a row for each rank and a cell for each action. A cell contains the stage, the letters of the action and the
+microbatch, as in `3F0`. PyTorch writes I for the gradient of the input (our B), W for the gradient of the weights, and
+B for both (our BW). An empty cell is an idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair. `schedule_from_pytorch_csv` leaves
+out sends, receives and the actions of FSDP.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron.zero_bubble.schedule.kinds import COMMUNICATION, KINDS, OpKind
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
 _KINDS = {(facts.pytorch, facts.pairs_with is not None): kind for kind, facts in KINDS.items() if facts.pytorch}
-"""(letters, whether the operation is in a pair) -> kind of operation."""
+"""(letters, whether the operation is the backward of a pair) -> kind of operation."""
 _LEFT_OUT = {"UNSHARD", "RESHARD", "REDUCE_GRAD"} | {KINDS[kind].pytorch for kind in COMMUNICATION}
 _ACTION = re.compile(r"(\d{1,9})([A-Z_]+?)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -35,7 +36,7 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
     """Write a schedule for PyTorch's `_load_csv`, as "compute_only", or as "compute_comms" if the schedule is lowered.
 
     Raises:
-        ScheduleError: PyTorch has no word for an operation, such as STEP.
+        ScheduleError: PyTorch's CSV has no word for an operation such as STEP, or for recomputation in groups.
     """
     nameless = [kind for kind, facts in KINDS.items() if kind in schedule.kinds and facts.makes and not facts.pytorch]
     if nameless:
@@ -61,16 +62,16 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
 
 
 def schedule_from_pytorch_csv(text: str, name: str = "pytorch") -> Schedule:
-    """Read a schedule without communication from PyTorch's `_dump_csv` without validating it.
+    """Read a schedule from the CSV of PyTorch's `_dump_csv`, and do not validate the schedule.
 
-    The stages of each rank follow from its actions.
+    The schedule has no communication. The stages of a rank are the stages of the actions in its row.
 
     Args:
         text: the CSV.
         name: name of the schedule.
 
     Raises:
-        ScheduleError: the text is not in the expected format, or the placement is not linear, interleaved or a V.
+        ScheduleError: the text is not in PyTorch's format, or the placement is neither linear nor interleaved nor a V.
     """
     try:
         rows = [list(_actions(row)) for row in csv.reader(io.StringIO(text), strict=True)]

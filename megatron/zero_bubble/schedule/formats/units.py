@@ -30,14 +30,14 @@ def units_to_json(model: ModelCosts) -> str:
 def units_from_json(text: str) -> ModelCosts:
     """Read the costs of the units of a model from a JSON object.
 
-    The object is `{"embedding": U, "layers": [U, ...], "output": U, "time_comm": t, "ties_output": bool}`. A unit
-    U has `time_f`, `time_b` and `time_w`, and may have the other fields of `UnitCosts`, which are zeros by default. All
-    times have one unit, and all memory has one unit. Memory is a change: F allocates `memory_f`, and `memory_b` and
-    `memory_w` are negative if B and W release memory. `all_to_all_f` and `all_to_all_b` are parts of `time_f` and
-    `time_b`.
+    The object is `{"embedding": U, "layers": [U, ...], "output": U, "time_comm": t, "ties_output": bool}`. A unit U has
+    `time_f`, `time_b` and `time_w`, and may have the other fields of `UnitCosts`, which are zeros by default. All times
+    are in the same unit, and so are all amounts of memory. An amount of memory is a change: F allocates `memory_f`, and
+    `memory_b` and `memory_w` are negative if B and W release memory. `all_to_all_f` and `all_to_all_b` are parts of
+    `time_f` and `time_b`.
 
     Raises:
-        ScheduleError: the text is not in the expected format. The error message names the first wrong entry.
+        ScheduleError: the text is not an object of this form. The error message names the first wrong entry.
     """
     try:
         document = json.loads(text, parse_int=short_integer)

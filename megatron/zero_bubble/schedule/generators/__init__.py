@@ -1,1 +1,1 @@
-"""Generators of the named schedules that need no costs: one file with pure functions for each family."""
+"""Generators of the named schedules that need no costs: a file of pure functions for each family of schedules."""

@@ -15,7 +15,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     If B takes as long as F, the bubble is (p-1)(FB + BW - 3W) with p ranks. FB is the time of a pair, BW the time of B
     and W together, and W the time of W, all for one chunk. The peak memory is (2p+1)/2 M_B. Source: DeepSeek-V3, arXiv
-    2412.19437, and its repository DualPipe.
+    2412.19437, and DeepSeek's repository DualPipe.
 
     Args:
         num_ranks: number of ranks p.

@@ -9,7 +9,7 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """Generate GPipe: every rank runs F of all microbatches, then BW of all microbatches.
 
-    The bubble is (p-1)(F+B+W), and the peak memory m M_B, with p ranks and m microbatches. The backwards are in
+    With p ranks and m microbatches, the bubble is (p-1)(F+B+W), and the peak memory is m M_B. The backwards are in
     microbatch order, so that gradients add up in the same order as in all other schedules. In the paper (Huang et al.
     2019, arXiv 1811.06965), the backwards are in reverse order.
 

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B as in megatron-core, and its variants with pairs and with W split from B."""
+"""Interleaved 1F1B as in megatron-core, and two variants: one has pairs, and the other splits W from B."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def interleaved_1f1b(
 
     Microbatches pass through the chunks in groups: a group runs through all chunks of a rank before the next group
     starts. Rank r (from 0) runs a warmup of 2(p-r-1) + (v-1) group_size forwards, then one forward and one backward in
-    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory (1 + (p-1)/(pv)) p M_B. The
+    turn. With groups of p microbatches the bubble is (p-1)(F+B+W)/v, and the peak memory is (1 + (p-1)/(pv)) p M_B. The
     symbols F, B, W and M_B stand for all chunks of a rank together. Source: Narayanan et al. 2021, arXiv 2104.04473,
     section 2.2.
 
@@ -40,7 +40,7 @@ def interleaved_pairs(
     """Generate megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`.
 
     The warmup has one forward more than in interleaved 1F1B. In the steady state, each forward and the backward right
-    after it belong to different microbatches or stages, and can run as a pair (see `schedule.pairs`).
+    after it belong to different microbatches or stages, and run as a pair (see `schedule.pairs`).
 
     Args:
         num_ranks: number of ranks p.
@@ -49,7 +49,8 @@ def interleaved_pairs(
         group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:
-        ScheduleError: the last group of microbatches is too small, or a condition of `interleaved_1f1b` is broken.
+        ScheduleError: the number of microbatches is not a multiple of the group size, or a condition of
+            `interleaved_1f1b` is broken.
     """
     size = group_size or num_ranks
     if num_microbatches % size:
@@ -63,7 +64,7 @@ def interleaved_pairs(
 def interleaved_zb(
     num_ranks: int, num_microbatches: int, *, num_chunks: int, group_size: int | None = None
 ) -> Schedule:
-    """Generate interleaved 1F1B with W split from B: on rank r (from 0), W comes 2r microbatches after B.
+    """Generate interleaved 1F1B with W split from B: on rank r (from 0), each W comes 2r backwards after its B.
 
     Interleaved 1F1B has the long warmup of ZB-H2. With W delayed as in ZB-H2, the bubble is (p-1)(F+B-2W)/v, or
     slightly more if forwards arrive late at the next chunk. No rank needs more memory than rank 0 of interleaved 1F1B.
@@ -111,7 +112,7 @@ def _interleaved(
 
 
 def _check(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> None:
-    """Check the conditions of megatron-core, without which ranks would deadlock; raise `ScheduleError`."""
+    """Check the conditions with which megatron-core prevents deadlocks; raise `ScheduleError` if one is broken."""
     if num_chunks < 2:
         raise ScheduleError(f"schedule {name} needs at least 2 chunks a rank, got {num_chunks}")
     if num_microbatches < num_ranks:

@@ -10,7 +10,7 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Generate ZB-H1: the order of 1F1B, in which W comes r microbatches after B on rank r (from 0).
+    """Generate ZB-H1: 1F1B with W split from B. On rank r (from 0), each W comes r microbatches after its B.
 
     A rank sends the result of B before it runs W, and the delayed W fill the cooldown. The bubble is (p-1)(F+B-W), and
     the peak memory of rank r is (p-r) M_B + r M_W. Source: Qi et al. 2024, arXiv 2401.10241, section 2.3.1.
@@ -27,7 +27,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 def split_backward(ops: Sequence[Op], delay: int) -> tuple[Op, ...]:
     """Split every BW into a B in its place and a W that comes `delay` backwards later; the last W come at the end.
 
-    When the rank starts a forward, at most `delay` microbatches of a chunk are between B and W.
+    When the rank starts a forward, at most `delay` of its B have run without their W.
 
     Args:
         ops: operations of a rank, in order.
