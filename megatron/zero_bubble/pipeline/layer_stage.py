@@ -75,6 +75,7 @@ class LayerStage:
         self._announced: Mapping[int, MessageSpec] = {}
         self._gradients: dict[tuple[int, int], list[TensorSpec]] = {}
         self._changes_input: set[int] = set()
+        self._changes_target = False
         self._restored_modules = [layer.module for chunk in chunks for layer in chunk]
         if isinstance(loss_fn, torch.nn.Module) and self._last in self.stages:
             self._restored_modules.append(loss_fn)
@@ -141,7 +142,9 @@ class LayerStage:
                 value = _checked_call(layer, value)
             if stage == self._last:
                 # The loss is divided before its backward, as in a single process that accumulates gradients.
-                return StageMessage.of(self._checked_loss(value, microbatch) / len(self._microbatches.targets))
+                target = self._microbatches.targets[microbatch]
+                loss = self._checked_loss(value, clone_tensors(target) if self._changes_target else target)
+                return StageMessage.of(loss / len(self._microbatches.targets))
         output, expected = StageMessage.of(value), self._sent[stage]
         if not output.spec.has_form_of(expected, shapes_vary=bool(self._announced)):
             raise ValueError(self._wrong_form(stage, output.spec))
@@ -224,17 +227,20 @@ class LayerStage:
                 # in use, so the layers get a copy.
                 self._changes_input.add(chunk)
             if stage == self._last:
-                value = self._checked_loss(value, 0)
+                target = clone_tensors(self._microbatches.targets[0])
+                before = versions_of(target)
+                value = self._checked_loss(value, target)
+                # A forward may run more than once, so the loss gets a copy of a target that it changes in place.
+                self._changes_target = self._changes_target or before != versions_of(target)
         try:
             return StageMessage.of(value)
         except ValueError as error:
             last = self.chunks[chunk][-1]
             raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None
 
-    def _checked_loss(self, output: Any, microbatch: int) -> torch.Tensor:
+    def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:
         try:
-            # A copy, because the loss may change its target in place, and a forward may run more than once.
-            loss = self._loss_fn(output, clone_tensors(self._microbatches.targets[microbatch]))
+            loss = self._loss_fn(output, target)
         except Exception as error:
             raise ValueError(f"loss_fn failed: {_error_text(error)}") from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
