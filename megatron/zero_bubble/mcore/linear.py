@@ -235,7 +235,7 @@ class Gradients:
 
 
 def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
-    """Count the parameters of bare or wrapped chunks by what computes their gradients.
+    """Count the parameters of bare or wrapped chunks, by whether W computes their gradients.
 
     Call `count_gradients` after `split_weight_gradients`.
     """

@@ -29,7 +29,7 @@ class StageLayout:
     boundaries: boundaries.Boundaries
     """The first layer of every stage, followed by the number of all layers."""
     loads: tuple[float, ...]
-    """Stage -> its amount of what the partition balances: layers, parameters, matching layers or seconds."""
+    """Stage -> load of its layers, in `unit`: layers, parameters, matching layers or seconds."""
     unit: str
     schedule: Schedule
     """A valid schedule with the messages between ranks."""

@@ -69,7 +69,7 @@ class EventLoop(ABC):
         """Code -> arrival times of its inputs, for the microbatches whose arrival is known."""
         self.arrivals[codes.f] = [0.0] * self.num_microbatches
         self.done = [0] * codes.end
-        """Code -> number of started operations; an F that drops activations counts as the F that keeps them."""
+        """Operation code -> number of started operations. Both kinds of F count under the code of the F that keeps."""
         self.dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
         """Stage -> the microbatches whose activations have been dropped."""
         self.weights: list[deque[int]] = [deque() for _ in range(ranks)]

@@ -26,7 +26,7 @@ class PairPolicy:
     """The parameters of a policy that runs a pair whenever a forward and a backward are ready."""
 
     caps: tuple[int, ...]
-    """Rank -> number of microbatches in flight, summed over its chunks, from which on the rank runs F only in pairs."""
+    """Rank -> limit on microbatches in flight, summed over chunks; at this limit the rank runs F only in pairs."""
     patience: float = 1.0
     """Longest wait of a ready forward or backward for its partner, as a multiple of the time of a backward."""
     weights: GapRule = GapRule.BALANCED

@@ -15,7 +15,8 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 EFFORT = 300_000
-"""Default effort: number of operations to plan for one plan, summed over its candidates. They take about a second."""
+"""Default effort: number of operations that the search for one plan may place, over all candidate schedules. They
+take about a second."""
 QUICK_EFFORT = 50_000
 """Number of operations to plan for a quick estimate."""
 MOST_CHUNKS = 64

@@ -157,7 +157,7 @@ def _and_its_w(op: Op) -> tuple[Op, ...]:
 def _max_in_flight(problem: Problem) -> float:
     """The number of microbatches in flight on both chunks that fits in the memory of every rank.
 
-    If microbatches may have an R, all microbatches in flight drop their activations.
+    In a problem with recomputation, every microbatch in flight is assumed to drop its activations.
     """
     fitting: list[float] = []
     for stages, limit in zip(problem.stages_of, problem.limits, strict=True):

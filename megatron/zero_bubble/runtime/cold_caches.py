@@ -1,4 +1,4 @@
-"""Evicts a device's caches, so that a measured operation starts with cold caches, as in a training."""
+"""Evicts a device's caches, so that each measured operation starts with cold caches, as it does during training."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def untimed(kind: OpKind) -> AbstractContextManager[None]:
 
 
 class ForwardMode(Enum):
-    """What a block of layers does with its activations in a forward."""
+    """Treatment of the activations of a block of layers in a forward."""
 
     KEEP = "keep"
     """Keep the activations, and pass the block's inputs and outputs to `RecomputationStore.keep`."""

@@ -71,7 +71,7 @@ _Values = dict[str, Any]
 
 
 class Snapshot:
-    """Undoes a step with a copy of what the step changes: parameters, optimizer states, settings of parameter groups.
+    """Undoes a step from a copy of the parameters, the optimizer states and the settings of parameter groups.
 
     The copy contains all optimizer states: moments, sums, and step counts (tensors or numbers). Before the first step
     there are no states. The copy takes as much memory as the parameters and states. With Adam, this is 12 bytes for

@@ -109,7 +109,7 @@ class VocabularyStage(Stage, Protocol):
         ...
 
     def exchange(self, op: Op) -> None:
-        """Take part in a collective of all ranks, such as HIDDEN.
+        """Take part in a collective operation of all ranks, for example the operation of kind HIDDEN.
 
         An `ExchangeLane` calls `exchange` beside the computation: on a GPU in a stream that has waited for all earlier
         operations, on a CPU in a thread. Any operation may use and free the results, because the next exchange in the

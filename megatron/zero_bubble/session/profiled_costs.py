@@ -42,7 +42,7 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     input.
 
     Args:
-        kinds: number of the kind of each layer, counted from 0; by default all layers are of one kind.
+        kinds: for each layer, the index of its kind, from 0; by default all layers are of one kind.
 
     Raises:
         ScheduleError: the profile has one stage, or the profile's layers do not fit its placement.

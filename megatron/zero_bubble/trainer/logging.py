@@ -84,7 +84,7 @@ class TrainingLog:
         self._start = start
 
     def pause(self) -> float:
-        """Return the current time; call `pause` before an evaluation or a checkpoint interrupts training."""
+        """Return the current time. Call `pause` before an evaluation or a checkpoint, whose time does not count."""
         return _now()
 
     def resume(self, paused_at: float) -> None:

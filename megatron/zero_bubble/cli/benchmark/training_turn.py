@@ -30,7 +30,7 @@ _GRACE = 60.0
 
 @dataclass(frozen=True)
 class Turn:
-    """The measurements of one training after its warmup."""
+    """The measurements of one training run, without its warmup."""
 
     iteration_ms: tuple[float, ...]
     """For every logging interval, the mean time of an iteration."""

@@ -64,7 +64,7 @@ def _figures(picture: Drawing) -> str:
 
 
 def _grid(picture: Drawing) -> Iterator[str]:
-    """Yield vertical grid lines from the lanes down through the curves, each with its time below the lanes."""
+    """Yield vertical grid lines from the lanes down through the curves; below the lanes stands the time of each line."""
     bottom = picture.curve_top(picture.num_curves - 1) + CURVE_HEIGHT
     for time in canvas.ticks(picture.duration, max(4, int(picture.width / 120))):
         x = picture.x(picture.start + time)
