@@ -64,7 +64,7 @@ def _figures(picture: Drawing) -> str:
 
 
 def _grid(picture: Drawing) -> Iterator[str]:
-    """Yield vertical grid lines from the lanes down through the curves; below the lanes stands the time of each line."""
+    """Yield vertical grid lines from the lanes through the curves; the time of each line stands below the lanes."""
     bottom = picture.curve_top(picture.num_curves - 1) + CURVE_HEIGHT
     for time in canvas.ticks(picture.duration, max(4, int(picture.width / 120))):
         x = picture.x(picture.start + time)
