@@ -112,6 +112,18 @@ class KilledAroundValidation(Change):
             yield
 
 
+@dataclass(frozen=True)
+class NoStepWaits(Change):
+    """Every wrong step of post-validation is amended, also if many steps before it were wrong."""
+
+    @contextlib.contextmanager
+    def applied(self, run: Run) -> Iterator[None]:
+        from megatron.zero_bubble.runtime.recent_steps import RecentSteps
+
+        with mock.patch.object(RecentSteps, "next_waits", False):
+            yield
+
+
 SPOILED_WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
 """The parameter that is spoiled, in the chunk whose forward step runs."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.changes import InfiniteGradient
+from tests.changes import InfiniteGradient, NoStepWaits
 from tests.launch import TINY_GPT
 from tests.trainings import Trainings, run_trainings
 
@@ -91,13 +91,17 @@ def flags(num_ranks: int, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Trainings]:
-    """Trainings by layout: each case runs with the step at the end and, as `CASE.post`, with post-validation."""
+    """Trainings by layout: each case runs with the step at the end and twice with post-validation.
+
+    In `CASE.waiting` steps wait while many steps are wrong, in `CASE.post` no step waits.
+    """
     jobs: dict[object, Trainings] = {}
     for layout, (num_ranks, cases) in LAYOUTS.items():
         plan = {}
         for case, more in cases.items():
             plan[case] = flags(num_ranks, *more)
-            plan[f"{case}.post"] = [*plan[case], "--zero-bubble-post-validation"]
+            plan[f"{case}.waiting"] = [*plan[case], "--zero-bubble-post-validation"]
+            plan[f"{case}.post"] = [*plan[f"{case}.waiting"], NoStepWaits()]
         if layout == 2:
             plan["inverse"] = [*plan[f"{INVERTED}.post"], "--zero-bubble-rollback", "inverse"]
         jobs[layout] = Trainings(2 if layout == 2 else 4, plan, tmp_path_factory.mktemp("numerics"))
@@ -119,8 +123,9 @@ def lines_of(numerics: bytes) -> list[dict]:
 def test_the_numbers_are_those_of_a_step_that_waits(
     trainings: dict[object, Trainings], layout: object, case: str
 ) -> None:
-    trainings[layout].run(case, f"{case}.post")
+    trainings[layout].run(case, f"{case}.post", f"{case}.waiting")
     assert trainings[layout].numerics(f"{case}.post") == trainings[layout].numerics(case)
+    assert trainings[layout].numerics(f"{case}.waiting") == trainings[layout].numerics(case)
 
 
 @pytest.mark.exhaustive
@@ -173,18 +178,22 @@ def test_what_is_logged_is_settled(tmp_path: Path) -> None:
     more = ("--eval-interval", "4", "--eval-iters", "1", "--save-interval", "6", "--exit-signal-handler")
     common = [*flags(2, *ALL_CLIPPED), *more, "--valid-data-path", str(tmp_path / "corpus")]
     waits = [*common, "--save", str(tmp_path / "waits")]
-    post = [*common, "--save", str(tmp_path / "post"), "--zero-bubble-post-validation"]
-    printed = run_trainings(2, {"waits": waits, "post": post}, tmp_path, unlogged=("waits", "post"))
+    adaptive = [*common, "--save", str(tmp_path / "post"), "--zero-bubble-post-validation"]
+    plan = {"waits": waits, "post": [*adaptive, NoStepWaits()], "adaptive": adaptive}
+    printed = run_trainings(2, plan, tmp_path, unlogged=tuple(plan))
     words = ("iteration ", "lm loss", "grad norm", "learning rate", "consumed samples", "validation loss")
 
     def figures(output: str) -> list[str]:
         fields = [f.split("]")[-1].strip() for line in output.splitlines() for f in line.split("|")]
         return [field for field in fields if field.startswith(words)]
 
-    assert figures(printed["post"]) == figures(printed["waits"])
+    assert figures(printed["adaptive"]) == figures(printed["post"]) == figures(printed["waits"])
     lines = [line for line in printed["post"].splitlines() if "lm loss:" in line]
     assert len(lines) == 12
     assert all(" rollbacks: 1 | redone forwards: " in line for line in lines)
     settled_by_evaluation = [line for line in lines if "redone forwards: 0 |" in line]
     assert [int(line.split("iteration")[1].split("/")[0]) for line in settled_by_evaluation] == [4, 6, 8, 12]
     assert "rollbacks" not in printed["waits"]
+    lines = [line for line in printed["adaptive"].splitlines() if "lm loss:" in line]
+    assert ["rollbacks: 1" in line for line in lines] == [True] * 2 + [False] * 10
+    assert ["steps that waited: 1" in line for line in lines] == [False] * 2 + [True] * 10

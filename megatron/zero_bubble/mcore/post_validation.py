@@ -4,8 +4,9 @@ megatron-core's step reduces two values over all stages before it updates a para
 and, with a loss scale, whether any gradient is not finite. With post-validation each stage checks only its own
 gradients, starts the reductions over all stages in the background, and steps. The reductions over all stages complete
 during the next iteration's warmup and usually confirm the step. If the reductions show that gradients should have been
-clipped or the step skipped, the step is undone and the right step is taken. The updated parameters equal
-megatron-core's bit for bit, because the reductions have the same inputs and group as in megatron-core.
+clipped or the step skipped, the step is undone and the right step is taken. While many steps are wrong, steps wait for
+the reductions instead. The updated parameters equal megatron-core's bit for bit, because the reductions have the same
+inputs and group as in megatron-core.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.optimizer import Norm, copy_to_model, norm_groups, norm_of_all, parts, squared_norm
+from megatron.zero_bubble.runtime.recent_steps import RecentSteps
 from megatron.zero_bubble.runtime.rollback import Rollback, with_settings
 
 _SCHEDULED = ("lr", "weight_decay")
@@ -40,6 +42,8 @@ class StepOutcome:
     """Whether forwards of the next iteration have used parameters or a loss scale that are no longer valid."""
     num_redone_forwards: int = 0
     """Number of forwards that are run again after a wrong step, on all ranks of a pipeline together."""
+    has_waited: bool = False
+    """Whether the step was taken after its validation, because too many steps before it were wrong."""
 
 
 @dataclass
@@ -60,6 +64,8 @@ class _Pending:
     """An optimizer step that was taken or withheld and is not yet validated."""
 
     has_stepped: bool
+    waits: bool
+    """Whether every rank withheld the step, see `RecentSteps`."""
     squared_norms: list[_Reduction]
     """Reductions of squared gradient norms: one for each optimizer, or one for all optimizers if they share a group."""
     found_inf: list[_Reduction]
@@ -97,6 +103,7 @@ class PostValidation:
         self._clip = optimizer.config.clip_grad
         self._num_instances = model_chunks[0].ddp_config.num_distributed_optimizer_instances
         self._pending: _Pending | None = None
+        self._recent = RecentSteps()
         self.settled = settled
         self.check_norm = check_norm
 
@@ -105,15 +112,22 @@ class PostValidation:
         """Whether the last optimizer step awaits validation, so that parameters and the loss scale may still change."""
         return self._pending is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether the last optimizer step must be validated before the next iteration's first forward."""
+        return self._pending is not None and self._pending.waits
+
     @torch.no_grad()
     def step(self) -> None:
-        """Take the optimizer's step, unless this stage's own gradients show that the step would be wrong."""
+        """Take the optimizer's step, unless it waits or this stage's own gradients show that it would be wrong."""
         assert self._pending is None, "the last step has to be validated first"
         flags = self._prepare_gradients()
         norms = [(squared_norm(optimizers), group) for optimizers, group in norm_groups(self._optimizer)]
-        has_stepped = not self._is_wrong(flags, [norm for norm, _ in norms])
+        waits = self._recent.next_waits
+        has_stepped = not self._is_wrong(flags, [norm for norm, _ in norms]) and not waits
         self._pending = _Pending(
             has_stepped,
+            waits,
             [_reduce(norm, dist.ReduceOp.SUM, group) for norm, group in norms],
             [self._reduce_found(flag, has_stepped, optimizer) for flag, optimizer in flags],
             [scaler.state_dict() for scaler in self._scalers()],
@@ -121,8 +135,7 @@ class PostValidation:
         )
         if has_stepped:
             self._rollback.before_step()
-            for scaler in self._scalers():
-                scaler.update(False)
+            self._confirm_scales()
             self._optimizer.step_with_ready_grads()
 
     @torch.no_grad()
@@ -144,13 +157,16 @@ class PostValidation:
         self.check_norm(None if norm is None else float(norm))
         with with_settings(self._optimizer.param_groups, pending.settings):
             was_wrong = self._amend(pending, infinite, norm)
-        self._rollback.prepare()
+        self._recent.record(any(infinite) or self._clips(norm))
+        if not self._recent.next_waits:
+            self._rollback.prepare()
         self.settled(
             StepOutcome(
                 was_updated=not any(infinite),
                 grad_norm=None if norm is None else float(norm),
-                was_amended=was_wrong,
+                was_amended=was_wrong and not pending.waits,
                 num_redone_forwards=num_early_forwards if was_wrong else 0,
+                has_waited=pending.waits,
             )
         )
         return was_wrong
@@ -170,6 +186,7 @@ class PostValidation:
             self._clip_and_step(pending, norm)
             return True
         if not pending.has_stepped:
+            self._confirm_scales()
             self._step_again()
         # The norm is a NaN if one rank has an Inf and another a NaN; a NaN clips nothing.
         return norm is not None and math.isnan(norm)
@@ -236,13 +253,17 @@ class PostValidation:
         if pending.has_stepped:
             self._rollback.undo()
         else:
-            for scaler in self._scalers():
-                scaler.update(False)
+            self._confirm_scales()
         for optimizer in self._optimizers:
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grads.clip_grad_by_total_norm_fp32(parameters, self._clip, norm)
         self._step_again()
+
+    def _confirm_scales(self) -> None:
+        """Record a step with finite gradients in every loss scale, which may then grow."""
+        for scaler in self._scalers():
+            scaler.update(False)
 
     def _step_again(self) -> None:
         self._optimizer.step_with_ready_grads()

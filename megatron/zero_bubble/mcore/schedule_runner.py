@@ -207,13 +207,14 @@ class ForwardBackward:
     def _prepare(self, call: StepCall) -> None:
         """Open the connections.
 
-        Before an evaluation, validate the last optimizer step; before a training step, adopt the next plan.
+        Before an evaluation, or if the last optimizer step waits, validate that step; before a training step, adopt the
+        next plan.
         """
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
-        if call.forward_only:
+        if call.forward_only or (self._post_validation is not None and self._post_validation.waits):
             self.settle()
-        else:
+        if not call.forward_only:
             self._running.before_step(call.num_microbatches)
         self._connections.prepare(call.chunks, self.plan.placement, call.groups)
         if self._connections.shapes_vary:

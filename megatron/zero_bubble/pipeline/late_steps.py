@@ -4,7 +4,7 @@ Once its gradients are complete, a rank reports their norms in the background, t
 with the forwards of the next training step. Before the first backward of the next step, the rank waits for the reports
 of all ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips, steps again, and runs the
 forwards of the next step again. Parameters, losses and norms are the same, bit by bit, as in a step that waits for the
-norm.
+norm. While many steps have to be clipped, steps wait for the norm, see `RecentSteps`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, total_
 from megatron.zero_bubble.pipeline.interconnect import Agreement
 from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.recent_steps import RecentSteps
 from megatron.zero_bubble.runtime.rollback import Snapshot, with_settings
 from megatron.zero_bubble.runtime.stage import Stage
 
@@ -86,6 +87,8 @@ class _UnvalidatedStep:
     optimizer: torch.optim.Optimizer
     max_norm: float
     has_stepped: bool
+    waits: bool
+    """Whether every rank withheld the optimizer's step."""
     settings: list[dict[str, Any]]
     """Settings of the parameter groups at the optimizer's step; a learning-rate scheduler may change them later."""
 
@@ -115,6 +118,7 @@ class LateSteps:
         self._snapshots: weakref.WeakKeyDictionary[torch.optim.Optimizer, Snapshot] = weakref.WeakKeyDictionary()
         self._pending: _UnvalidatedStep | None = None
         self._outcome: TrainingOutcome | None = None
+        self._recent = RecentSteps()
 
     def take_outcome(self) -> TrainingOutcome | None:
         """Return the outcome of the last validated step and clear it; None if there is no new outcome."""
@@ -124,9 +128,13 @@ class LateSteps:
     def run(self, load: Callable[[], Microbatches]) -> None:
         """Run the forwards and backwards of a step, and validate the previous step before the first backward.
 
+        If the previous step waits, validate it before the first forward.
+
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
         """
+        if self._pending is not None and self._pending.waits:
+            self.validate()
         autocast = Autocast.current(self._stage.device.type)
         with autocast.only_in_forwards():
             if self._messages.can_begin_as_before:
@@ -145,18 +153,19 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
-        """Send this rank's `StepReport` to all ranks; take the optimizer's step unless this rank knows it to be wrong.
+        """Send this rank's `StepReport` to all ranks; take the optimizer's step unless it waits or is wrong.
 
         Args:
             norms: the norms of this rank's complete gradients.
         """
         assert self._pending is None, "the last step has to be validated first"
         failure, loss = min(self._stage.failures, default=None), self._stage.end()
-        has_stepped = failure is None and not _clips(total_norm(norms), max_norm)
+        waits = self._recent.next_waits
+        has_stepped = failure is None and not waits and not _clips(total_norm(norms), max_norm)
         report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
         reports = self._lane.submit(self._agreement.gather, report)
         settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, settings)
+        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, waits, settings)
         if has_stepped:
             self._snapshot(optimizer).before_step()
             optimizer.step()
@@ -178,7 +187,8 @@ class LateSteps:
         snapshot = self._snapshot(pending.optimizer)
         failures = [report.failure for report in reports if report.failure is not None]
         norm = total_norm([entry for report in reports for entry in report.norms])
-        was_wrong = _clips(norm, pending.max_norm) or not all(report.has_stepped for report in reports)
+        clips = _clips(norm, pending.max_norm)
+        was_wrong = clips or not all(report.has_stepped for report in reports)
         if was_wrong:
             with with_settings(pending.optimizer.param_groups, pending.settings):
                 if pending.has_stepped:
@@ -188,9 +198,11 @@ class LateSteps:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, pending.max_norm, norm)
                 pending.optimizer.step()
         pending.optimizer.zero_grad()
-        snapshot.prepare()
+        self._recent.record(clips)
+        if not self._recent.next_waits:
+            snapshot.prepare()
         loss = next(report.loss for report in reports if report.loss is not None)
-        self._outcome = TrainingOutcome(loss, norm, was_wrong)
+        self._outcome = TrainingOutcome(loss, norm, was_wrong and not pending.waits)
         return was_wrong
 
     def _snapshot(self, optimizer: torch.optim.Optimizer) -> Snapshot:

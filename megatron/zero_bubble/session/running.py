@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -168,10 +167,6 @@ def costs_of_units(
     return costs
 
 
-_WINDOW = 100
-_TOO_OFTEN = 1 / 3
-
-
 def build_post_validation(
     flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
@@ -202,29 +197,6 @@ def build_post_validation(
         raise ValueError(f"{INVERSE}: {error}: {USE_SNAPSHOT}") from error
     print_rank_0(gain_of_post_validation(flags, plan))
     return PostValidation(optimizer, rollback, model)
-
-
-class RollbackWatch:
-    """Warns when so many steps are amended that post-validation costs more than it gains."""
-
-    def __init__(self) -> None:
-        self._amended: deque[bool] = deque(maxlen=_WINDOW)
-
-    def warning(self, was_amended: bool) -> str | None:
-        """Record one step, and return a warning if at least a third of the last 100 steps were amended, else None.
-
-        Amending a step repeats forwards, in about the time that post-validation saves in a step, and repeats the
-        optimizer's step. If one step in three is amended, the gain of post-validation is doubtful.
-        """
-        self._amended.append(was_amended)
-        rate = sum(self._amended) / _WINDOW
-        if len(self._amended) < _WINDOW or rate < _TOO_OFTEN:
-            return None
-        self._amended.clear()
-        return (
-            f" > {POST_VALIDATION} amended {rate:.0%} of the last {_WINDOW} steps: it costs more than it gains; "
-            f"raise --clip-grad or leave out {POST_VALIDATION}"
-        )
 
 
 class Replicas:

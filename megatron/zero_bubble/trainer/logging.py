@@ -45,6 +45,8 @@ class StepResult:
     """Whether post-validation amended the step."""
     num_redone_forwards: int = 0
     """Sum over a pipeline's ranks of the forwards that ran again because the step was amended."""
+    has_waited: bool = False
+    """Whether the step waited for its validation, because many steps before it were wrong."""
     further_losses: tuple[float, ...] = ()
     """Losses of multi-token prediction on the rank that knows `lm_loss`; empty without multi-token prediction."""
     was_skipped: bool = False
@@ -81,6 +83,7 @@ class TrainingLog:
         self._nans = 0
         self._rollbacks = 0
         self._redone = 0
+        self._waited = 0
         self._start = start
 
     def pause(self) -> float:
@@ -98,6 +101,7 @@ class TrainingLog:
         self._skipped += result.was_skipped
         self._rollbacks += result.was_rolled_back
         self._redone += result.num_redone_forwards
+        self._waited += result.has_waited
         if result.lm_loss is not None:
             is_nan = not math.isfinite(result.lm_loss)
             self._nans += is_nan
@@ -140,6 +144,8 @@ class TrainingLog:
         line += wait_fields(result.waits)
         if self._rollbacks:
             line += f" rollbacks: {self._rollbacks} | redone forwards: {self._redone} |"
+        if self._waited:
+            line += f" steps that waited: {self._waited} |"
         self._say(line)
         self._summary.record(self.progress.iteration, self._iterations, seconds * 1e3, measured, prediction)
 

@@ -23,7 +23,6 @@ from megatron.zero_bubble.mcore.multi_token import take_losses
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
 from megatron.zero_bubble.runtime.recorder import StepTime
 from megatron.zero_bubble.session.reports import print_rank_0
-from megatron.zero_bubble.session.running import RollbackWatch
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -88,7 +87,6 @@ class Trainer:
         self._zero_bubble = session.forward_backward_func
         self._unsettled: StepResult | None = None
         self._unlogged: UnloggedIteration | None = None
-        self._watch = RollbackWatch()
         self._finite: FiniteCheck | None = None
         if args.checks_finite:
             self._finite = FiniteCheck(model, session.job.placement, SessionError, lambda: progress.iteration)
@@ -214,6 +212,7 @@ class Trainer:
             was_skipped=not outcome.was_updated,
             was_rolled_back=outcome.was_amended,
             num_redone_forwards=outcome.num_redone_forwards,
+            has_waited=outcome.has_waited,
             finished_at=finished_at,
         )
         mean_step = self._zero_bubble.observer.take_mean() if self._zero_bubble and self._prints_a_line() else None
@@ -236,8 +235,6 @@ class Trainer:
         if self._prints_a_line():
             result = replace(result, waits=self._session.replicas.take_waits())
         self._log.record(result)
-        if warning := self._watch.warning(result.was_rolled_back):
-            print_rank_0(warning)
         if self._numerics is not None:
             assert unlogged.parameter_digest is not None
             self._numerics.write(self._progress.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)

@@ -6,6 +6,16 @@ from tests.faults import Fault
 
 FAULTS = (
     Fault(
+        name="waiting-step-not-counted-in-the-loss-scale",
+        file="mcore/post_validation.py",
+        old="""            self._confirm_scales()
+            self._step_again()
+""",
+        new="""            self._step_again()
+""",
+        effect="The loss scale does not grow after steps that waited for their validation.",
+    ),
+    Fault(
         name="state-made-by-undone-step-kept",
         file="runtime/rollback.py",
         old="""            for key in [key for key in optimizer.state if key not in states]:
