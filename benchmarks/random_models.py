@@ -99,9 +99,9 @@ def _random_model(generator: random.Random, num_layers: int) -> ModelCosts:
     layer = UnitCosts(
         *(10.0, 10 * generator.uniform(0.8, 1.3), 10 * generator.uniform(0.5, 1)),
         *(1.0, -share, share - 1),
-        *(10 * generator.uniform(0.9, 1), generator.uniform(0.6, 0.95), state),
+        *(10 * generator.uniform(0.9, 1), generator.uniform(0.6, 0.95), 1, state),
     )
-    larger = UnitCosts(*(2 * value for value in asdict(layer).values()))
+    larger = replace(UnitCosts(*(2 * value for value in asdict(layer).values())), num_blocks=1)
     second = generator.choice((layer, layer, layer, larger))
     head, kept = generator.uniform(0.1, 8), generator.choice((0.1, 0.5, 1.5))
     embedding = UnitCosts(0.2, 0, 0.3 * min(head, 2), 0.02, 0, -0.02, state=state * head / 2)

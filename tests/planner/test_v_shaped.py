@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.bounds import lower_bounds
+from megatron.zero_bubble.planner.generate import schedule_of
+from megatron.zero_bubble.planner.request import EFFORT, PlanRequest
 from megatron.zero_bubble.schedule import (
     Infeasible,
     Op,
@@ -127,6 +130,18 @@ def test_uneven_stages_near_the_memory_of_v_min_are_close_to_the_bound():
     timeline = simulate(generate("zb-v", p, m, costs=costs, memory_limit=limit), costs)
     assert timeline.cost <= 1.1 * lower_bounds(Placement("v", p, 2), m, costs, limit).span
     assert max(timeline.peak_memory) <= limit
+
+
+@pytest.mark.parametrize("p", [4, 8])
+def test_a_quick_plan_in_little_memory_overlaps_microbatches(p):
+    """The order with one microbatch at a time, which always fits, takes up to 2.8 times as long as the best plan."""
+    request = PlanRequest("zb-v", 3 * p, (Placement("v", p, 2),), memory_limit=0.32 * p, takes_makespan=True)
+    costs = StageCosts.uniform(2 * p, 1, 1.05, 0.8, memory_f=0.5, memory_b=-0.25, memory_w=-0.25)
+    quick, thorough = (
+        simulate(schedule_of(replace(request, costs=costs, effort=effort)), costs).makespan for effort in (0, EFFORT)
+    )
+    in_turn = 3 * p * (2 * p * (1 + 1.05) + 2 * 0.8)
+    assert thorough <= quick < 0.95 * in_turn
 
 
 OFFSETS = {

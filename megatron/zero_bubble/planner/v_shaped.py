@@ -69,19 +69,24 @@ def best_in_v(problem: Problem) -> Schedule:
 
 
 def _search(problem: Problem) -> Portfolio:
+    """Plan a V, and return the best plans.
+
+    While no plan fits in memory, the search goes on with one rule for each building block and with list scheduling,
+    whatever the budget. The order with one microbatch at a time always fits, but can take several times as long.
+    """
     portfolio = Portfolio(problem, budget_of(problem))
     rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), Keeping.choices(problem)))
     tried: list[_Tried] = []
     for block in _blocks(problem):
-        for rule, keeping in rules:
-            if not portfolio.finished:
+        for number, (rule, keeping) in enumerate(rules):
+            if not portfolio.finished or (not portfolio.plans and number == 0):
                 orders = eager_orders(problem) if block is None else repeated(problem, block)
                 cost = portfolio.run(InOrder(problem, orders, rule, keeping))
                 if block is not None:
                     tried.append(_Tried(cost, block, rule, keeping))
     if not problem.recomputes:
         for leads, priorities in product(_leads(problem), PRIORITIES):
-            if not portfolio.finished:
+            if not portfolio.finished or not portfolio.plans:
                 portfolio.run(ByPriority(problem, priorities, leads))
     portfolio.ensure_plan(problem)
     if portfolio.cost > portfolio.bound * (1 + WORTH_VARYING) and not problem.is_long:
