@@ -58,15 +58,32 @@ def test_the_peak_of_1f1b_is_that_of_simulate(p, m):
     assert one_f_one_b_peaks(placement, costs, m) == pytest.approx(simulated)
 
 
+@pytest.mark.parametrize("placement", [Placement("linear", 2), Placement("interleaved", 2, 2)], ids=str)
+def test_the_peak_of_1f1b_counts_what_complete_microbatches_leave(placement):
+    """Experts keep counts of tokens until the end of the step."""
+    stages, m = placement.num_stages, 12
+    costs = StageCosts.uniform(stages, memory_f=100.0, memory_b=-60.0, memory_w=-39.0)
+    name = "1f1b" if placement.num_chunks == 1 else "interleaved-1f1b"
+    peaks = (one_f_one_b_peaks if placement.num_chunks == 1 else interleaved_peaks)(placement, costs, m)
+    own = simulate(generate(name, 2, m, num_chunks=placement.num_chunks), costs).peak_memory
+    assert peaks == pytest.approx(own)
+    planned = generate("auto", 2, m, num_chunks=placement.num_chunks, placement_kind=placement.kind, costs=costs)
+    assert (
+        simulate(planned, costs).makespan
+        <= simulate(generate(name, 2, m, num_chunks=placement.num_chunks), costs).makespan
+    )
+
+
 def test_the_peak_of_1f1b_counts_all_chunks_of_a_rank():
     """What 1F1B would take with the same layers on every rank, as one stage each."""
     placement = Placement("v", 2, 2)
-    costs = replace(uneven(placement), memory_f=(1.0, 10.0, 100.0, 1000.0))
+    memory = (1.0, 10.0, 100.0, 1000.0)
+    costs = replace(uneven(placement), memory_f=memory, memory_b=(0,) * 4, memory_w=tuple(-each for each in memory))
     assert one_f_one_b_peaks(placement, costs, 8) == (2 * 1001.0, 1 * 110.0)
 
 
 def test_the_peak_of_1f1b_includes_what_an_operation_of_that_rank_needs_inside():
-    costs = StageCosts.uniform(2, memory_f=100.0)
+    costs = StageCosts.uniform(2, memory_f=100.0, memory_b=-50.0, memory_w=-50.0)
     limit, placement = MemoryLimit(multiple=1.0), Placement("linear", 2)
     assert limit.in_bytes(placement, costs, 8, None, (30.0, 0.0)) == 230.0
     assert limit.in_bytes(placement, costs, 8, None, (0.0, 130.0)) == 230.0, "the last rank holds one microbatch"

@@ -5,11 +5,12 @@ The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min, each in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import add
 
-from megatron.zero_bubble.planner.memory_limit import memory_in_flight, one_f_one_b_peaks
+from megatron.zero_bubble.planner.memory_limit import memory_in_flight, memory_left, one_f_one_b_peaks
 from megatron.zero_bubble.planner.planned_chunks import best_in_groups
 from megatron.zero_bubble.planner.portfolio import recomputed_where_needed
 from megatron.zero_bubble.planner.problem import Problem
@@ -47,7 +48,8 @@ def limit_of_1f1b(request: PlanRequest) -> Limits:
 
 def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
     """The memory limits that `multiple_of_p` computes from the costs and the ranks of a request."""
-    return multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
+    limits = multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
+    return tuple(map(add, limits, _left(request)))
 
 
 def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: Recompute = Recompute.NONE) -> Limits:
@@ -84,5 +86,13 @@ def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> L
     return tuple(
         memory_in_flight(costs, stages, in_flight, request.recompute)
         + sum(max(0, costs.memory_b[stage]) for stage in stages)
-        for stages in stages_of
+        + left
+        for stages, left in zip(stages_of, _left(request), strict=True)
     )
+
+
+def _left(request: PlanRequest) -> Iterator[float]:
+    """Yield for each rank the memory that complete microbatches leave allocated until the end of the step."""
+    for rank in range(request.num_ranks):
+        stages = request.placement.stages_of(rank)
+        yield request.num_microbatches * memory_left(request.stage_costs, stages)

@@ -127,7 +127,10 @@ def schedule_of(request: PlanRequest) -> Schedule:
         return faster
     if best is None:
         assert refusal is not None
-        raise refusal
+        smallest = refusal.smallest_limit
+        raise Infeasible(
+            f"no plan with copies to the host fits in memory; {smallest:g} is enough without copies", smallest
+        )
     return best
 
 

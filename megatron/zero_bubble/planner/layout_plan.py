@@ -10,6 +10,7 @@ from operator import add
 from megatron.zero_bubble.planner.expected_time import slowdown
 from megatron.zero_bubble.planner.generate import schedule_of
 from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.default_costs import with_host_link
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
@@ -65,15 +66,15 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         The plan, with the simulated schedule.
 
     Raises:
-        Infeasible: no schedule fits in the memory limits.
+        Infeasible: no schedule fits in the memory limits. The error has a limit in which a schedule fits: a capacity if
+            the request has only a capacity, otherwise a limit of activations.
         ScheduleError: no schedule with the requested name exists for the layout.
     """
     model = model_of(request, layout)
     states = model.states(layout.partition, layout.placement)
     costs = model.of_stages(layout.partition, layout.placement)
-    limits = limits_of(request, states, request.capacity_of(layout))
     fixed = replace(
-        request.within(limits),
+        request,
         placements=(layout.placement,),
         costs=costs if request.host_rate is None else with_host_link(costs, request.host_rate),
         partition=layout.partition,
@@ -84,8 +85,32 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         time_between=model.time_between,
         group_size=request.group_size if layout.placement.kind == "interleaved" else None,
     )
-    timeline = simulate(schedule_of(fixed), fixed.stage_costs, overlap_communication=request.overlap_communication)
+    capacity, schedule = request.capacity_of(layout), None
+    try:
+        fixed = fixed.within(limits_of(request, states, capacity))
+        schedule = schedule_of(fixed)
+    except Infeasible:
+        if capacity is None or request.memory_limit is not None:
+            raise
+    if schedule is None:
+        assert capacity is not None
+        raise _beyond_capacity(fixed, states, capacity)
+    timeline = simulate(schedule, fixed.stage_costs, overlap_communication=request.overlap_communication)
     return Plan(fixed, layout, timeline, states)
+
+
+def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
+    """The error for a layout whose states and activations take more than the capacity of a rank."""
+    try:
+        schedule_of(replace(fixed.within((SMALLEST,) * fixed.num_ranks), offloads=False))
+    except Infeasible as error:
+        enough = max(states) + error.smallest_limit
+        return Infeasible(
+            f"parameters, gradients, optimizer states and activations take more than the {capacity:g} of a rank; "
+            f"{enough:g} is enough for every rank",
+            enough,
+        )
+    raise AssertionError("a schedule without memory for activations")
 
 
 def with_slowdown(plan: Plan) -> Plan:

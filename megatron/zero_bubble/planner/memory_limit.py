@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import add
 
+from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b, interleaved_pairs
@@ -111,14 +112,23 @@ def one_f_one_b_peaks(
 ) -> tuple[float, ...]:
     """Rank -> peak memory of 1F1B, in which rank r has min(m, p - r) microbatches in flight on each of its chunks.
 
-    The peak memory includes the memory that one B adds. With `Recompute.PLANNED` 1F1B keeps all activations.
+    The peak memory includes the memory that one B adds, and the memory that complete microbatches leave until the end
+    of the step. With `Recompute.PLANNED` 1F1B keeps all activations.
     """
     peaks = []
     for rank in range(placement.num_ranks):
         stages, in_flight = placement.stages_of(rank), min(num_microbatches, placement.num_ranks - rank)
         added = max(0, *(costs.memory_b[stage] for stage in stages))
-        peaks.append(memory_in_flight(costs, stages, in_flight, recompute) + added)
+        left = (num_microbatches - in_flight) * memory_left(costs, stages)
+        peaks.append(memory_in_flight(costs, stages, in_flight, recompute) + added + left)
     return tuple(peaks)
+
+
+def memory_left(costs: StageCosts, stages: Sequence[int]) -> float:
+    """Memory that F, B and W of a microbatch leave allocated on `stages` until the end of the step."""
+    allocated = sum(costs.memory_f[stage] for stage in stages)
+    left = allocated + sum(costs.memory_b[stage] + costs.memory_w[stage] for stage in stages)
+    return left if left > tolerance(allocated) else 0.0
 
 
 def memory_in_flight(costs: StageCosts, stages: Sequence[int], in_flight: float, recompute: Recompute) -> float:
@@ -146,11 +156,13 @@ def interleaved_peaks(
     The number of microbatches is rounded up to a multiple of the number of ranks, as megatron-core requires.
     """
     p = placement.num_ranks
-    # With more than three groups of p microbatches the peaks stay the same.
+    # With more than three groups of p microbatches the peaks stay the same, apart from `memory_left`.
     num_groups = min(3, -(-num_microbatches // p))
+    left = max(0, num_microbatches - num_groups * p)
     if recompute is Recompute.FULL:
         schedule = with_recomputation(interleaved_1f1b(p, num_groups * p, num_chunks=placement.num_chunks))
     else:
         own = interleaved_pairs if pairs else interleaved_1f1b
         schedule = own(p, num_groups * p, num_chunks=placement.num_chunks)
-    return peak_memory(schedule, costs)
+    peaks = peak_memory(schedule, costs)
+    return tuple(peak + left * memory_left(costs, placement.stages_of(rank)) for rank, peak in enumerate(peaks))

@@ -52,20 +52,24 @@ def best_in_v(problem: Problem) -> Schedule:
     Raises:
         Infeasible: no schedule fits in the memory limits.
     """
-    problem.check_feasible()
-    portfolio = _search(problem)
-    candidates = portfolio.schedules(problem)
+    beside_b = _with_r_beside_b(problem)
+    if not beside_b:
+        problem.check_feasible()
+    candidates = _search(problem).schedules(problem) if problem.is_feasible else []
     if max(problem.costs.memory_b) > 0 and not problem.recomputes:
         # The planner reserves the memory that B adds when F starts, so that few microbatches fit. If W follows B at
         # once, B and W together add less memory.
         back_to_back = _back_to_back(problem)
         candidates += [] if back_to_back is None else [back_to_back]
-    if problem.recompute is Recompute.FULL:
-        inside = problem.recomputing_in_backward()
-        if inside.is_feasible:
-            apart = with_recomputation(best_in_v(inside))
-            candidates += [apart] * fits(apart, problem)
-    return best_of(candidates, problem)
+    return best_of(candidates + beside_b, problem)
+
+
+def _with_r_beside_b(problem: Problem) -> list[Schedule]:
+    """With full recomputation, the best plan in which each R directly precedes its B, if this plan fits."""
+    if problem.recompute is not Recompute.FULL or not (inside := problem.recomputing_in_backward()).is_feasible:
+        return []
+    schedule = with_recomputation(best_in_v(inside))
+    return [schedule] * fits(schedule, problem)
 
 
 def _search(problem: Problem) -> Portfolio:

@@ -160,9 +160,10 @@ def choose_layout(
     try:
         plan = search_layouts(request, report)
     except Infeasible as error:
+        memory = "activations" if request.memory_limit is not None else "states and activations"
         raise ValueError(
-            f"{limit_flag(flags)}: no layout of the layers fits: the fullest rank needs at least "
-            f"{ceil(error.smallest_limit)} bytes for activations"
+            f"{limit_flag(flags)}: no layout of the layers fits: {ceil(error.smallest_limit)} bytes of a rank are "
+            f"enough for {memory}"
         ) from error
     return LayoutChoice(plan, on_megatrons_split(request, plan), model)
 
