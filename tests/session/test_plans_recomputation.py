@@ -59,6 +59,14 @@ def test_planned_recomputation_leaves_nothing_to_megatrons_flags():
         choose_plan(flags)
 
 
+@pytest.mark.parametrize("kinds", ["global_aux_loss", ["aux_loss", "global_aux_loss"]])
+def test_an_average_over_microbatches_is_not_taken_in_another_order(kinds: str | list[str]):
+    flags = checked_job({**PLANNED, **BY_SCHEDULE}).flags
+    flags = replace(flags, given_model={**flags.given_model, "moe_router_load_balancing_type": kinds})
+    with pytest.raises(ValueError, match="global_aux_loss averages over microbatches in their order"):
+        choose_plan(flags)
+
+
 def test_planned_recomputation_needs_a_schedule_that_plans_it(tmp_path: Path):
     assert refusal({**BY_SCHEDULE, "--zero-bubble-schedule": "zb-h1"}).startswith(
         "--zero-bubble-schedule zb-h1: schedule zb-h1 does not plan recomputation: choose one of zb-1p, zb-2p, auto,"

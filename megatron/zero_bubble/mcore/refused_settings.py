@@ -57,6 +57,7 @@ _GIVEN = Condition(lambda value, settings: value is not None)
 _FINITE = Condition(lambda value, settings: value is not None and math.isfinite(value), "finite")
 _DISTRIBUTED = Condition(lambda value, settings: str(value).startswith("dist_"), "`dist_muon`")
 _WITH_BIASES = _on_and("with biases", lambda settings: getattr(settings, "add_bias_linear", True))
+_GLOBAL = Condition(lambda value, settings: "global_aux_loss" in str(value), "`global_aux_loss`")
 _DELAYED = _on_and("with the recipe `delayed`", lambda it: getattr(it, "fp8_recipe", None) in (None, "delayed"))
 _WITH_LOCAL_ATTENTION = _on_and(
     "with local attention",
@@ -279,6 +280,7 @@ WITH_FEATURES = (
             "only Transformer Engine's backward can recompute",
             "give --recompute-granularity, and leave out --zero-bubble-recompute",
         ),
+        Refusal("moe_router_load_balancing_type", "it averages over microbatches in their order", when=_GLOBAL),
     ),
     *_with(
         [Feature.OFFLOAD],

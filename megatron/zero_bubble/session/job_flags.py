@@ -163,6 +163,11 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         return MemoryLimit(multiple=int(pending) / self.pipeline_model_parallel_size)
 
     @property
+    def averages_experts_over_microbatches(self) -> bool:
+        """Whether an auxiliary loss of experts depends on the order in which forwards with gradients run."""
+        return "global_aux_loss" in str(self.given_model.get("moe_router_load_balancing_type"))
+
+    @property
     def pairs(self) -> bool:
         """Whether a plan may run a forward and a backward as one operation; vocabulary shards exclude such pairs."""
         return self.overlap_moe_expert_parallel_comm and not self.vocabulary_parallel

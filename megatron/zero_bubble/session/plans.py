@@ -98,6 +98,11 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
             raise ValueError(f"{given} leaves to the schedule what is recomputed: leave out {flag_name(field)} {value}")
     if flags.fp8 or flags.fp4:
         raise ValueError(f"{given}: with fp8 and fp4 only Transformer Engine's backward can recompute")
+    if flags.averages_experts_over_microbatches:
+        raise ValueError(
+            f"{given}: --moe-router-load-balancing-type global_aux_loss averages over microbatches in their order, but "
+            "a recomputation may follow a later forward: give --recompute-granularity full, or aux_loss"
+        )
     if name.startswith(_FILE):
         raise ValueError(
             f"{given} plans a schedule, but --zero-bubble-schedule {name} gives one: leave one of them out"
