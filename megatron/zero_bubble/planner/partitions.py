@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import inf
@@ -65,6 +66,15 @@ class Balance:
         """Stage -> least number of layers: 0 for a stage with the whole embedding or the whole output layer, else 1."""
         last = self.placement.num_stages - 1
         return tuple(int(0 < stage < last or self.model.shard is not None) for stage in range(last + 1))
+
+    @property
+    def equal_work(self) -> Partition:
+        """The partition whose stages end nearest to equal shares of the work, with at least `least_layers` each."""
+        least, cuts = self.least_layers, [0]
+        for stage, target in enumerate(self._work.equal_shares(len(least))):
+            most = len(self.model.layers) - sum(least[stage + 1 :])
+            cuts.append(min(max(target, cuts[-1] + least[stage]), most))
+        return tuple(end - start for start, end in pairwise(cuts))
 
     def estimate(self, partition: Sequence[int]) -> float:
         """A lower bound on the makespan: the latest end of a rank if every rank runs without idle time.
@@ -140,6 +150,14 @@ class _Sums:
         self._ends = value(model.embedding), value(model.output)
         self._before = list(accumulate(map(value, model.layers), initial=0.0))
 
+    def equal_shares(self, num_stages: int) -> list[int]:
+        """Stage -> number of layers before the end of the stage, if all stages have nearly the same sum."""
+        first, last = self._ends
+        total = first + self._before[-1] + last
+        shares = (total * (stage + 1) / num_stages - first for stage in range(num_stages - 1))
+        middles = [(before + after) / 2 for before, after in pairwise(self._before)]
+        return [*(bisect(middles, share) for share in shares), len(middles)]
+
     def of_stages(self, partition: Sequence[int]) -> list[float]:
         cuts = accumulate(partition, initial=0)
         sums = [self._before[end] - self._before[start] for start, end in pairwise(cuts)]
@@ -154,15 +172,23 @@ def unevenness(partition: Partition) -> tuple[int, Partition]:
 
 
 def balanced_partition(balance: Balance) -> Partition | None:
-    """The best partition found by moving single layers of an even partition; None if the model has too few layers."""
+    """The best partition found by moving single layers; None if the model has too few layers.
+
+    The moves start from two partitions: into stages with equal numbers of layers, and into stages of equal work.
+    """
     num_layers, num_stages = len(balance.model.layers), balance.placement.num_stages
     least = balance.least_layers
     if sum(least) > num_layers:
         return None
     few, more = divmod(num_layers - sum(least), num_stages)
-    partition = tuple(fewest + few + (stage < more) for stage, fewest in enumerate(least))
-    partition = _improved(balance, partition, lambda now: balance.stages_of[balance.busiest(now)])
-    return _improved(balance, partition, lambda now: range(num_stages), within_rank=True)
+    even = tuple(fewest + few + (stage < more) for stage, fewest in enumerate(least))
+    best: Partition | None = None
+    for partition in dict.fromkeys((even, balance.equal_work)):
+        partition = _improved(balance, partition, lambda now: balance.stages_of[balance.busiest(now)])
+        partition = _improved(balance, partition, lambda now: range(num_stages), within_rank=True)
+        if best is None or _is_less(balance.order(partition), balance.order(best)):
+            best = partition
+    return best
 
 
 def _improved(
