@@ -13,8 +13,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
+from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.parameter_layout import shard_before_layout
 from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -111,7 +111,7 @@ class LoopRun:
             with users_mistakes():
                 model.shard()
                 model.session.split([call["module"]])
-            call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True)
+            defer_in_ddp(call)
         call.proceed()
         if model is not None:
             model.chunks.append(call["self"])

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
+from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
-from megatron.zero_bubble.launcher.parameter_layout import shard_before_layout
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_script_settings
 from megatron.zero_bubble.launcher.script_stages import ScriptStages
@@ -143,8 +143,7 @@ class Run:
         with users_mistakes():
             self._shard()
             self.session.split([call["module"]])
-        # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
-        call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True)
+        defer_in_ddp(call)
         call.proceed()
         self._chunks.append(call["self"])
 

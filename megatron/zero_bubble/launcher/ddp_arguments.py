@@ -1,11 +1,12 @@
-"""Spreads the vocabulary before a script computes where DDP's buffers have each parameter.
+"""Changes the arguments that a script gives to megatron-core's DDP.
 
-From megatron-core 0.18 on, the script computes this layout for the distributed optimizer and gives it to DDP, whose
-parameters must be the same.
+From megatron-core 0.18 on, a script computes for the distributed optimizer where DDP's buffers have each parameter.
+These parameters must be DDP's, so the vocabulary is spread before.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,6 +27,19 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
     if chunk is not None:
         shard()
         call["params"] = _trainable(chunk)
+
+
+def defer_in_ddp(call: Call, **more: bool) -> None:
+    """Set `delay_wgrad_compute` in a call of DDP: DDP gives each layer its hook that reduces a gradient; W calls it.
+
+    The configuration is copied without its checks, which refuse a bucket size that follows from `num_buckets`.
+
+    Args:
+        call: the call of DDP's constructor.
+        more: further settings of `ddp_config`.
+    """
+    call["ddp_config"] = config = copy.copy(call["ddp_config"])
+    vars(config).update(delay_wgrad_compute=True, **more)
 
 
 def _trainable(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
