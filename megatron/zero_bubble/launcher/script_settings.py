@@ -131,4 +131,4 @@ def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
                 "has: leave out --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
             )
         num_stages = script.pipeline_model_parallel_size * num_chunks
-        setattr(script, name, str(pattern.divided(spread_layers(len(pattern.symbols), num_stages))))
+        setattr(script, name, str(pattern.divided(spread_layers(len(pattern.symbols), num_stages, text))))
