@@ -81,6 +81,15 @@ def test_a_method_is_hooked_in_its_class(modules):
     assert first.Model(4).width == 4
 
 
+def test_a_static_method_is_hooked_in_its_class(modules):
+    first, _ = modules
+    first.Model.scale = staticmethod(lambda value, factor=2.0: value * factor)
+    hooks = InstalledHooks([hook("Model.scale", "value", "factor")], "1.0")
+    assert first.Model.scale(1.0) == first.Model(4).scale(1.0) == 3.01
+    hooks.restore()
+    assert first.Model.scale(1.0) == first.Model(4).scale(1.0) == 2.0
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

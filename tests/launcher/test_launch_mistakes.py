@@ -22,7 +22,8 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.launch import disable, enable
 from megatron.zero_bubble.launcher.run import Run
-from megatron.zero_bubble.launcher.script_choice import validate_arguments
+from megatron.zero_bubble.launcher.script_choice import settle_layout, validate_arguments
+from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.session.start_up import SessionError
 from tests.launch import environment
 from tests.launcher.launched import launch
@@ -123,6 +124,25 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
             "a V placement (zb-v, v-half, v-min) does not work with --iterations-to-skip [3]: Megatron-LM skips "
             "iterations of one model chunk a rank; use a linear schedule",
         ),
+        *(
+            (
+                settings,
+                {"iterations_to_skip": [3], **changed},
+                f"{flag} does not work with --iterations-to-skip 3: Megatron-LM skips iterations of one model chunk a "
+                "rank: leave one of them out",
+            )
+            for settings, changed, flag in (
+                ({"schedule": "interleaved-1f1b"}, {}, "--zero-bubble-schedule interleaved-1f1b"),
+                ({"schedule": None, "placement": "interleaved"}, {}, "--zero-bubble-placement interleaved"),
+                ({}, {"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank 2"),
+                ({}, {"num_layers_per_virtual_pipeline_stage": 1}, "--num-layers-per-virtual-pipeline-stage 1"),
+                (
+                    {},
+                    {"pipeline_model_parallel_layout": "Et|t|t|t|t|t|t|tL"},
+                    "--pipeline-model-parallel-layout Et|t|t|t|t|t|t|tL",
+                ),
+            )
+        ),
         (
             {},
             {"moe_paged_stash": True},
@@ -149,6 +169,15 @@ def test_settings_are_refused_before_megatron_lm_validates_them(
     assert (error is None) == bool(validated)
     if error is not None:
         assert str(error.value) == line
+
+
+def test_chunks_of_a_script_that_builds_one_are_refused() -> None:
+    """With `--zero-bubble`, which otherwise chooses the number of chunks."""
+    settings = script_arguments(virtual_pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    session = mock.Mock(job=mock.Mock(flags=flags_of(settings, LaunchFlags())))
+    setup = {"model_provider_func": lambda pre_process, post_process: None}
+    with pytest.raises(SessionError, match=r"^--num-virtual-stages-per-pipeline-rank 2: .* no parameter vp_stage"):
+        settle_layout(settings, session, mock.Mock(), setup)
 
 
 def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:

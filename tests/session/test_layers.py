@@ -41,9 +41,12 @@ def test_no_layer_is_lost_and_stages_differ_by_one_at_most(num_layers):
     assert layers[-1] == min(layers)
 
 
-def test_a_stage_without_a_layer_is_refused():
-    with pytest.raises(ValueError, match=r"^--num-layers 3: 3 layers are not enough for 4 stages"):
-        spread_layers(3, 4)
+@pytest.mark.parametrize(("pattern", "flag"), [(None, "--num-layers 3"), ("*-*", "--hybrid-layer-pattern *-*")])
+def test_a_stage_without_a_layer_is_refused(pattern, flag):
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(flag)}: 3 layers are not enough for 4 stages .* fewer pipeline"
+    ):
+        spread_layers(3, 4, pattern)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -186,7 +186,7 @@ def told_and_ends() -> tuple[str, dict[str, list]]:
         ("error", 1),
         ("mistake", 2),
         ("lost loader", 2),
-        ("lost rank", 2),
+        ("lost rank", 1),
         ("no host memory", 2),
         ("exit", 3),
         ("SIGINT", -signal.SIGINT),

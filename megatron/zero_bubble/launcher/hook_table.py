@@ -31,6 +31,8 @@ _PATTERNS = (
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
 )
 """Modules with a function that cuts a hybrid model's pattern into stages, and each module's megatron-core versions."""
+_LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:LayerWiseDistributedOptimizer")
+"""Optimizers that compute where DDP's buffers have each parameter."""
 
 
 class ScriptHooks:
@@ -129,6 +131,14 @@ class ScriptHooks:
             "splits linear layers before DDP wraps them, so that W calls the hook with which DDP reduces gradients",
             lambda call: self.run.wrap_in_ddp(call),
         )
+        for optimizer in _LAYING_OUT:
+            yield Hook(
+                f"megatron.core.optimizer.{optimizer}.compute_full_param_layout",
+                ("params",),
+                "spreads the vocabulary before a chunk's parameters are laid out in DDP's buffers",
+                lambda call: self.run.lay_out_parameters(call),
+                versions=_NEWER,
+            )
 
     def _step_hooks(self) -> Iterator[Hook]:
         """The hooks that run a training step, and extend the training log line."""

@@ -145,7 +145,8 @@ def _replace_everywhere(changes: Iterable[tuple[Target, Function, Function]]) ->
     """Replace functions in owners and in modules that imported them by name; each change is (target, old, new)."""
     replacements: dict[int, Function] = {}
     for target, old, new in changes:
-        setattr(target.owner, target.attribute, new)
+        is_static = isinstance(inspect.getattr_static(target.owner, target.attribute), staticmethod)
+        setattr(target.owner, target.attribute, staticmethod(new) if is_static else new)
         replacements[id(old)] = new
     for module in list(sys.modules.values()):
         names = vars(module) if hasattr(module, "__dict__") else {}

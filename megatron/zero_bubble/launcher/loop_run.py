@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
+from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_settings import flags_of
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
@@ -39,6 +40,10 @@ class _Model:
     built: list[torch.nn.Module] = field(default_factory=list)
     chunks: list[torch.nn.Module] = field(default_factory=list)
     """The model's chunks on this rank, wrapped in DDP."""
+
+    def shard(self) -> None:
+        """Spread the vocabulary over the ranks if the layout says so; a second call does nothing."""
+        self.session.shard(self.built, self.vocab_size)
 
 
 class LoopRun:
@@ -104,13 +109,19 @@ class LoopRun:
         model = next((model for model in self._models if any(inner is chunk for chunk in model.built)), None)
         if model is not None:
             with users_mistakes():
-                if not model.chunks:
-                    model.session.shard(model.built, model.vocab_size)
+                model.shard()
                 model.session.split([call["module"]])
-            call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True)
+            defer_in_ddp(call)
         call.proceed()
         if model is not None:
             model.chunks.append(call["self"])
+
+    def lay_out_parameters(self, call: Call) -> Any:
+        """Hook around `compute_full_param_layout`: first spread the vocabulary, whose parameters DDP will wrap."""
+        with users_mistakes():
+            for model in self._models:
+                shard_before_layout(call, model.built, model.shard)
+        return call.proceed()
 
     def forward_backward_func(self, call: Call) -> Any:
         """Hook around `get_forward_backward_func`: return a function that runs the schedule of the given model."""

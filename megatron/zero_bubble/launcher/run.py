@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.launcher.command_line import PROGRAM, LaunchFlags
+from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp, shard_before_layout
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_choice import build_layout, keep_megatrons_layout, settle_layout
 from megatron.zero_bubble.launcher.script_settings import check_chunks, flags_of, refuse_script_settings
@@ -140,17 +141,22 @@ class Run:
             return
         self._keep_layout()
         with users_mistakes():
-            self._split([call["module"]])
-        # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
-        call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True)
+            self._shard()
+            self.session.split([call["module"]])
+        defer_in_ddp(call)
         call.proceed()
         self._chunks.append(call["self"])
 
-    def _split(self, chunks: list[torch.nn.Module]) -> None:
-        """Split the linear layers of chunks; before the first chunk, spread the vocabulary over the ranks."""
-        if not self._chunks:
-            self.session.shard(self._built, self._script.padded_vocab_size)
-        self.session.split(chunks)
+    def lay_out_parameters(self, call: Call) -> Any:
+        """Hook around `compute_full_param_layout`: first spread the vocabulary, whose parameters DDP will wrap."""
+        if not self.units.is_building:
+            with users_mistakes():
+                shard_before_layout(call, self._built, self._shard)
+        return call.proceed()
+
+    def _shard(self) -> None:
+        """Spread the vocabulary over the ranks if the layout says so; a second call does nothing."""
+        self.session.shard(self._built, self._script.padded_vocab_size)
 
     def forward_backward_func(self, call: Call) -> Any:
         """Hook around `get_forward_backward_func`: return a function that runs the schedule."""
@@ -204,7 +210,8 @@ class Run:
         iteration = getattr(self._script, "iteration", 0)
         with users_mistakes():
             if not self._chunks:  # A run that only evaluates wraps no chunk in DDP.
-                self._split(self._built)
+                self._shard()
+                self.session.split(self._built)
                 self._chunks = self._built
             self.session.start(self._chunks, self._optimizer, iteration, self._write_plan)
         self.post_validation.start(self.session.post_validation, self._optimizer, self._chunks)

@@ -16,6 +16,7 @@ from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.launcher.script_settings import (
     check_chunks,
+    chunks_asked,
     divide_pattern,
     flags_of,
     refuse_script_settings,
@@ -109,8 +110,12 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
     if reason is not None:
         keep_megatrons_layout(script, session, reason)
         return False
-    # Megatron-LM skips iterations of one model chunk a rank.
-    has_chunks = _builds_chunks(setup) and not getattr(script, "iterations_to_skip", None)
+    builds_chunks = _builds_chunks(setup)
+    if not builds_chunks and (asking := chunks_asked(session.job.flags)) is not None:
+        raise SessionError(
+            f"{asking}: the script's model_provider has no parameter vp_stage, which several chunks need"
+        )
+    has_chunks = builds_chunks and not getattr(script, "iterations_to_skip", None)
     restrictions = {} if has_chunks else {"zero_bubble_placement": "linear"}
     spreads = not units.shapes_vary and works_with(script, Feature.VOCABULARY_SHARDS)
     if not spreads and not session.job.flags.vocabulary_parallel:

@@ -12,9 +12,10 @@ from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import plans_offload
+from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layers import spread_layers
+from megatron.zero_bubble.session.layers import chunks_of_flags, spread_layers
 from megatron.zero_bubble.session.start_up import SessionError
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """The two arguments for a layer pattern; Megatron-LM copies the second, which is older, to the first."""
+_CHUNKS = (
+    *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
+    *("pipeline_model_parallel_layout", _PATTERNS[0]),
+)
+"""Arguments that may ask for several model chunks a rank."""
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
@@ -89,6 +95,24 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
     asked_for = f"--zero-bubble-schedule {flags.schedule}" if flags.zero_bubble_schedule else "--zero-bubble"
     refuse_with_schedule(script, asked_for)
     refuse_with_features(script, [feature for feature, is_used in in_use.items() if is_used])
+    skipped = getattr(script, "iterations_to_skip", None)
+    if skipped and (asking := chunks_asked(flags)) is not None:
+        raise SessionError(
+            f"{asking} does not work with --iterations-to-skip {' '.join(map(str, skipped))}: Megatron-LM skips "
+            "iterations of one model chunk a rank: leave one of them out"
+        )
+
+
+def chunks_asked(flags: JobFlags) -> str | None:
+    """The flag with its value that asks for several model chunks a rank; None if no flag does."""
+    entry, kind = ENTRIES.get(flags.zero_bubble_schedule or ""), flags.zero_bubble_placement
+    if kind is not None and kind != "linear":
+        return f"--zero-bubble-placement {kind}"
+    if entry is not None and entry.num_chunks > 1:
+        return f"--zero-bubble-schedule {flags.zero_bubble_schedule}"
+    if chunks_of_flags(flags) is None:
+        return None
+    return next(f"{flag_name(name)} {value}" for name in _CHUNKS if (value := getattr(flags, name)))
 
 
 def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> None:
@@ -131,4 +155,4 @@ def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
                 "has: leave out --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
             )
         num_stages = script.pipeline_model_parallel_size * num_chunks
-        setattr(script, name, str(pattern.divided(spread_layers(len(pattern.symbols), num_stages))))
+        setattr(script, name, str(pattern.divided(spread_layers(len(pattern.symbols), num_stages, text))))

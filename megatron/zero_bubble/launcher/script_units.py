@@ -11,7 +11,6 @@ import copy
 import io
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.launcher.ddp_arguments import defer_in_ddp
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS, HYBRID
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
@@ -195,8 +195,7 @@ class ScriptUnits:
         """Hook around the constructor of DDP: while a unit is built, split and wrap the unit, and leave the script."""
         split_weight_gradients([call["module"]], self._store)
         # Only forward and backward communicate: replicas neither gather nor reduce.
-        alone = {"overlap_grad_reduce": False, "overlap_param_gather": False}
-        call["ddp_config"] = replace(call["ddp_config"], delay_wgrad_compute=True, **alone)
+        defer_in_ddp(call, overlap_grad_reduce=False, overlap_param_gather=False)
         call.proceed()
         raise _HasBuilt(call["self"])
 

@@ -155,7 +155,7 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
 
     The rows keep the values that megatron-core has initialized or the caller has loaded. Call `shard_vocabulary` when
     the chunks are on their device, before `split_weight_gradients` and DDP; the chunks may already be wrapped in
-    `Float16Module`.
+    `Float16Module`. A second call returns the same shard.
 
     Args:
         chunks: all model chunks of this rank.
@@ -164,6 +164,8 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
     Raises:
         ValueError: the model cannot be sharded; raised on all ranks of the pipeline.
     """
+    if (existing := vocabulary_shard_of(chunks)) is not None:
+        return existing
     group = parallel_state.get_pipeline_model_parallel_group()
     placement = placement or Placement("linear" if len(chunks) == 1 else "interleaved", group.size(), len(chunks))
     models: list[Any] = [unwrap_model(chunk) for chunk in chunks]

@@ -131,15 +131,24 @@ def _spread(flags: JobFlags, placement: Placement) -> Partition:
             f"{placement.num_ranks} and {placement.num_chunks} model chunks a rank give; --allow-padding-num-layers "
             "spreads them unevenly"
         )
-    return spread_layers(layers, stages, embedding=embedding, loss=loss)
+    return spread_layers(layers, stages, flags.hybrid_layer_pattern, embedding=embedding, loss=loss)
 
 
-def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
-    """Call `model_costs.spread_layers`; an error names the flag `--num-layers`."""
+def spread_layers(
+    num_layers: int, num_stages: int, pattern: str | None = None, *, embedding: bool = False, loss: bool = False
+) -> Partition:
+    """Call `model_costs.spread_layers`; an error names `--hybrid-layer-pattern` if there is a pattern, or
+    `--num-layers`."""
     try:
         return model_costs.spread_layers(num_layers, num_stages, embedding=embedding, loss=loss)
     except ScheduleError as error:
-        raise ValueError(f"--num-layers {num_layers}: {error}") from error
+        raise too_few_layers(num_layers, pattern, error) from error
+
+
+def too_few_layers(num_layers: int, pattern: str | None, error: ScheduleError) -> ValueError:
+    """The error of a model with fewer layers than stages, with the flag that gives the layers."""
+    given = f"--num-layers {num_layers}" if pattern is None else f"--hybrid-layer-pattern {pattern}"
+    return ValueError(f"{given}: {error}: give more layers, or fewer pipeline ranks or model chunks")
 
 
 def to_layout(layers: Sequence[int], num_further_tokens: int | None = None) -> str:

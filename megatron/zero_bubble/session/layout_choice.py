@@ -33,6 +33,7 @@ from megatron.zero_bubble.session.layers import (
     chunks_of_flags,
     partition_of_flags,
     partition_sources,
+    too_few_layers,
 )
 from megatron.zero_bubble.session.layout_words import flags_of_layout
 from megatron.zero_bubble.session.progress_lines import ProgressLines
@@ -238,7 +239,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
     try:
         return megatrons_layout(flags.num_layers, num_ranks, chunks, flags.recompute)
     except ScheduleError as error:
-        raise ValueError(f"--num-layers {flags.num_layers}: {error}") from error
+        raise too_few_layers(flags.num_layers, flags.hybrid_layer_pattern, error) from error
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:

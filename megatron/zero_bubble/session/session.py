@@ -203,7 +203,7 @@ class Session:
         return initialized_by_unit(self.job.flags.seed, is_first_stage=is_first_stage, first_layer=first_layer)
 
     def shard(self, chunks: Sequence[torch.nn.Module], padded_vocab_size: int) -> None:
-        """Spread the vocabulary over the ranks if the layout says so, once all chunks of this rank are built.
+        """Spread the vocabulary over the ranks if the layout says so; again, if it is spread already, do nothing.
 
         Raises:
             ValueError: the vocabulary does not divide into as many shards as there are ranks.

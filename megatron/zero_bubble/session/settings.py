@@ -89,7 +89,7 @@ def job_settings(
     if chooses_layout:
         check_unit_costs_output(flags)
     if is_open:
-        partition = spread_layers(flags.num_layers, placement.num_stages)
+        partition = spread_layers(flags.num_layers, placement.num_stages, flags.hybrid_layer_pattern)
     else:
         partition = partition_of_flags(flags, placement)
         flags = replace(flags, pipeline_model_parallel_layout=needed_layout(flags, placement, partition))

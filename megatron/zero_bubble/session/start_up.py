@@ -26,6 +26,8 @@ _SECONDS_FOR_RANK_0 = 5.0
 _SECONDS_TO_END = 8
 """Seconds after an error until the kernel ends the process, if the interpreter has not exited by itself."""
 _STATUS = 2
+_STATUS_OF_LOST_RANK = 1
+"""The lost rank made a mistake or had an error; another rank cannot tell which."""
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*?\d\) (is killed|exited)[^.]*")
 _LOST_RANK = re.compile(r"Connection (closed|reset) by peer|remote worker crashing|Connection was likely closed")
 
@@ -119,9 +121,10 @@ def report(program: str, error: Exception) -> int:
         time.sleep(_SECONDS_FOR_RANK_0)
     _tell_torchrun(f"{program}: error: {error}")
     print_error(program, error)
+    status = _STATUS_OF_LOST_RANK if isinstance(error, _LostRankError) else _STATUS
     if num_ranks > 1:
-        _leave()
-    return _STATUS
+        _leave(status)
+    return status
 
 
 def _lost_process(error: Exception) -> SessionError | None:
@@ -152,11 +155,11 @@ def _tell_torchrun(reason: str) -> None:
             json.dump({"message": {"message": reason, "extraInfo": details}}, stream)
 
 
-def _leave() -> NoReturn:
+def _leave(status: int) -> NoReturn:
     """End this process at once, because torchrun ends the other ranks only after this process has ended.
 
     A normal exit of the interpreter takes seconds when ranks share few cores.
     """
     sys.stdout.flush()
     end_children()
-    os._exit(_STATUS)
+    os._exit(status)

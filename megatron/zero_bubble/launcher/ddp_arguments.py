@@ -1,0 +1,46 @@
+"""Changes the arguments that a script gives to megatron-core's DDP.
+
+From megatron-core 0.18 on, a script computes for the distributed optimizer where DDP's buffers have each parameter.
+These parameters must be DDP's, so the vocabulary is spread before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron.zero_bubble.launcher.hooks import Call
+
+
+def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Callable[[], None]) -> None:
+    """Shard the vocabulary of a model, and let a call of `compute_full_param_layout` lay out the new parameters.
+
+    Args:
+        call: the call, with the trainable parameters of one chunk; unchanged if no chunk of the model has them.
+        chunks: the model's chunks on this rank.
+        shard: shards the vocabulary of `chunks`; a collective call of the pipeline's ranks.
+    """
+    given = [id(parameter) for parameter in call["params"]]
+    chunk = next((chunk for chunk in chunks if [id(parameter) for parameter in _trainable(chunk)] == given), None)
+    if chunk is not None:
+        shard()
+        call["params"] = _trainable(chunk)
+
+
+def defer_in_ddp(call: Call, **more: bool) -> None:
+    """Set `delay_wgrad_compute` in a call of DDP: DDP gives each layer its hook that reduces a gradient; W calls it.
+
+    The configuration is copied without its checks, which refuse a bucket size that follows from `num_buckets`.
+
+    Args:
+        call: the call of DDP's constructor.
+        more: further settings of `ddp_config`.
+    """
+    call["ddp_config"] = config = copy.copy(call["ddp_config"])
+    vars(config).update(delay_wgrad_compute=True, **more)
+
+
+def _trainable(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in chunk.parameters() if parameter.requires_grad]
