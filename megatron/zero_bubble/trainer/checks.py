@@ -198,17 +198,19 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
 
 
 def _check_experts(args: Arguments, has_cuda: bool) -> None:
-    experts, ranks = args.num_experts, args.expert_model_parallel_size
-    if args.data_parallel_size % ranks or (experts or 1) % ranks:
+    experts, ranks, tensor = args.num_experts, args.expert_model_parallel_size, args.tensor_model_parallel_size
+    stage, expert = args.world_size // args.pipeline_model_parallel_size, args.expert_tensor_parallel_size
+    if stage % (ranks * (expert or tensor)):
+        shared = f"--expert-tensor-parallel-size {expert}" if expert else f"--tensor-model-parallel-size {tensor}"
         raise ValueError(
-            f"--expert-model-parallel-size {ranks} must divide the {args.data_parallel_size} data-parallel replicas "
-            f"and --num-experts {experts}"
+            f"--expert-model-parallel-size {ranks} x {shared} must divide the {stage} ranks of a pipeline stage"
         )
+    if (experts or 1) % ranks:
+        raise ValueError(f"--expert-model-parallel-size {ranks} must divide --num-experts {experts}")
     if experts is not None and not args.disable_bias_linear:
         raise ValueError(
             f"--num-experts {experts} needs --disable-bias-linear: megatron-core's local experts have no working bias"
         )
-    tensor = args.tensor_model_parallel_size
     if experts is not None and tensor > 1 and not args.sequence_parallel:
         raise ValueError(
             f"--num-experts {experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel: "
@@ -224,11 +226,15 @@ def _check_replicas(args: Arguments) -> None:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * args.context_parallel_size
-    given, sharing = f"--num-distributed-optimizer-instances {instances}", replicas // args.expert_model_parallel_size
+    expert_ranks = args.expert_model_parallel_size * (
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    )
+    sharing = args.world_size // (args.pipeline_model_parallel_size * expert_ranks)
+    given = f"--num-distributed-optimizer-instances {instances}"
     if instances > 1 and not args.use_distributed_optimizer:
         raise ValueError(f"{given} needs --use-distributed-optimizer, whose state it copies")
     if sharing % instances or replicas % instances:
-        of_experts = f" and the {sharing} of them that share an expert" if args.expert_model_parallel_size > 1 else ""
+        of_experts = f" and the {sharing} ranks with the same experts" if sharing != replicas else ""
         raise ValueError(f"{given} must divide the {replicas} data- and context-parallel ranks{of_experts}")
     if args.use_distributed_optimizer and args.optimizer != "adam":
         raise ValueError(
