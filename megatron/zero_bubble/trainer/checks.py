@@ -30,6 +30,7 @@ from megatron.zero_bubble.trainer.defaults import (
 )
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
 from megatron.zero_bubble.trainer.output_folders import check_output
+from megatron.zero_bubble.trainer.recomputation_checks import check_recomputation
 from megatron.zero_bubble.trainer.sharding_checks import check_fully_sharded
 
 
@@ -64,6 +65,7 @@ def complete_and_check(
     check_fully_sharded(args)
     _check_batches(args)
     _check_training(args)
+    check_recomputation(args, for_this_machine=for_this_machine)
     flags = replace(flags, train_iters=args.train_iters, model_chunks=chunks_of_flags(flags))
     job = job_settings(flags, environment, has_cuda, chooses_layout=True)
     args = replace(args, pipeline_model_parallel_layout=job.flags.pipeline_model_parallel_layout)
@@ -265,10 +267,6 @@ def _check_batches(args: Arguments) -> None:
 def _check_training(args: Arguments) -> None:
     if args.bf16 and args.fp16:
         raise ValueError("--bf16 and --fp16: give one of them")
-    if args.recompute_activations and args.recompute_granularity != "selective":
-        raise ValueError(
-            f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given"
-        )
     if args.grad_reduce_in_bf16 and not args.bf16:
         raise ValueError(
             "--grad-reduce-in-bf16 needs --bf16: gradients of other models are reduced in the model's own precision"
