@@ -36,6 +36,7 @@ OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "4000")
 SHARDED = "--use-distributed-optimizer"
 INSTANCES = (SHARDED, "--num-distributed-optimizer-instances", "2")
 EXPERTS = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear", "--swiglu")
+SHARED_EXPERTS = (*EXPERTS, "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall")
 TP2 = ("--tensor-model-parallel-size", "2")
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 ROTARY = (
@@ -61,6 +62,10 @@ LAYOUTS = {
         4, (*PP2, "--expert-model-parallel-size", "2", *EXPERTS, SHARDED, "--moe-token-dispatcher-type", "alltoall")
     ),
     "cp2": Layout(4, (*PP2, "--context-parallel-size", "2", *ROTARY)),
+    "cp2-ep2": Layout(4, (*PP2, "--context-parallel-size", "2", *ROTARY, *SHARED_EXPERTS)),
+    "tp2-ep2": Layout(
+        4, (*PP2, *TP2, "--sequence-parallel", "--expert-tensor-parallel-size", "1", *SHARED_EXPERTS, SHARDED)
+    ),
 }
 EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
@@ -77,7 +82,7 @@ QUICK = [
     ("dp2-two-instances", "untied", "bf16", "zb-2p"),
     ("dp2-overlap-both", "untied", "fp32", "zb-2p"),
 ]
-NO_V = ("dp2-ep2", "dp2-ep2-alltoall", "cp2", "dp4-two-instances-overlap-both", "tp2-dp2")
+NO_V = ("dp2-ep2", "dp2-ep2-alltoall", "cp2", "cp2-ep2", "tp2-ep2", "dp4-two-instances-overlap-both", "tp2-dp2")
 """ZB-V does not run in these.
 
 test_layer_seeds.py has experts in a V, attention knows nothing of stages, and eight ranks combine layouts of four.

@@ -43,6 +43,7 @@ CHUNKS = ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2")
 MODELS = {
     "every layer": EVERY_LAYER,
     "two layers at once, bf16": (*checkpointed("uniform", 2), "--bf16"),
+    "three layers at once": checkpointed("uniform", 3),
     "the first layer, fp16": (
         *(*checkpointed("block", 1), "--fp16", "--initial-loss-scale", "1e6", "--hysteresis", "1"),
     ),
@@ -126,6 +127,12 @@ def test_post_validation_and_a_planned_schedule_equal_megatron_core(trainings: d
     assert "groups of layers in which each stage restores activations: 2, " in trainings[2].printed(names[1])
     for name in names[1:]:
         assert "restored by R (MiB)" in trainings[2].printed(name)
+
+
+def test_a_stage_may_have_fewer_layers_than_a_block(trainings: dict[int, Trainings]) -> None:
+    names = ("base-every layer", "base-three layers at once", "zb-h1-three layers at once")
+    trainings[2].run(*names)
+    assert len({trainings[2].numerics(name) for name in names}) == 1
 
 
 @pytest.mark.exhaustive  # the same code in other layers, precisions and orders

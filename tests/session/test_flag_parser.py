@@ -24,6 +24,7 @@ class Second:
 
     name: str | None = flag("a name", None, choices=("small", "large"))
     sizes: list[int] | None = flag("sizes", None, nargs=2)
+    pattern: str | None = flag("a pattern", None, names=("--layers",))
     paths: list[str] | None = flag("paths", None, nargs="*")
 
 
@@ -70,6 +71,7 @@ def test_fields_without_flag_are_no_flags():
     [
         ([], ["required", "--num-layers"]),
         (["--num-layers"], ["--num-layers", "expected one argument"]),
+        (["--pattern", "-M|*"], ["--pattern", "a value that begins with - is given as --pattern=VALUE"]),
         (["--num-layers", "four"], ["--num-layers", "invalid int value: 'four'"]),
         (["--num-layers", "4.5"], ["--num-layers", "invalid int value: '4.5'"]),
         (["--num-layers", "4", "--rate", "fast"], ["--rate", "invalid float value: 'fast'"]),

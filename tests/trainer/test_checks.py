@@ -81,3 +81,19 @@ def test_the_number_of_replicas_counts():
     assert checked({"--global-batch-size": "8"}, world_size=8).data_parallel_size == 2
     with pytest.raises(ValueError, match=r"^--global-batch-size 6 is .* x 2 data-parallel replicas = 4$"):
         checked({"--global-batch-size": "6"}, world_size=8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"--context-parallel-size": "2"},
+        {
+            "--tensor-model-parallel-size": "2",
+            "--sequence-parallel": None,
+            "--expert-tensor-parallel-size": "1",
+        },
+    ],
+)
+def test_context_or_tensor_ranks_may_share_experts(changes):
+    experts = {"--num-experts": "4", "--expert-model-parallel-size": "2", "--disable-bias-linear": None}
+    assert checked({"--pipeline-model-parallel-size": "2", **experts, **changes}).data_parallel_size == 1

@@ -203,7 +203,27 @@ MISTAKES = {
     ),
     "experts that ranks cannot share": (
         {"--num-experts": "4", "--disable-bias-linear": None, "--expert-model-parallel-size": "2"},
-        "--expert-model-parallel-size 2 must divide the 1 data-parallel replicas and --num-experts 4",
+        "--expert-model-parallel-size 2 x --tensor-model-parallel-size 1 must divide the 1 ranks of a pipeline stage",
+    ),
+    "experts that tensor ranks cannot share": (
+        TENSOR_2 | {"--expert-model-parallel-size": "2", "--expert-tensor-parallel-size": "2"},
+        "--expert-model-parallel-size 2 x --expert-tensor-parallel-size 2 must divide the 2 ranks of a pipeline stage",
+    ),
+    "fewer experts than ranks that share them": (
+        {
+            "--num-experts": "3", "--pipeline-model-parallel-size": "2", "--expert-model-parallel-size": "2",
+            "--context-parallel-size": "2",
+        },
+        "--expert-model-parallel-size 2 must divide --num-experts 3",
+    ),
+    "instances that do not divide the ranks with the same experts": (
+        {
+            "--num-experts": "4", "--pipeline-model-parallel-size": "2", "--expert-model-parallel-size": "2",
+            "--disable-bias-linear": None, "--context-parallel-size": "2", "--use-distributed-optimizer": None,
+            "--num-distributed-optimizer-instances": "2",
+        },
+        "--num-distributed-optimizer-instances 2 must divide the 2 data- and context-parallel ranks and the 1 ranks "
+        "with the same experts",
     ),
     "more experts for a token than there are": (
         {"--num-experts": "4", "--disable-bias-linear": None, "--moe-router-topk": "5"},

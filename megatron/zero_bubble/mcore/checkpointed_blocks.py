@@ -12,12 +12,14 @@ Activation checkpoints inside of a block and Transformer Engine's checkpoints (f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import safely_set_viewless_tensor_data
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import detach_variable
@@ -33,6 +35,27 @@ def checkpoint_every_layer(config: Any) -> None:
     layers.
     """
     config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+
+
+def shorter_last_blocks() -> AbstractContextManager[None]:
+    """Let the last block of a stage have fewer layers than `recompute_num_layers`, as from megatron-core 0.18 on.
+
+    Earlier versions ask the stage for layers after its last one, which here return their inputs.
+    """
+    if find_spec("megatron.core.recompute") is not None:
+        return nullcontext()
+
+    def layer(stage: TransformerBlock, index: int) -> Any:
+        return stage.layers[index] if index < len(stage.layers) else _NoLayer()
+
+    return replaced(TransformerBlock, "_get_layer", layer)
+
+
+class _NoLayer:
+    layer_number = 1
+
+    def __call__(self, hidden_states: torch.Tensor, context: Any, **others: Any) -> tuple[torch.Tensor, Any]:
+        return hidden_states, context
 
 
 @contextmanager

@@ -55,6 +55,9 @@ class FlagParser(argparse.ArgumentParser):
     """An argument parser that raises `ValueError` and does not exit, so that an error is printed once for all ranks."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            name = message.removeprefix("argument ").partition(":")[0].partition("/")[0]
+            message += f"; a value that begins with - is given as {name}=VALUE"
         raise ValueError(message)
 
 

@@ -19,7 +19,7 @@ class ParallelFlags:
     tensor_model_parallel_size: int = flag("ranks that share each layer", 1)
     pipeline_model_parallel_size: int = flag("pipeline ranks", 1)
     context_parallel_size: int = flag("ranks that share each sequence", 1)
-    expert_model_parallel_size: int = flag("data-parallel ranks that share the experts", 1)
+    expert_model_parallel_size: int = flag("ranks of a stage that share the experts", 1)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         "layers in a model chunk, to have several chunks on a rank", None
     )

@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.transformer import TransformerConfig
 
-from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
+from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer, shorter_last_blocks
 from megatron.zero_bubble.mcore.linear import split_weight_gradients
 from megatron.zero_bubble.mcore.model_units import UnitModels
 from megatron.zero_bubble.mcore.paired_stage import refuse_unpaired
@@ -237,8 +237,7 @@ class Session:
 
         Args:
             model: this rank's chunks, wrapped for data parallelism.
-            optimizer: megatron-core's optimizer; None only if neither post-validation nor averaging of replicas needs
-                it.
+            optimizer: megatron-core's optimizer; None only if post-validation and averaging of replicas are off.
             iteration: number of iterations that were done before the run.
             write_plan: called on every rank with each plan from measured costs, after the plan is printed.
 
@@ -252,6 +251,7 @@ class Session:
         self.has_started, self.iteration = True, iteration
         check_layers_built(flags.num_layers, job.placement, model)
         describe(job, model)
+        self._resources.enter_context(shorter_last_blocks())
         if flags.zero_bubble_seed_by_layer:
             self._resources.enter_context(drawn_by_unit(flags.seed, model, lambda: self.iteration))
         self.post_validation = build_post_validation(flags, job.plan, optimizer, model)

@@ -129,6 +129,8 @@ def report(program: str, error: Exception) -> int:
 
 def _lost_process(error: Exception) -> SessionError | None:
     """The error as one line, if the end of another process is its cause; None if the cause is in this process."""
+    if isinstance(error.__cause__, Exception) and (loss := _lost_process(error.__cause__)) is not None:
+        return loss
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)

@@ -30,6 +30,7 @@ from megatron.zero_bubble.trainer.defaults import (
 )
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
 from megatron.zero_bubble.trainer.output_folders import check_output
+from megatron.zero_bubble.trainer.recomputation_checks import check_recomputation
 from megatron.zero_bubble.trainer.sharding_checks import check_fully_sharded
 
 
@@ -64,6 +65,7 @@ def complete_and_check(
     check_fully_sharded(args)
     _check_batches(args)
     _check_training(args)
+    check_recomputation(args, for_this_machine=for_this_machine)
     flags = replace(flags, train_iters=args.train_iters, model_chunks=chunks_of_flags(flags))
     job = job_settings(flags, environment, has_cuda, chooses_layout=True)
     args = replace(args, pipeline_model_parallel_layout=job.flags.pipeline_model_parallel_layout)
@@ -198,17 +200,19 @@ def _check_parallel(args: Arguments, has_cuda: bool) -> None:
 
 
 def _check_experts(args: Arguments, has_cuda: bool) -> None:
-    experts, ranks = args.num_experts, args.expert_model_parallel_size
-    if args.data_parallel_size % ranks or (experts or 1) % ranks:
+    experts, ranks, tensor = args.num_experts, args.expert_model_parallel_size, args.tensor_model_parallel_size
+    stage, expert = args.world_size // args.pipeline_model_parallel_size, args.expert_tensor_parallel_size
+    if stage % (ranks * (expert or tensor)):
+        shared = f"--expert-tensor-parallel-size {expert}" if expert else f"--tensor-model-parallel-size {tensor}"
         raise ValueError(
-            f"--expert-model-parallel-size {ranks} must divide the {args.data_parallel_size} data-parallel replicas "
-            f"and --num-experts {experts}"
+            f"--expert-model-parallel-size {ranks} x {shared} must divide the {stage} ranks of a pipeline stage"
         )
+    if (experts or 1) % ranks:
+        raise ValueError(f"--expert-model-parallel-size {ranks} must divide --num-experts {experts}")
     if experts is not None and not args.disable_bias_linear:
         raise ValueError(
             f"--num-experts {experts} needs --disable-bias-linear: megatron-core's local experts have no working bias"
         )
-    tensor = args.tensor_model_parallel_size
     if experts is not None and tensor > 1 and not args.sequence_parallel:
         raise ValueError(
             f"--num-experts {experts} with --tensor-model-parallel-size {tensor} needs --sequence-parallel: "
@@ -224,11 +228,15 @@ def _check_replicas(args: Arguments) -> None:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * args.context_parallel_size
-    given, sharing = f"--num-distributed-optimizer-instances {instances}", replicas // args.expert_model_parallel_size
+    expert_ranks = args.expert_model_parallel_size * (
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    )
+    sharing = args.world_size // (args.pipeline_model_parallel_size * expert_ranks)
+    given = f"--num-distributed-optimizer-instances {instances}"
     if instances > 1 and not args.use_distributed_optimizer:
         raise ValueError(f"{given} needs --use-distributed-optimizer, whose state it copies")
     if sharing % instances or replicas % instances:
-        of_experts = f" and the {sharing} of them that share an expert" if args.expert_model_parallel_size > 1 else ""
+        of_experts = f" and the {sharing} ranks with the same experts" if sharing != replicas else ""
         raise ValueError(f"{given} must divide the {replicas} data- and context-parallel ranks{of_experts}")
     if args.use_distributed_optimizer and args.optimizer != "adam":
         raise ValueError(
@@ -259,10 +267,6 @@ def _check_batches(args: Arguments) -> None:
 def _check_training(args: Arguments) -> None:
     if args.bf16 and args.fp16:
         raise ValueError("--bf16 and --fp16: give one of them")
-    if args.recompute_activations and args.recompute_granularity != "selective":
-        raise ValueError(
-            f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given"
-        )
     if args.grad_reduce_in_bf16 and not args.bf16:
         raise ValueError(
             "--grad-reduce-in-bf16 needs --bf16: gradients of other models are reduced in the model's own precision"
