@@ -118,6 +118,24 @@ def test_without_post_validation_a_training_step_waits_and_returns_its_own_outco
         assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
 
 
+def test_forwards_that_run_again_cast_the_new_weights():
+    def train(pipeline):
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            outcomes = [pipeline.train_step(batch(step), optimizer, 0.05) for step in range(2)]
+            return [outcome for outcome in (*outcomes, pipeline.settle()) if outcome is not None]
+
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4}
+    for late, waiting in zip(
+        *(pipelines(2, stack(4), mse_loss, train, **arguments, post_validation=late) for late in (True, False)),
+        strict=True,
+    ):
+        assert all(outcome.was_amended for outcome in late)
+        for ours, expected in zip(late, waiting, strict=True):
+            assert torch.equal(ours.loss, expected.loss)
+            assert torch.equal(ours.grad_norm, expected.grad_norm)
+
+
 def test_forwards_that_run_again_draw_the_same_random_numbers():
     stage = SteppingLayerStage([[]], Placement("linear", 1), 0, mse_loss, torch.device("cpu"))
     stage.remember()

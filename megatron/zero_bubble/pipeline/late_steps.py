@@ -66,6 +66,7 @@ class SteppingLayerStage(LayerStage):
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(self._states[1], self.device)
         self._buffers.restore()
+        torch.clear_autocast_cache()
         self.forget_forwards()
 
 
