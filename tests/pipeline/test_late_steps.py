@@ -15,9 +15,23 @@ from megatron.zero_bubble.schedule import Placement
 
 WIDTH, NUM_STEPS = 6, 8
 
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer that keeps its number of steps in the parameter group, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["count"])
+
+
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "tensor lr": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.05), foreach=False),
+    "counting": lambda parameters: Counting(parameters, {"lr": 0.05, "count": 0}),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
 
@@ -67,7 +81,7 @@ def train_late(pipeline, make_optimizer, max_norm):
     return pipeline.state_dict(), outcomes
 
 
-CASES = [("zb-h1", 2, "adam"), ("zb-2p", 2, "momentum")]
+CASES = [("zb-h1", 2, "adam"), ("zb-2p", 2, "momentum"), ("zb-v", 2, "tensor lr"), ("zb-h1", 2, "counting")]
 OTHERS = [(s, p, o) for s in ("1f1b", "zb-h1", "zb-2p", "zb-v") for p in (2, 4) for o in OPTIMIZERS]
 
 

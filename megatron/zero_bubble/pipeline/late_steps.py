@@ -26,7 +26,7 @@ from megatron.zero_bubble.pipeline.interconnect import Agreement
 from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recent_steps import RecentSteps
-from megatron.zero_bubble.runtime.rollback import Snapshot, with_settings
+from megatron.zero_bubble.runtime.rollback import Snapshot, settings_of, with_settings
 from megatron.zero_bubble.runtime.stage import Stage
 
 
@@ -91,7 +91,7 @@ class _UnvalidatedStep:
     waits: bool
     """Whether every rank withheld the optimizer's step."""
     settings: list[dict[str, Any]]
-    """Settings of the parameter groups at the optimizer's step; a learning-rate scheduler may change them later."""
+    """Settings of the parameter groups after the optimizer's step; a learning-rate scheduler may change them later."""
 
 
 class LateSteps:
@@ -165,11 +165,11 @@ class LateSteps:
         has_stepped = failure is None and not waits and not _clips(total_norm(norms), max_norm)
         report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
         reports = self._lane.submit(self._agreement.gather, report)
-        settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, waits, settings)
         if has_stepped:
             self._snapshot(optimizer).before_step()
             optimizer.step()
+        settings = settings_of(optimizer.param_groups)
+        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, waits, settings)
 
     def validate(self) -> bool:
         """Wait for the reports of all ranks, amend the last optimizer step if it was wrong, and drop the gradients.
