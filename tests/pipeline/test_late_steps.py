@@ -150,6 +150,20 @@ def test_forwards_that_run_again_cast_the_new_weights():
             assert torch.equal(ours.grad_norm, expected.grad_norm)
 
 
+def test_parameters_that_a_load_has_assigned_are_clipped():
+    def train(pipeline, assign: bool):
+        pipeline.load_state_dict(pipeline.state_dict(), assign=assign)
+        pipeline.train_step(batch(0), torch.optim.SGD(pipeline.parameters(), lr=0.5), 0.05)
+        pipeline.settle()
+        return pipeline.state_dict()
+
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": True}
+    loads = (lambda pipeline, assign=assign: train(pipeline, assign) for assign in (True, False))
+    assigned, copied = (pipelines(2, stack(4), mse_loss, load, **arguments) for load in loads)
+    for ours, expected in zip(assigned, copied, strict=True):
+        assert all(torch.equal(value, expected[name]) for name, value in ours.items())
+
+
 def test_forwards_that_run_again_draw_the_same_random_numbers():
     stage = SteppingLayerStage([[]], Placement("linear", 1), 0, mse_loss, torch.device("cpu"))
     stage.remember()

@@ -33,7 +33,7 @@ class TiedLayer:
         interconnect: Interconnect,
     ) -> None:
         self._stages = stages
-        self._own = {stage: list(module.parameters()) for stage, module in own.items()}
+        self._modules = own
         members = sorted({placement.rank_of(stage) for stage in stages})
         self._roots = {stage: members.index(placement.rank_of(stage)) for stage in stages}
         self._collectives: Collectives | None = None
@@ -41,6 +41,11 @@ class TiedLayer:
             self._collectives = interconnect.collectives(members, interconnect.device)
         self._before: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._copy_first()
+
+    @property
+    def _own(self) -> dict[int, list[torch.nn.Parameter]]:
+        """The parameters of each copy, which `load_state_dict(..., assign=True)` replaces."""
+        return {stage: list(module.parameters()) for stage, module in self._modules.items()}
 
     @torch.no_grad()
     def _copy_first(self) -> None:

@@ -100,7 +100,7 @@ class LateSteps:
     Args:
         agreement: an agreement of all ranks that only this object uses, because a background thread calls it.
         executor: the executor of a schedule with post-validation.
-        parameters: the parameters of this rank.
+        parameters: returns the parameters of this rank, which `load_state_dict(..., assign=True)` replaces.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class LateSteps:
         messages: StepMessages,
         executor: Executor,
         tied: Sequence[TiedLayer],
-        parameters: Sequence[torch.nn.Parameter],
+        parameters: Callable[[], Sequence[torch.nn.Parameter]],
     ) -> None:
         self._agreement, self._parameters = agreement, parameters
         self._stage, self._messages, self._executor, self._tied = stage, messages, executor, tied
@@ -196,7 +196,7 @@ class LateSteps:
                     snapshot.undo()
                 if failures:
                     raise ValueError(min(failures).problem)
-                torch.nn.utils.clip_grads_with_norm_(self._parameters, pending.max_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(self._parameters(), pending.max_norm, norm)
                 pending.optimizer.step()
         pending.optimizer.zero_grad()
         self._recent.record(clips)

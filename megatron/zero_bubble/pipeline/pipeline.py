@@ -88,7 +88,7 @@ class Pipeline(PartialModel):
         self.layout = self._agreement.on(0, request.layout)
         self._steps = RankSteps(layers, loss_fn, self.layout, options, interconnect, self._agreement)
         self._hold(self._steps.held, len(layers))
-        self._late = self._steps.late_steps(self.own_parameters()) if options.post_validation else None
+        self._late = self._steps.late_steps(self.own_parameters) if options.post_validation else None
         own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((self._steps.held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())

@@ -219,7 +219,7 @@ def _invert(
 
 
 def settings_of(groups: Sequence[dict[str, Any]], names: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """Return the settings of parameter groups, by default all; tensors are copied, as a scheduler may fill them anew."""
+    """Return the settings of parameter groups, by default all; tensors are copied, as a scheduler may fill them."""
     return [
         {name: _copied(group[name]) for name in names or group.keys() - {"params"} if name in group} for group in groups
     ]
