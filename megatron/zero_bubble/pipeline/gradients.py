@@ -113,16 +113,27 @@ def connect_ties(
 
 
 def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Average gradients over replicas as DistributedDataParallel does: divide each gradient first, then sum."""
-    works = []
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(replicas.size())
-            works.append(dist.all_reduce(parameter.grad, group=replicas, async_op=True))
+    """Average gradients over replicas as DistributedDataParallel does: divide each gradient first, then sum.
+
+    A parameter that has no gradient on any replica keeps none.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    has_gradient = [parameter.grad is not None for parameter in trained]
+    counts = torch.tensor(has_gradient, dtype=torch.int32).to(trained[0].device, non_blocking=True)
+    works = [dist.all_reduce(counts, group=replicas, async_op=True)]
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.div_(replicas.size())
+        works.append(dist.all_reduce(parameter.grad, group=replicas, async_op=True))
     for work in works:
         work.wait()
+    if not all(has_gradient):  # only then, because reading the counts waits for the device
+        for parameter, count in zip(trained, counts.tolist(), strict=True):
+            if count == 0:
+                parameter.grad = None
 
 
 LayerNorm = tuple[int, torch.Tensor]
