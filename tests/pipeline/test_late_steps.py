@@ -132,9 +132,12 @@ def test_without_post_validation_a_training_step_waits_and_returns_its_own_outco
         assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
 
 
-def test_forwards_that_run_again_cast_the_new_weights():
+def test_forwards_that_run_again_cast_the_new_weights_and_optimizers_step_without_autocast():
+    steps_under_autocast = []
+
     def train(pipeline):
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+        optimizer.register_step_pre_hook(lambda *_: steps_under_autocast.append(torch.is_autocast_enabled("cpu")))
         with torch.autocast("cpu", torch.bfloat16):
             outcomes = [pipeline.train_step(batch(step), optimizer, 0.05) for step in range(2)]
             return [outcome for outcome in (*outcomes, pipeline.settle()) if outcome is not None]
@@ -145,6 +148,7 @@ def test_forwards_that_run_again_cast_the_new_weights():
         strict=True,
     ):
         assert all(outcome.was_amended for outcome in late)
+        assert not any(steps_under_autocast)
         for ours, expected in zip(late, waiting, strict=True):
             assert torch.equal(ours.loss, expected.loss)
             assert torch.equal(ours.grad_norm, expected.grad_norm)

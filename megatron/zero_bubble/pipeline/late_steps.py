@@ -196,8 +196,9 @@ class LateSteps:
                     snapshot.undo()
                 if failures:
                     raise ValueError(min(failures).problem)
-                torch.nn.utils.clip_grads_with_norm_(self._parameters(), pending.max_norm, norm)
-                pending.optimizer.step()
+                with Autocast.off(self._stage.device.type):
+                    torch.nn.utils.clip_grads_with_norm_(self._parameters(), pending.max_norm, norm)
+                    pending.optimizer.step()
         pending.optimizer.zero_grad()
         self._recent.record(clips)
         if not self._recent.next_waits:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import microbatches_of
 from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, own_norms
 from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
@@ -135,14 +136,17 @@ class Pipeline(PartialModel):
         be used any more.
         """
         if self._late is None:
-            outcome = TrainingOutcome(self.train_batch(batch), self.clip_grad_norm_(max_norm))
-            optimizer.step()
+            loss = self.train_batch(batch)
+            with Autocast.off(self.device.type):
+                outcome = TrainingOutcome(loss, self.clip_grad_norm_(max_norm))
+                optimizer.step()
             optimizer.zero_grad()
             return outcome
         with torch.enable_grad():
             self._late.run(self._load(batch))
-        self._sum_gradients()
-        self._late.step(optimizer, max_norm, own_norms(self._counted()))
+        with Autocast.off(self.device.type):
+            self._sum_gradients()
+            self._late.step(optimizer, max_norm, own_norms(self._counted()))
         return self._late.take_outcome()
 
     def settle(self) -> TrainingOutcome | None:
