@@ -210,12 +210,29 @@ def function_of_a_weight() -> list:
             "TiedLayerSpec('norm'): layer 0 has buffers, which cannot be tied over stages",
         ),
         (
+            lambda: [TiedLayerSpec("table", nn.Embedding, 4, 4, max_norm=1.0)] * 2,
+            "TiedLayerSpec('table'): layer 0 has max_norm=1.0, which cannot be tied over stages",
+        ),
+        (
+            lambda: [TiedLayerSpec("table", nn.Embedding, 4, 4, sparse=True)] * 2,
+            "TiedLayerSpec('table'): layer 0 has sparse=True, which cannot be tied over stages",
+        ),
+        (
             lambda: [TiedLayerSpec("ends", nn.Linear, 4, 4), TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False)],
             "TiedLayerSpec('ends') is Linear(4x4, 4) in layer 0 and Linear(4x4) in layer 3: layers with one key need "
             "one class and the same arguments; use forward=... where a layer computes something else",
         ),
     ],
-    ids=["weight", "module of two specs", "buffer", "function", "tied buffers", "unequal ties"],
+    ids=[
+        "weight",
+        "module of two specs",
+        "buffer",
+        "function",
+        "tied buffers",
+        "tied max_norm",
+        "tied sparse",
+        "unequal ties",
+    ],
 )
 def test_state_that_two_stages_would_change_separately_is_refused(make_ends, message):
     first, last = make_ends()
