@@ -239,6 +239,14 @@ def test_state_that_two_stages_would_change_separately_is_refused(make_ends, mes
     assert_message([first, nn.ReLU(), nn.ReLU(), last], message)
 
 
+def test_weights_that_forwards_change_are_refused_where_steps_are_validated_later():
+    message = (
+        "post_validation=True: layer 1 (Embedding) has max_norm=1.0, with which forwards change weights, and they may "
+        "run before the right step: leave one out"
+    )
+    assert_message([nn.ReLU(), nn.Embedding(4, 4, max_norm=1.0), *linears(2)], message, post_validation=True)
+
+
 @pytest.mark.parametrize("count", [4.0, 0, "4", True])
 def test_the_number_of_microbatches_is_a_whole_number(count):
     message = f"num_microbatches must be a whole number of at least 1, got {count!r}"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.pipeline.boundaries import Boundaries
+from megatron.zero_bubble.pipeline.buffer_snapshot import renormalized
 from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, tie_of, words_of
 
 
@@ -97,13 +98,10 @@ def _untied_state(module: nn.Module) -> str | None:
     """
     if any(kind == "buffer" for kind, _ in _state_of(module)):
         return "buffers"
-    for inside in module.modules():
-        if isinstance(inside, nn.Embedding | nn.EmbeddingBag):
-            if inside.max_norm is not None:
-                return f"max_norm={inside.max_norm}"
-            if inside.sparse:
-                return "sparse=True"
-    return None
+    for table in renormalized(module):
+        return f"max_norm={table.max_norm}"
+    is_sparse = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse for each in module.modules())
+    return "sparse=True" if is_sparse else None
 
 
 def parameters_behind(value: Any, seen: set[Any]) -> Iterator[nn.Parameter]:
