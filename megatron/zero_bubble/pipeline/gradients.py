@@ -147,10 +147,14 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
         counted: the parameters without a copy on an earlier stage, each with its layer's index, in model order.
     """
     return [
-        (layer, torch.linalg.vector_norm(parameter.grad, norm_type).cpu())
-        for layer, parameter in counted
-        if parameter.grad is not None
+        (layer, _norm(parameter.grad, norm_type).cpu()) for layer, parameter in counted if parameter.grad is not None
     ]
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    # An empty tensor has no largest value.
+    return torch.linalg.vector_norm(values, norm_type if values.numel() else 2.0)
 
 
 def total_norm(norms: Sequence[LayerNorm], norm_type: float = 2.0) -> torch.Tensor:
