@@ -306,6 +306,17 @@ def test_specs_and_pipelines_name_an_argument_of_another_type(make, message):
         make()
 
 
+def test_an_optimizer_whose_step_needs_a_closure_is_refused():
+    def run(interconnect):
+        pipeline = pipeline_of(linears(2), nn.functional.mse_loss, interconnect, schedule="zb-h1", num_microbatches=4)
+        pipeline.train_step((X, Y), torch.optim.LBFGS(pipeline.parameters()))
+
+    message = (
+        "train_step cannot use LBFGS, whose step needs a closure: choose an optimizer whose step() needs no arguments"
+    )
+    assert [str(error) for error in errors_on_ranks(2, run)] == [message] * 2
+
+
 @pytest.mark.parametrize("use", ["train_batch", "full_state_dict", "clip_grad_norm_"])
 def test_a_closed_pipeline_is_not_used(use):
     def close_first(interconnect):

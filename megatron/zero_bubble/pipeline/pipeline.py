@@ -28,7 +28,12 @@ from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
 from megatron.zero_bubble.pipeline.late_steps import TrainingOutcome
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, stage_times
-from megatron.zero_bubble.pipeline.options import PipelineOptions, check_same_arguments, check_types
+from megatron.zero_bubble.pipeline.options import (
+    PipelineOptions,
+    check_optimizer,
+    check_same_arguments,
+    check_types,
+)
 from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
 from megatron.zero_bubble.pipeline.rank_steps import Load, RankSteps
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest
@@ -134,7 +139,11 @@ class Pipeline(PartialModel):
         With post-validation the ranks do not wait for each other, and the returned outcome belongs to the previous
         step; the first step returns None. If a step fails, the next call raises `ValueError`, and the pipeline cannot
         be used any more.
+
+        Raises:
+            ValueError: on all ranks, if the batch cannot be used, or the optimizer's step needs a closure.
         """
+        check_optimizer(optimizer)
         if self._late is None:
             loss = self.train_batch(batch)
             with Autocast.off(self.device.type):
