@@ -306,6 +306,12 @@ def test_specs_and_pipelines_name_an_argument_of_another_type(make, message):
         make()
 
 
+def test_a_checkpointed_layer_is_refused_with_copies_to_the_host():
+    message = "offload and checkpoint=True of layer 3: nothing that is recomputed is copied, so leave one out"
+    layers = [*linears(3), LayerSpec(nn.Linear, 4, 4, checkpoint=True)]
+    assert_message(layers, message, schedule="auto", memory_limit=2, offload=1.0)
+
+
 def test_an_optimizer_whose_step_needs_a_closure_is_refused():
     def run(interconnect):
         pipeline = pipeline_of(linears(2), nn.functional.mse_loss, interconnect, schedule="zb-h1", num_microbatches=4)
