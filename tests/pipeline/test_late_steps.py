@@ -168,6 +168,16 @@ def test_parameters_that_a_load_has_assigned_are_clipped():
         assert all(torch.equal(value, expected[name]) for name, value in ours.items())
 
 
+def test_a_load_after_a_step_is_not_undone():
+    def train(pipeline):
+        start = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        pipeline.train_step(batch(0), torch.optim.SGD(pipeline.parameters(), lr=0.5), 0.05)
+        pipeline.load_state_dict(start)
+        assert all(torch.equal(value, start[name]) for name, value in pipeline.state_dict().items())
+
+    pipelines(2, stack(4), mse_loss, train, schedule="zb-h1", num_microbatches=4, post_validation=True)
+
+
 def test_forwards_that_run_again_draw_the_same_random_numbers():
     stage = SteppingLayerStage([[]], Placement("linear", 1), 0, mse_loss, torch.device("cpu"))
     stage.remember()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -215,6 +215,11 @@ class Pipeline(PartialModel):
         """Validate the last step and return the state of this rank's layers, as `torch.nn.Module.state_dict` does."""
         self._validate()
         return super().state_dict(*arguments, **options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Validate the last step and load this rank's layers from a state that has at least these layers."""
+        self._validate()
+        return super().load_state_dict(state_dict, strict, assign)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before scaling.
