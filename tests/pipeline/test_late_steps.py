@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from megatron.zero_bubble.pipeline.late_steps import SteppingLayerStage
+from megatron.zero_bubble.runtime.rollback import Snapshot
 from megatron.zero_bubble.schedule import Placement
 
 WIDTH, NUM_STEPS = 6, 8
@@ -174,6 +175,33 @@ def test_a_load_after_a_step_is_not_undone():
         pipeline.train_step(batch(0), torch.optim.SGD(pipeline.parameters(), lr=0.5), 0.05)
         pipeline.load_state_dict(start)
         assert all(torch.equal(value, start[name]) for name, value in pipeline.state_dict().items())
+
+    pipelines(2, stack(4), mse_loss, train, schedule="zb-h1", num_microbatches=4, post_validation=True)
+
+
+def test_a_copy_that_begins_before_the_step_has_the_changes_between_steps(monkeypatch):
+    copies = {}
+
+    def prepare(snapshot):
+        (optimizer,) = snapshot._optimizers
+        copies[snapshot] = [value.detach().clone() for group in optimizer.param_groups for value in group["params"]]
+
+    def before_step(snapshot):
+        (optimizer,) = snapshot._optimizers
+        now = [value for group in optimizer.param_groups for value in group["params"]]
+        assert all(torch.equal(value, copied) for value, copied in zip(now, copies.pop(snapshot, now), strict=True))
+
+    monkeypatch.setattr(Snapshot, "prepare", prepare)
+    monkeypatch.setattr(Snapshot, "before_step", before_step)
+
+    def train(pipeline):
+        optimizers = [torch.optim.SGD(pipeline.parameters(), lr=lr) for lr in (0.1, 0.2)]
+        for step in range(4):
+            pipeline.train_step(batch(step), optimizers[step % 2])
+            pipeline.settle()
+            with torch.no_grad():
+                for parameter in pipeline.parameters():
+                    parameter.mul_(0.5)
 
     pipelines(2, stack(4), mse_loss, train, schedule="zb-h1", num_microbatches=4, post_validation=True)
 

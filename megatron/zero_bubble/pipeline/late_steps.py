@@ -117,6 +117,7 @@ class LateSteps:
         stage.validate = self._validate_before_backward
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="post-validation")
         self._snapshots: weakref.WeakKeyDictionary[torch.optim.Optimizer, Snapshot] = weakref.WeakKeyDictionary()
+        self._next_optimizer: torch.optim.Optimizer
         self._pending: _UnvalidatedStep | None = None
         self._outcome: TrainingOutcome | None = None
         self._recent = RecentSteps()
@@ -126,14 +127,16 @@ class LateSteps:
         outcome, self._outcome = self._outcome, None
         return outcome
 
-    def run(self, load: Callable[[], Microbatches]) -> None:
+    def run(self, load: Callable[[], Microbatches], optimizer: torch.optim.Optimizer) -> None:
         """Run the forwards and backwards of a step, and validate the previous step before the first backward.
 
         If the previous step waits, validate it before the first forward.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
+            optimizer: the optimizer that `step` gets.
         """
+        self._next_optimizer = optimizer
         if self._pending is not None and self._pending.waits:
             self.validate()
         autocast = Autocast.current(self._stage.device.type)
@@ -149,6 +152,9 @@ class LateSteps:
 
     def _validate_before_backward(self) -> bool:
         was_wrong = self.validate()
+        if not self._recent.next_waits:
+            # From here to the optimizer's step nothing changes the parameters; between two steps the user may.
+            self._snapshot(self._next_optimizer).prepare()
         for tied in self._tied:
             tied.begin_step()
         return was_wrong
@@ -185,7 +191,6 @@ class LateSteps:
             return False
         pending, self._pending = self._pending, None
         reports = pending.reports.result()
-        snapshot = self._snapshot(pending.optimizer)
         failures = [report.failure for report in reports if report.failure is not None]
         norm = total_norm([entry for report in reports for entry in report.norms])
         clips = _clips(norm, pending.max_norm)
@@ -193,7 +198,7 @@ class LateSteps:
         if was_wrong:
             with with_settings(pending.optimizer.param_groups, pending.settings):
                 if pending.has_stepped:
-                    snapshot.undo()
+                    self._snapshot(pending.optimizer).undo()
                 if failures:
                     raise ValueError(min(failures).problem)
                 with Autocast.off(self._stage.device.type):
@@ -201,8 +206,6 @@ class LateSteps:
                     pending.optimizer.step()
         pending.optimizer.zero_grad()
         self._recent.record(clips)
-        if not self._recent.next_waits:
-            snapshot.prepare()
         loss = next(report.loss for report in reports if report.loss is not None)
         self._outcome = TrainingOutcome(loss, norm, was_wrong and not pending.waits)
         return was_wrong

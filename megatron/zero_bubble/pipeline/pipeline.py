@@ -152,7 +152,7 @@ class Pipeline(PartialModel):
             optimizer.zero_grad()
             return outcome
         with torch.enable_grad():
-            self._late.run(self._load(batch))
+            self._late.run(self._load(batch), optimizer)
         with Autocast.off(self.device.type):
             self._sum_gradients()
             self._late.step(optimizer, max_norm, own_norms(self._counted()))
