@@ -11,13 +11,28 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from megatron.zero_bubble.pipeline.late_steps import SteppingLayerStage
+from megatron.zero_bubble.runtime.rollback import Snapshot
 from megatron.zero_bubble.schedule import Placement
 
 WIDTH, NUM_STEPS = 6, 8
 
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer that keeps its number of steps in the parameter group, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["count"])
+
+
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.05),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "tensor lr": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.05), foreach=False),
+    "counting": lambda parameters: Counting(parameters, {"lr": 0.05, "count": 0}),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
 
@@ -67,7 +82,7 @@ def train_late(pipeline, make_optimizer, max_norm):
     return pipeline.state_dict(), outcomes
 
 
-CASES = [("zb-h1", 2, "adam"), ("zb-2p", 2, "momentum")]
+CASES = [("zb-h1", 2, "adam"), ("zb-2p", 2, "momentum"), ("zb-v", 2, "tensor lr"), ("zb-h1", 2, "counting")]
 OTHERS = [(s, p, o) for s in ("1f1b", "zb-h1", "zb-2p", "zb-v") for p in (2, 4) for o in OPTIMIZERS]
 
 
@@ -116,6 +131,79 @@ def test_without_post_validation_a_training_step_waits_and_returns_its_own_outco
 
     for state in pipelines(2, layers, mse_loss, train, schedule="zb-h1", num_microbatches=4):
         assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+
+
+def test_forwards_that_run_again_cast_the_new_weights_and_optimizers_step_without_autocast():
+    steps_under_autocast = []
+
+    def train(pipeline):
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+        optimizer.register_step_pre_hook(lambda *_: steps_under_autocast.append(torch.is_autocast_enabled("cpu")))
+        with torch.autocast("cpu", torch.bfloat16):
+            outcomes = [pipeline.train_step(batch(step), optimizer, 0.05) for step in range(2)]
+            return [outcome for outcome in (*outcomes, pipeline.settle()) if outcome is not None]
+
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4}
+    for late, waiting in zip(
+        *(pipelines(2, stack(4), mse_loss, train, **arguments, post_validation=late) for late in (True, False)),
+        strict=True,
+    ):
+        assert all(outcome.was_amended for outcome in late)
+        assert not any(steps_under_autocast)
+        for ours, expected in zip(late, waiting, strict=True):
+            assert torch.equal(ours.loss, expected.loss)
+            assert torch.equal(ours.grad_norm, expected.grad_norm)
+
+
+def test_parameters_that_a_load_has_assigned_are_clipped():
+    def train(pipeline, assign: bool):
+        pipeline.load_state_dict(pipeline.state_dict(), assign=assign)
+        pipeline.train_step(batch(0), torch.optim.SGD(pipeline.parameters(), lr=0.5), 0.05)
+        pipeline.settle()
+        return pipeline.state_dict()
+
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": True}
+    loads = (lambda pipeline, assign=assign: train(pipeline, assign) for assign in (True, False))
+    assigned, copied = (pipelines(2, stack(4), mse_loss, load, **arguments) for load in loads)
+    for ours, expected in zip(assigned, copied, strict=True):
+        assert all(torch.equal(value, expected[name]) for name, value in ours.items())
+
+
+def test_a_load_after_a_step_is_not_undone():
+    def train(pipeline):
+        start = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        pipeline.train_step(batch(0), torch.optim.SGD(pipeline.parameters(), lr=0.5), 0.05)
+        pipeline.load_state_dict(start)
+        assert all(torch.equal(value, start[name]) for name, value in pipeline.state_dict().items())
+
+    pipelines(2, stack(4), mse_loss, train, schedule="zb-h1", num_microbatches=4, post_validation=True)
+
+
+def test_a_copy_that_begins_before_the_step_has_the_changes_between_steps(monkeypatch):
+    copies = {}
+
+    def prepare(snapshot):
+        (optimizer,) = snapshot._optimizers
+        copies[snapshot] = [value.detach().clone() for group in optimizer.param_groups for value in group["params"]]
+
+    def before_step(snapshot):
+        (optimizer,) = snapshot._optimizers
+        now = [value for group in optimizer.param_groups for value in group["params"]]
+        assert all(torch.equal(value, copied) for value, copied in zip(now, copies.pop(snapshot, now), strict=True))
+
+    monkeypatch.setattr(Snapshot, "prepare", prepare)
+    monkeypatch.setattr(Snapshot, "before_step", before_step)
+
+    def train(pipeline):
+        optimizers = [torch.optim.SGD(pipeline.parameters(), lr=lr) for lr in (0.1, 0.2)]
+        for step in range(4):
+            pipeline.train_step(batch(step), optimizers[step % 2])
+            pipeline.settle()
+            with torch.no_grad():
+                for parameter in pipeline.parameters():
+                    parameter.mul_(0.5)
+
+    pipelines(2, stack(4), mse_loss, train, schedule="zb-h1", num_microbatches=4, post_validation=True)
 
 
 def test_forwards_that_run_again_draw_the_same_random_numbers():

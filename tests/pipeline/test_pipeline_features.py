@@ -104,12 +104,42 @@ def test_parameters_are_equal_after_ten_steps_with_clipping(schedule):
         assert_equal(whole, model.state_dict())
 
 
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return x + self.weight.sum()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_sparse_and_empty_gradients_have_norms(norm_type):
+    layers, (_, y) = stack(2)
+    table = nn.Embedding(5, WIDTH)
+    table.weight.data.mul_(3)
+    batch = torch.arange(8) % 5, y
+    model, _ = run_in_one_process([table, *layers], nn.functional.mse_loss, batch, 4)
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type)
+
+    def train(pipeline):
+        pipeline.train_batch(batch)
+        return pipeline.clip_grad_norm_(1e-3, norm_type), gradients_of(pipeline)
+
+    sparse = nn.Embedding.from_pretrained(table.weight.detach(), freeze=False, sparse=True)
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": "uniform"}
+    for norm, grads in pipelines(2, [sparse, Empty(), *layers], nn.functional.mse_loss, train, **arguments):
+        torch.testing.assert_close(norm, expected)
+        if "0.weight" in grads:
+            torch.testing.assert_close(grads["0.weight"].to_dense(), model[0].weight.grad)
+
+
 def times_weight(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x @ module.weight.t()
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_tied_layers_get_the_sum_of_their_copies_gradients(schedule):
+@pytest.mark.parametrize(("schedule", "assign"), [("zb-h1", False), ("zb-h1", True), ("zb-v", False)])
+def test_tied_layers_get_the_sum_of_their_copies_gradients(schedule, assign):
     """Over two ranks, or on one rank twice, where the V has its first and its last stage."""
 
     class Table(nn.Embedding):
@@ -132,6 +162,7 @@ def test_tied_layers_get_the_sum_of_their_copies_gradients(schedule):
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in (2 * one_step, *expected.values())]))
 
     def train(pipeline):
+        pipeline.load_state_dict(pipeline.state_dict(), assign=assign)
         for _ in range(2):
             pipeline.train_batch(batch)
         grads = gradients_of(pipeline)

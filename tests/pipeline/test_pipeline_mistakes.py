@@ -210,16 +210,41 @@ def function_of_a_weight() -> list:
             "TiedLayerSpec('norm'): layer 0 has buffers, which cannot be tied over stages",
         ),
         (
+            lambda: [TiedLayerSpec("table", nn.Embedding, 4, 4, max_norm=1.0)] * 2,
+            "TiedLayerSpec('table'): layer 0 has max_norm=1.0, which cannot be tied over stages",
+        ),
+        (
+            lambda: [TiedLayerSpec("table", nn.Embedding, 4, 4, sparse=True)] * 2,
+            "TiedLayerSpec('table'): layer 0 has sparse=True, which cannot be tied over stages",
+        ),
+        (
             lambda: [TiedLayerSpec("ends", nn.Linear, 4, 4), TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False)],
             "TiedLayerSpec('ends') is Linear(4x4, 4) in layer 0 and Linear(4x4) in layer 3: layers with one key need "
             "one class and the same arguments; use forward=... where a layer computes something else",
         ),
     ],
-    ids=["weight", "module of two specs", "buffer", "function", "tied buffers", "unequal ties"],
+    ids=[
+        "weight",
+        "module of two specs",
+        "buffer",
+        "function",
+        "tied buffers",
+        "tied max_norm",
+        "tied sparse",
+        "unequal ties",
+    ],
 )
 def test_state_that_two_stages_would_change_separately_is_refused(make_ends, message):
     first, last = make_ends()
     assert_message([first, nn.ReLU(), nn.ReLU(), last], message)
+
+
+def test_weights_that_forwards_change_are_refused_where_steps_are_validated_later():
+    message = (
+        "post_validation=True: layer 1 (Embedding) has max_norm=1.0, with which forwards change weights, and they may "
+        "run before the right step: leave one out"
+    )
+    assert_message([nn.ReLU(), nn.Embedding(4, 4, max_norm=1.0), *linears(2)], message, post_validation=True)
 
 
 @pytest.mark.parametrize("count", [4.0, 0, "4", True])
@@ -279,6 +304,23 @@ def test_a_class_whose_forward_returns_a_tuple_cannot_be_split():
 def test_specs_and_pipelines_name_an_argument_of_another_type(make, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()
+
+
+def test_a_checkpointed_layer_is_refused_with_copies_to_the_host():
+    message = "offload and checkpoint=True of layer 3: nothing that is recomputed is copied, so leave one out"
+    layers = [*linears(3), LayerSpec(nn.Linear, 4, 4, checkpoint=True)]
+    assert_message(layers, message, schedule="auto", memory_limit=2, offload=1.0)
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_refused():
+    def run(interconnect):
+        pipeline = pipeline_of(linears(2), nn.functional.mse_loss, interconnect, schedule="zb-h1", num_microbatches=4)
+        pipeline.train_step((X, Y), torch.optim.LBFGS(pipeline.parameters()))
+
+    message = (
+        "train_step cannot use LBFGS, whose step needs a closure: choose an optimizer whose step() needs no arguments"
+    )
+    assert [str(error) for error in errors_on_ranks(2, run)] == [message] * 2
 
 
 @pytest.mark.parametrize("use", ["train_batch", "full_state_dict", "clip_grad_norm_"])

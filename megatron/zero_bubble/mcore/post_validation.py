@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.optimizer import Norm, copy_to_model, norm_groups, norm_of_all, parts, squared_norm
 from megatron.zero_bubble.runtime.recent_steps import RecentSteps
-from megatron.zero_bubble.runtime.rollback import Rollback, with_settings
+from megatron.zero_bubble.runtime.rollback import Rollback, settings_of, with_settings
 
 _SCHEDULED = ("lr", "weight_decay")
 """The settings of parameter groups that a scheduler changes from step to step."""
@@ -131,7 +131,7 @@ class PostValidation:
             [_reduce(norm, dist.ReduceOp.SUM, group) for norm, group in norms],
             [self._reduce_found(flag, has_stepped, optimizer) for flag, optimizer in flags],
             [scaler.state_dict() for scaler in self._scalers()],
-            [{name: group[name] for name in _SCHEDULED if name in group} for group in self._optimizer.param_groups],
+            settings_of(self._optimizer.param_groups, _SCHEDULED),
         )
         if has_stepped:
             self._rollback.before_step()

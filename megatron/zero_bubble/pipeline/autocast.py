@@ -23,6 +23,11 @@ class Autocast:
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
+    @staticmethod
+    def off(device_type: str) -> torch.autocast:
+        """Return a context manager that switches autocast off, as for an optimizer's step."""
+        return torch.autocast(device_type, enabled=False)
+
     def forward(self, *, keeps_casts: bool = True) -> torch.autocast:
         """Return a context manager with these settings; pass `keeps_casts=False` where gradients are disabled."""
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=self.caches and keeps_casts)
@@ -32,7 +37,7 @@ class Autocast:
         """Switch autocast off in the `with` block, and clear the cache of cast weights before and after the block."""
         torch.clear_autocast_cache()
         try:
-            with torch.autocast(self.device_type, self.dtype, enabled=False):
+            with self.off(self.device_type):
                 yield
         finally:
             torch.clear_autocast_cache()

@@ -1,16 +1,23 @@
-"""Undoes the changes that forwards make to the buffers of modules, such as running means."""
+"""Undoes the changes that forwards make to modules' buffers, such as running means, and to weights with `max_norm`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 
 import torch
 
 
-class BufferSnapshot:
-    """The buffers of `modules`: the tensors themselves, and copies of their values."""
+def renormalized(module: torch.nn.Module) -> Iterator[torch.nn.Embedding | torch.nn.EmbeddingBag]:
+    """Yield the embeddings with `max_norm` in a module; a lookup scales the rows of the weight that are too long."""
+    for inside in module.modules():
+        if isinstance(inside, torch.nn.Embedding | torch.nn.EmbeddingBag) and inside.max_norm is not None:
+            yield inside
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+
+class BufferSnapshot:
+    """The buffers of `modules`, and weights with `max_norm`: the tensors themselves, and copies of their values."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         inside = {each for module in modules for each in module.modules()}
         self._tensors = [(each._buffers, dict(each._buffers)) for each in inside if each._buffers]
         self._values = [
@@ -19,10 +26,12 @@ class BufferSnapshot:
             for tensor in tensors.values()
             if tensor is not None
         ]
+        weights = {table.weight for module in modules for table in renormalized(module)}
+        self._values += [(weight, weight.detach().clone()) for weight in weights]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back the buffer tensors that forwards have replaced, and restore the values of all buffers."""
+        """Put back buffer tensors that forwards have replaced, and restore the values of all buffers and weights."""
         for buffers, tensors in self._tensors:
             buffers.clear()
             buffers.update(tensors)

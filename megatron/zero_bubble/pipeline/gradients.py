@@ -33,7 +33,7 @@ class TiedLayer:
         interconnect: Interconnect,
     ) -> None:
         self._stages = stages
-        self._own = {stage: list(module.parameters()) for stage, module in own.items()}
+        self._modules = own
         members = sorted({placement.rank_of(stage) for stage in stages})
         self._roots = {stage: members.index(placement.rank_of(stage)) for stage in stages}
         self._collectives: Collectives | None = None
@@ -41,6 +41,11 @@ class TiedLayer:
             self._collectives = interconnect.collectives(members, interconnect.device)
         self._before: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._copy_first()
+
+    @property
+    def _own(self) -> dict[int, list[torch.nn.Parameter]]:
+        """The parameters of each copy, which `load_state_dict(..., assign=True)` replaces."""
+        return {stage: list(module.parameters()) for stage, module in self._modules.items()}
 
     @torch.no_grad()
     def _copy_first(self) -> None:
@@ -108,16 +113,27 @@ def connect_ties(
 
 
 def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Average gradients over replicas as DistributedDataParallel does: divide each gradient first, then sum."""
-    works = []
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(replicas.size())
-            works.append(dist.all_reduce(parameter.grad, group=replicas, async_op=True))
+    """Average gradients over replicas as DistributedDataParallel does: divide each gradient first, then sum.
+
+    A parameter that has no gradient on any replica keeps none.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    has_gradient = [parameter.grad is not None for parameter in trained]
+    counts = torch.tensor(has_gradient, dtype=torch.int32).to(trained[0].device, non_blocking=True)
+    works = [dist.all_reduce(counts, group=replicas, async_op=True)]
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.div_(replicas.size())
+        works.append(dist.all_reduce(parameter.grad, group=replicas, async_op=True))
     for work in works:
         work.wait()
+    if not all(has_gradient):  # only then, because reading the counts waits for the device
+        for parameter, count in zip(trained, counts.tolist(), strict=True):
+            if count == 0:
+                parameter.grad = None
 
 
 LayerNorm = tuple[int, torch.Tensor]
@@ -131,10 +147,14 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
         counted: the parameters without a copy on an earlier stage, each with its layer's index, in model order.
     """
     return [
-        (layer, torch.linalg.vector_norm(parameter.grad, norm_type).cpu())
-        for layer, parameter in counted
-        if parameter.grad is not None
+        (layer, _norm(parameter.grad, norm_type).cpu()) for layer, parameter in counted if parameter.grad is not None
     ]
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    # An empty tensor has no largest value.
+    return torch.linalg.vector_norm(values, norm_type if values.numel() else 2.0)
 
 
 def total_norm(norms: Sequence[LayerNorm], norm_type: float = 2.0) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.zero_bubble.pipeline.buffer_snapshot import renormalized
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
 from megatron.zero_bubble.pipeline.layer_stage import HeldLayer
 from megatron.zero_bubble.pipeline.options import PipelineOptions
@@ -53,7 +54,7 @@ class LayerBuilder:
         """Build the layers of the stages of `rank`.
 
         Raises:
-            ValueError: a layer cannot be built.
+            ValueError: a layer cannot be built, or has `max_norm` although steps are validated later.
         """
         chunks: list[list[HeldLayer]] = []
         tied: dict[str, dict[int, nn.Module]] = {}
@@ -76,6 +77,11 @@ class LayerBuilder:
             module = copies[key] if key in copies else built(self.layers, index, self.device)
             if key is not None:
                 copies[key] = module
+            for table in renormalized(module) if self.options.post_validation else ():
+                raise ValueError(
+                    f"post_validation=True: layer {index} ({class_name_of(layer)}) has max_norm={table.max_norm}, with "
+                    "which forwards change weights, and they may run before the right step: leave one out"
+                )
             call = call_of(layer, module)
             if self.options.checkpoint or (isinstance(layer, LayerSpec) and layer.checkpoint):
                 call = DroppingLayer(call, self.recomputation_store, self.device)

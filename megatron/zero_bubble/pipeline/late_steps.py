@@ -26,7 +26,7 @@ from megatron.zero_bubble.pipeline.interconnect import Agreement
 from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recent_steps import RecentSteps
-from megatron.zero_bubble.runtime.rollback import Snapshot, with_settings
+from megatron.zero_bubble.runtime.rollback import Snapshot, settings_of, with_settings
 from megatron.zero_bubble.runtime.stage import Stage
 
 
@@ -66,6 +66,7 @@ class SteppingLayerStage(LayerStage):
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(self._states[1], self.device)
         self._buffers.restore()
+        torch.clear_autocast_cache()
         self.forget_forwards()
 
 
@@ -90,7 +91,7 @@ class _UnvalidatedStep:
     waits: bool
     """Whether every rank withheld the optimizer's step."""
     settings: list[dict[str, Any]]
-    """Settings of the parameter groups at the optimizer's step; a learning-rate scheduler may change them later."""
+    """Settings of the parameter groups after the optimizer's step; a learning-rate scheduler may change them later."""
 
 
 class LateSteps:
@@ -99,7 +100,7 @@ class LateSteps:
     Args:
         agreement: an agreement of all ranks that only this object uses, because a background thread calls it.
         executor: the executor of a schedule with post-validation.
-        parameters: the parameters of this rank.
+        parameters: returns the parameters of this rank, which `load_state_dict(..., assign=True)` replaces.
     """
 
     def __init__(
@@ -109,13 +110,14 @@ class LateSteps:
         messages: StepMessages,
         executor: Executor,
         tied: Sequence[TiedLayer],
-        parameters: Sequence[torch.nn.Parameter],
+        parameters: Callable[[], Sequence[torch.nn.Parameter]],
     ) -> None:
         self._agreement, self._parameters = agreement, parameters
         self._stage, self._messages, self._executor, self._tied = stage, messages, executor, tied
         stage.validate = self._validate_before_backward
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="post-validation")
         self._snapshots: weakref.WeakKeyDictionary[torch.optim.Optimizer, Snapshot] = weakref.WeakKeyDictionary()
+        self._next_optimizer: torch.optim.Optimizer
         self._pending: _UnvalidatedStep | None = None
         self._outcome: TrainingOutcome | None = None
         self._recent = RecentSteps()
@@ -125,14 +127,16 @@ class LateSteps:
         outcome, self._outcome = self._outcome, None
         return outcome
 
-    def run(self, load: Callable[[], Microbatches]) -> None:
+    def run(self, load: Callable[[], Microbatches], optimizer: torch.optim.Optimizer) -> None:
         """Run the forwards and backwards of a step, and validate the previous step before the first backward.
 
         If the previous step waits, validate it before the first forward.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
+            optimizer: the optimizer that `step` gets.
         """
+        self._next_optimizer = optimizer
         if self._pending is not None and self._pending.waits:
             self.validate()
         autocast = Autocast.current(self._stage.device.type)
@@ -148,6 +152,9 @@ class LateSteps:
 
     def _validate_before_backward(self) -> bool:
         was_wrong = self.validate()
+        if not self._recent.next_waits:
+            # From here to the optimizer's step nothing changes the parameters; between two steps the user may.
+            self._snapshot(self._next_optimizer).prepare()
         for tied in self._tied:
             tied.begin_step()
         return was_wrong
@@ -164,11 +171,11 @@ class LateSteps:
         has_stepped = failure is None and not waits and not _clips(total_norm(norms), max_norm)
         report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
         reports = self._lane.submit(self._agreement.gather, report)
-        settings = [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
-        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, waits, settings)
         if has_stepped:
             self._snapshot(optimizer).before_step()
             optimizer.step()
+        settings = settings_of(optimizer.param_groups)
+        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, waits, settings)
 
     def validate(self) -> bool:
         """Wait for the reports of all ranks, amend the last optimizer step if it was wrong, and drop the gradients.
@@ -184,7 +191,6 @@ class LateSteps:
             return False
         pending, self._pending = self._pending, None
         reports = pending.reports.result()
-        snapshot = self._snapshot(pending.optimizer)
         failures = [report.failure for report in reports if report.failure is not None]
         norm = total_norm([entry for report in reports for entry in report.norms])
         clips = _clips(norm, pending.max_norm)
@@ -192,15 +198,14 @@ class LateSteps:
         if was_wrong:
             with with_settings(pending.optimizer.param_groups, pending.settings):
                 if pending.has_stepped:
-                    snapshot.undo()
+                    self._snapshot(pending.optimizer).undo()
                 if failures:
                     raise ValueError(min(failures).problem)
-                torch.nn.utils.clip_grads_with_norm_(self._parameters, pending.max_norm, norm)
-                pending.optimizer.step()
+                with Autocast.off(self._stage.device.type):
+                    torch.nn.utils.clip_grads_with_norm_(self._parameters(), pending.max_norm, norm)
+                    pending.optimizer.step()
         pending.optimizer.zero_grad()
         self._recent.record(clips)
-        if not self._recent.next_waits:
-            snapshot.prepare()
         loss = next(report.loss for report in reports if report.loss is not None)
         self._outcome = TrainingOutcome(loss, norm, was_wrong and not pending.waits)
         return was_wrong

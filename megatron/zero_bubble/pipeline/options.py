@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.zero_bubble.pipeline.interconnect import Agreement
@@ -133,6 +135,24 @@ def check_types(layers: Any, loss_fn: Any, options: Any) -> None:
         raise ValueError(f"loss_fn must be a function of output and target, got {_short(loss_fn)}")
     if not isinstance(options, PipelineOptions):
         raise ValueError(f"options must be PipelineOptions(...), got {_short(options)}")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Check that `optimizer.step()` can be called without arguments.
+
+    Raises:
+        ValueError: the step needs a closure, as that of LBFGS does.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    try:
+        # A scheduler has wrapped the optimizer's own `step`.
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
+        raise ValueError(
+            f"train_step cannot use {type(optimizer).__name__}, whose step needs a closure: choose an optimizer whose "
+            "step() needs no arguments"
+        ) from None
 
 
 Words = dict[str, str | list[str]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import microbatches_of
 from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, own_norms
 from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
 from megatron.zero_bubble.pipeline.late_steps import TrainingOutcome
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, stage_times
-from megatron.zero_bubble.pipeline.options import PipelineOptions, check_same_arguments, check_types
+from megatron.zero_bubble.pipeline.options import (
+    PipelineOptions,
+    check_optimizer,
+    check_same_arguments,
+    check_types,
+)
 from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
 from megatron.zero_bubble.pipeline.rank_steps import Load, RankSteps
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest
@@ -88,7 +94,7 @@ class Pipeline(PartialModel):
         self.layout = self._agreement.on(0, request.layout)
         self._steps = RankSteps(layers, loss_fn, self.layout, options, interconnect, self._agreement)
         self._hold(self._steps.held, len(layers))
-        self._late = self._steps.late_steps(self.own_parameters()) if options.post_validation else None
+        self._late = self._steps.late_steps(self.own_parameters) if options.post_validation else None
         own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((self._steps.held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
@@ -133,16 +139,23 @@ class Pipeline(PartialModel):
         With post-validation the ranks do not wait for each other, and the returned outcome belongs to the previous
         step; the first step returns None. If a step fails, the next call raises `ValueError`, and the pipeline cannot
         be used any more.
+
+        Raises:
+            ValueError: on all ranks, if the batch cannot be used, or the optimizer's step needs a closure.
         """
+        check_optimizer(optimizer)
         if self._late is None:
-            outcome = TrainingOutcome(self.train_batch(batch), self.clip_grad_norm_(max_norm))
-            optimizer.step()
+            loss = self.train_batch(batch)
+            with Autocast.off(self.device.type):
+                outcome = TrainingOutcome(loss, self.clip_grad_norm_(max_norm))
+                optimizer.step()
             optimizer.zero_grad()
             return outcome
         with torch.enable_grad():
-            self._late.run(self._load(batch))
-        self._sum_gradients()
-        self._late.step(optimizer, max_norm, own_norms(self._counted()))
+            self._late.run(self._load(batch), optimizer)
+        with Autocast.off(self.device.type):
+            self._sum_gradients()
+            self._late.step(optimizer, max_norm, own_norms(self._counted()))
         return self._late.take_outcome()
 
     def settle(self) -> TrainingOutcome | None:
@@ -202,6 +215,11 @@ class Pipeline(PartialModel):
         """Validate the last step and return the state of this rank's layers, as `torch.nn.Module.state_dict` does."""
         self._validate()
         return super().state_dict(*arguments, **options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Validate the last step and load this rank's layers from a state that has at least these layers."""
+        self._validate()
+        return super().load_state_dict(state_dict, strict, assign)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before scaling.

@@ -70,11 +70,11 @@ class RankSteps:
         self._plans_order = options.microbatch_order == "planned" and self._offload is None
         self._executors: dict[bool, Executor] = {}
 
-    def late_steps(self, parameters: Sequence[torch.nn.Parameter]) -> LateSteps:
+    def late_steps(self, parameters: Callable[[], Sequence[torch.nn.Parameter]]) -> LateSteps:
         """Make the object that runs training steps with post-validation; a collective call.
 
         Args:
-            parameters: the parameters of this rank.
+            parameters: returns the parameters of this rank.
         """
         return LateSteps(
             Agreement.among_all(self._interconnect),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.pipeline.boundaries import Boundaries
+from megatron.zero_bubble.pipeline.buffer_snapshot import renormalized
 from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, tie_of, words_of
 
 
@@ -22,7 +23,8 @@ def refuse_shared(layers: Sequence[Any], stages: Boundaries) -> None:
 
     Raises:
         ValueError: layers on two stages share a parameter or a persistent buffer without a `TiedLayerSpec`; layers with
-            one key are not built alike; or a layer that is tied over stages has persistent buffers.
+            one key are not built alike; or a layer that is tied over stages has persistent buffers, `max_norm` or
+            `sparse=True`.
     """
     stage_of = {index: stage for stage, (first, end) in enumerate(pairwise(stages)) for index in range(first, end)}
     owners: dict[torch.Tensor, int] = {}
@@ -79,14 +81,27 @@ def _check_tie(key: str, specs: dict[int, LayerSpec], is_on_stages: bool) -> Non
         if (module := _on_meta(spec)) is None:
             continue
         words.setdefault(words_of(module), index)
-        if is_on_stages and any(kind == "buffer" for kind, _ in _state_of(module)):
-            raise ValueError(f"TiedLayerSpec({key!r}): layer {index} has buffers, which cannot be tied over stages")
+        if is_on_stages and (untied := _untied_state(module)):
+            raise ValueError(f"TiedLayerSpec({key!r}): layer {index} has {untied}, which cannot be tied over stages")
     if len(words) > 1:
         layers = " and ".join(f"{each} in layer {index}" for each, index in list(words.items())[:2])
         raise ValueError(
             f"TiedLayerSpec({key!r}) is {layers}: layers with one key need one class and the same arguments; use "
             "forward=... where a layer computes something else"
         )
+
+
+def _untied_state(module: nn.Module) -> str | None:
+    """Name the part of a module that would differ between the module's copies on several stages; None if there is none.
+
+    With `max_norm` a lookup changes the weights of one copy, and sparse gradients of several copies are not summed.
+    """
+    if any(kind == "buffer" for kind, _ in _state_of(module)):
+        return "buffers"
+    for table in renormalized(module):
+        return f"max_norm={table.max_norm}"
+    is_sparse = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse for each in module.modules())
+    return "sparse=True" if is_sparse else None
 
 
 def parameters_behind(value: Any, seen: set[Any]) -> Iterator[nn.Parameter]:

@@ -96,8 +96,14 @@ class LayoutRequest:
             plan = RunSchedules.of(schedule)
         if self.options.offload is not None and not plan.adapts:
             raise ValueError(f"offload: schedule {plan.name} is not planned, so it gets no copies: use auto, for one")
-        recomputes = self.options.checkpoint or any(getattr(layer, "checkpoint", False) for layer in self.layers)
-        recompute = Recompute.FULL if recomputes else Recompute.NONE
+        specs = ((index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, LayerSpec))
+        checkpointed = [index for index, spec in specs if spec.checkpoint]
+        if self.options.offload is not None and checkpointed:
+            raise ValueError(
+                f"offload and checkpoint=True of layer {checkpointed[0]}: nothing that is recomputed is copied, so "
+                "leave one out"
+            )
+        recompute = Recompute.FULL if self.options.checkpoint or checkpointed else Recompute.NONE
         return plan.requesting(memory_limit=self.options.memory_limit, recomputes=(recompute,))
 
     def _times(self) -> list[LayerTimes]:

@@ -218,14 +218,43 @@ def _invert(
     exp_avg_sq.addcmul_(gradient, gradient, value=beta2 - 1).div_(beta2).clamp_(min=0)
 
 
+def settings_of(groups: Sequence[dict[str, Any]], names: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Return the settings of parameter groups, by default all; tensors are copied, as a scheduler may fill them."""
+    return [
+        {name: _copied(group[name]) for name in names or group.keys() - {"params"} if name in group} for group in groups
+    ]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _differ(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return not torch.equal(value, other)
+    return value is not other and bool(value != other)
+
+
 @contextmanager
 def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Inside the `with` block, give parameter groups an earlier step's settings instead of their present settings."""
-    now = [{name: group[name] for name in earlier} for group, earlier in zip(groups, settings, strict=True)]
-    for group, earlier in zip(groups, settings, strict=True):
+    """Inside the `with` block, give parameter groups an earlier step's settings instead of their present settings.
+
+    Settings that have not changed since are left alone: an optimizer may itself change them in the block.
+    """
+    changed = [
+        {name: value for name, value in earlier.items() if _differ(group[name], value)}
+        for group, earlier in zip(groups, settings, strict=True)
+    ]
+    now = [
+        {name: (group[name], _copied(group[name])) for name in names}
+        for group, names in zip(groups, changed, strict=True)
+    ]
+    for group, earlier in zip(groups, changed, strict=True):
         group.update(earlier)
     try:
         yield
     finally:
         for group, present in zip(groups, now, strict=True):
-            group.update(present)
+            for name, (value, contents) in present.items():
+                # Undoing the step in the block may have changed this tensor.
+                group[name] = value.copy_(contents) if isinstance(value, torch.Tensor) else value
