@@ -77,6 +77,31 @@ def test_stages_exchange_tuples_and_dicts(schedule, checkpoint):
     assert_equal(merged(parts), gradients_of(model))
 
 
+class Skipped(nn.Module):
+    """Skips its layer for inputs below zero, as LayerDrop does at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_the_first_microbatch_may_skip_all_trained_layers_of_a_stage(checkpoint):
+    layers, (x, y) = stack(2)
+    layers, batch = [Skipped(), *layers], (torch.cat([-x[:4].abs(), x[4:].abs()]), y)
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        return gradients_of(pipeline)
+
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": [1], "checkpoint": checkpoint}
+    assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_parameters_are_equal_after_ten_steps_with_clipping(schedule):
     layers, batch = stack(4)

@@ -164,6 +164,27 @@ def test_a_rank_whose_layers_have_another_type():
     )
 
 
+class SometimesTrained(nn.Module):
+    """Returns a second tensor that requires a gradient for inputs above zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        output = self.inner(x)
+        return output, output * 2 if x.sum() > 0 else x
+
+
+def test_an_output_that_requires_a_gradient_in_some_microbatches_is_refused():
+    assert_message(
+        [SometimesTrained(), lambda pair: pair[0] + pair[1]],
+        "microbatch 2: tensor 1 that stage 0 sends requires a gradient, but did not in the first microbatch: compute it "
+        "from parameters in every microbatch or in none",
+        batch=(torch.cat([-X[:4], X[4:]]), Y),
+    )
+
+
 class Around(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
