@@ -179,8 +179,8 @@ class SometimesTrained(nn.Module):
 def test_an_output_that_requires_a_gradient_in_some_microbatches_is_refused():
     assert_message(
         [SometimesTrained(), lambda pair: pair[0] + pair[1]],
-        "microbatch 2: tensor 1 that stage 0 sends requires a gradient, but did not in the first microbatch: compute it "
-        "from parameters in every microbatch or in none",
+        "microbatch 2: tensor 1 that stage 0 sends requires a gradient, but did not in the first microbatch: compute "
+        "it from parameters in every microbatch or in none",
         batch=(torch.cat([-X[:4], X[4:]]), Y),
     )
 

@@ -14,10 +14,10 @@ from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
+from megatron.zero_bubble.pipeline.graph_backward import run_backward
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
 from megatron.zero_bubble.pipeline.specs import FunctionLayer
-from megatron.zero_bubble.pipeline.weight_split import run_backward
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 from megatron.zero_bubble.schedule.errors import one_line
