@@ -146,7 +146,7 @@ class LayerStage:
                 target = self._microbatches.targets[microbatch]
                 loss = self._checked_loss(value, clone_tensors(target) if self._changes_target else target)
                 return StageMessage.of(loss / len(self._microbatches.targets))
-        output, expected = StageMessage.of(value), self._sent[stage]
+        output, expected = StageMessage.to_send(value), self._sent[stage]
         if not output.spec.has_form_of(expected, shapes_vary=bool(self._announced)):
             raise ValueError(self._wrong_form(stage, output.spec))
         needs = list(zip(output.spec.needs_gradient, expected.needs_gradient, strict=True))
@@ -240,7 +240,7 @@ class LayerStage:
                 # A forward may run more than once, so the loss gets a copy of a target that it changes in place.
                 self._changes_target = self._changes_target or before != versions_of(target)
         try:
-            output = StageMessage.of(value)
+            output = StageMessage.to_send(value)
         except ValueError as error:
             last = self.chunks[chunk][-1]
             raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None

@@ -120,6 +120,20 @@ class StageMessage:
         template = pytree.tree_map_only(torch.Tensor, spec_of, value)
         return cls(MessageSpec(template, tuple(tensor.requires_grad for tensor in tensors)), tensors)
 
+    @classmethod
+    def to_send(cls, value: Any) -> StageMessage:
+        """Make a message for the next stage.
+
+        Raises:
+            ValueError: as `of`, or a tensor is sparse.
+        """
+        message = cls.of(value)
+        for layout in (tensor.layout for tensor in message.tensors):
+            if layout is not torch.strided:
+                name = str(layout).removeprefix("torch.")
+                raise ValueError(f"a {name} tensor cannot be sent to the next stage: return a dense tensor")
+        return message
+
     @property
     def value(self) -> Any:
         """The tensors and constants of the message, in the structure that layers take and return."""
