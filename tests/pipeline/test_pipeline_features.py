@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -37,8 +38,8 @@ class Branches(nn.Module):
         self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
 
     def forward(self, x):
-        mask = (x > 0).float()
-        return {"pair": (self.left(x), self.right(x)), "order": x.argsort(), "mask": mask, "unused": x * 2, "no": None}
+        tensors = {"order": x.argsort(), "mask": (x > 0).float(), "unused": x * 2}
+        return {"pair": (self.left(x), self.right(x)), **tensors, "no": None, "nan": float("nan")}
 
 
 class Mixed(nn.Module):
@@ -57,7 +58,7 @@ class Mixed(nn.Module):
 class Joined(nn.Module):
     def forward(self, parts):
         left, right = parts["pair"]
-        return left * right.sum(1, keepdim=True) + (0 if parts["no"] is None else 1)
+        return left * right.sum(1, keepdim=True) + (0 if parts["no"] is None and math.isnan(parts["nan"]) else 1)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -141,8 +141,8 @@ def test_arguments_and_batches(num_layers, arguments, message):
         (lambda x: object(), "layer 1 (<lambda>), the last of stage 0: a object cannot be sent to the next stage"),
         (
             lambda x: (x, x.detach().to_sparse()),
-            "layer 1 (<lambda>), the last of stage 0: a sparse_coo tensor cannot be sent to the next stage: return a dense "
-            "tensor",
+            "layer 1 (<lambda>), the last of stage 0: a sparse_coo tensor cannot be sent to the next stage: return a "
+            "dense tensor",
         ),
         (7, "layer 1 is neither a module, a LayerSpec nor a function, but 7"),
         (LayerSpec(broken), "layer 1 (broken) cannot be built: no such thing"),
