@@ -14,7 +14,7 @@ class BufferSnapshot:
         inside = {each for module in modules for each in module.modules()}
         self._tensors = [(each._buffers, dict(each._buffers)) for each in inside if each._buffers]
         buffers = [tensor for _, tensors in self._tensors for tensor in tensors.values() if tensor is not None]
-        self._values = [(memory, memory.clone()) for memory in map(_memory_of, buffers)]
+        self._values = [(memory, memory.clone()) for memory in map(memory_of, buffers)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -26,7 +26,7 @@ class BufferSnapshot:
             tensor.copy_(value)
 
 
-def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of an expanded tensor that has each element in memory once; any other tensor as it is."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor
