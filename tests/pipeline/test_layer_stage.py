@@ -39,6 +39,18 @@ class Centred(nn.Module):
         return x - self.mean / self.count
 
 
+class Expanded(nn.Module):
+    """Changes a buffer whose elements are one number in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1).expand(WIDTH))
+
+    def forward(self, x):
+        self.count[0] += 1
+        return x * self.count
+
+
 class LossWithMean(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -79,6 +91,7 @@ CHANGING = {
     "target": (lambda: linears(4), loss_that_changes_its_target),
     "loss with buffers": (lambda: linears(4), LossWithMean()),
     "max_norm": (lambda: [Rows(), *(layer.bfloat16() for layer in linears(3))], mse_loss),
+    "expanded buffer": (lambda: [Expanded(), *linears(3)], mse_loss),
     "buffers": (lambda: [Centred(), *linears(2), Centred()], mse_loss),  # which R counts twice
 }
 CASES = [(name, {}) for name in CHANGING] + [(name, {"post_validation": True}) for name in CHANGING]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -37,8 +38,8 @@ class Branches(nn.Module):
         self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
 
     def forward(self, x):
-        mask = (x > 0).float()
-        return {"pair": (self.left(x), self.right(x)), "order": x.argsort(), "mask": mask, "unused": x * 2, "no": None}
+        tensors = {"order": x.argsort(), "mask": (x > 0).float(), "unused": x * 2}
+        return {"pair": (self.left(x), self.right(x)), **tensors, "no": None, "nan": float("nan")}
 
 
 class Mixed(nn.Module):
@@ -57,7 +58,7 @@ class Mixed(nn.Module):
 class Joined(nn.Module):
     def forward(self, parts):
         left, right = parts["pair"]
-        return left * right.sum(1, keepdim=True) + (0 if parts["no"] is None else 1)
+        return left * right.sum(1, keepdim=True) + (0 if parts["no"] is None and math.isnan(parts["nan"]) else 1)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -75,6 +76,31 @@ def test_stages_exchange_tuples_and_dicts(schedule, checkpoint):
     arguments = {"schedule": schedule, "num_microbatches": 4, "partition": "uniform", "checkpoint": checkpoint}
     parts = pipelines(2, layers, nn.functional.mse_loss, train, **arguments)
     assert_equal(merged(parts), gradients_of(model))
+
+
+class Skipped(nn.Module):
+    """Skips its layer for inputs below zero, as LayerDrop does at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_the_first_microbatch_may_skip_all_trained_layers_of_a_stage(checkpoint):
+    layers, (x, y) = stack(2)
+    layers, batch = [Skipped(), *layers], (torch.cat([-x[:4].abs(), x[4:].abs()]), y)
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        return gradients_of(pipeline)
+
+    arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": [1], "checkpoint": checkpoint}
+    assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

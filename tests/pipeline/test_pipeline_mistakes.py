@@ -139,6 +139,11 @@ def test_arguments_and_batches(num_layers, arguments, message):
             "layer 1 (Linear) failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x4 and 3x4)",
         ),
         (lambda x: object(), "layer 1 (<lambda>), the last of stage 0: a object cannot be sent to the next stage"),
+        (
+            lambda x: (x, x.detach().to_sparse()),
+            "layer 1 (<lambda>), the last of stage 0: a sparse_coo tensor cannot be sent to the next stage: return a "
+            "dense tensor",
+        ),
         (7, "layer 1 is neither a module, a LayerSpec nor a function, but 7"),
         (LayerSpec(broken), "layer 1 (broken) cannot be built: no such thing"),
         (
@@ -161,6 +166,27 @@ def test_a_rank_whose_layers_have_another_type():
     assert_message(
         [*linears(2), nn.Linear(4, 4).double(), nn.Linear(4, 4)],
         "layer 2 (Linear) failed: RuntimeError: mat1 and mat2 must have the same dtype, but got Float and Double",
+    )
+
+
+class SometimesTrained(nn.Module):
+    """Returns a second tensor that requires a gradient for inputs above zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        output = self.inner(x)
+        return output, output * 2 if x.sum() > 0 else x
+
+
+def test_an_output_that_requires_a_gradient_in_some_microbatches_is_refused():
+    assert_message(
+        [SometimesTrained(), lambda pair: pair[0] + pair[1]],
+        "microbatch 2: tensor 1 that stage 0 sends requires a gradient, but did not in the first microbatch: compute "
+        "it from parameters in every microbatch or in none",
+        batch=(torch.cat([-X[:4], X[4:]]), Y),
     )
 
 

@@ -251,8 +251,26 @@ def with_hook() -> nn.Module:
     return block
 
 
+class Masked(Block):
+    """Calls a layer with a weight that is computed from other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x):
+        return torch.func.functional_call(self.inner, {"weight": self.inner.weight * self.mask}, (x,))
+
+
+class Transformed(Block):
+    """Calls a layer under the transforms of `torch.func`."""
+
+    def forward(self, x):
+        return torch.vmap(self.inner)(x) + torch.func.grad(lambda x: self.inner(x).square().sum())(x)
+
+
 @pytest.mark.parametrize("others", [(), (Block,)])
-@pytest.mark.parametrize("make", [Block, with_adapter, with_hook])
+@pytest.mark.parametrize("make", [Block, with_adapter, with_hook, Masked, Transformed])
 def test_blocks_patches_and_hooks_get_the_gradients_of_one_backward(make, others):
     """Also if the modules were split before, as when a second pipeline gets the layers of the first one."""
     made = []

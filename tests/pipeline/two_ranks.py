@@ -22,6 +22,19 @@ from megatron.zero_bubble import LayerSpec, Pipeline
 
 LAYERS = [layer for _ in range(4) for layer in (LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.BatchNorm1d, 6), torch.tanh)]
 
+
+class Marked(nn.Linear):
+    """Has a transposed weight, and buffers with the number of the rank in types that gloo does not send."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.weight = nn.Parameter(self.weight.t())
+        rank = torch.full((2, 3), float(dist.get_rank()))
+        for name, value in {"int16": rank.short(), "float8": rank.to(torch.float8_e4m3fn)}.items():
+            self.register_buffer(name, value)
+        self.register_buffer("expanded", rank[:1, 0].expand(3), persistent=False)
+
+
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """Names the optimizer's state by parameter, so that every rank's is in one namespace."""
 
@@ -68,11 +81,17 @@ def main(folder: str) -> None:
     checkpoint.save(state, checkpoint_id=folder)
     pipeline.close()
 
-    # On another number of ranks: each is a pipeline of its own, and a replica of the other.
     groups = [dist.new_group([0]), dist.new_group([1])]
-    replica = Pipeline(
-        LAYERS, mse_loss, schedule="zb-h1", num_microbatches=4, group=groups[rank], replicas=dist.group.WORLD
-    )
+    replicated = {"group": groups[rank], "replicas": dist.group.WORLD}
+    marked = Pipeline([Marked()], mse_loss, "zb-h1", num_microbatches=4, **replicated)
+    assert all(torch.all(buffer.float() == 0) for buffer in marked.buffers())
+    weights = [torch.empty(6, 6) for _ in range(2)]
+    dist.all_gather(weights, marked.own_parameters()[0].detach().contiguous())
+    assert torch.equal(*weights)
+    marked.close()
+
+    # On another number of ranks: each is a pipeline of its own, and a replica of the other.
+    replica = Pipeline(LAYERS, mse_loss, schedule="zb-h1", num_microbatches=4, **replicated)
     optimizer = adam(replica, lr=0.5)
     state = {"model": replica.state_dict(), "optimizer": get_optimizer_state_dict(replica, optimizer, options=FLAT)}
     checkpoint.load(state, checkpoint_id=folder)

@@ -78,7 +78,7 @@ def job(rank: int, num_ranks: int, store: str) -> None:
         exchange(over_gloo(other, rank), rank, other)
     exchange(first, rank, linear)  # the ones opened meanwhile have not taken its place
     if num_ranks == 2:
-        a_part_of_a_tensor_is_sent_as_its_values(first, rank)
+        a_view_is_sent_as_its_values(first, rank)
         a_sent_tensor_may_lose_its_storage(first, rank)
         a_channel_is_not_blocked_by_the_other_direction(first, rank)
     else:
@@ -89,14 +89,17 @@ def job(rank: int, num_ranks: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def a_part_of_a_tensor_is_sent_as_its_values(communicator: TorchCommunicator, rank: int) -> None:
+def a_view_is_sent_as_its_values(communicator: TorchCommunicator, rank: int) -> None:
+    """A part, a lazy conjugate, which has the memory of its base, and the lazy negative of an imaginary part."""
     whole = torch.arange(12.0).reshape(3, 4).requires_grad_()
-    if rank == 0:
-        communicator.send(whole.t()[:2], 1).wait()
-    else:
-        arrived = communicator.receive(0, SPEC).wait()
-        assert torch.equal(arrived, whole.t()[:2])
-        assert not arrived.requires_grad, "the executor decides what needs a gradient"
+    both = torch.complex(whole, 1 - whole)
+    for view in (whole.t()[:2], both[:2, :3].conj(), both.conj(), both.conj().imag):
+        if rank == 0:
+            communicator.send(view, 1).wait()
+        else:
+            arrived = communicator.receive(0, TensorSpec(tuple(view.shape), view.dtype, CPU)).wait()
+            assert torch.equal(arrived, view)
+            assert not arrived.requires_grad, "the executor decides what needs a gradient"
 
 
 def a_sent_tensor_may_lose_its_storage(communicator: TorchCommunicator, rank: int) -> None:

@@ -20,12 +20,8 @@ class BufferSnapshot:
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         inside = {each for module in modules for each in module.modules()}
         self._tensors = [(each._buffers, dict(each._buffers)) for each in inside if each._buffers]
-        self._values = [
-            (tensor, tensor.clone())
-            for _, tensors in self._tensors
-            for tensor in tensors.values()
-            if tensor is not None
-        ]
+        buffers = [tensor for _, tensors in self._tensors for tensor in tensors.values() if tensor is not None]
+        self._values = [(memory, memory.clone()) for memory in map(memory_of, buffers)]
         weights = {table.weight for module in modules for table in renormalized(module)}
         self._values += [(weight, weight.detach().clone()) for weight in weights]
 
@@ -37,3 +33,10 @@ class BufferSnapshot:
             buffers.update(tensors)
         for tensor, value in self._values:
             tensor.copy_(value)
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of an expanded tensor that has each element in memory once; any other tensor as it is."""
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]

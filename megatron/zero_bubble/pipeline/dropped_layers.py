@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
+from megatron.zero_bubble.pipeline.graph_backward import run_backward
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, versions_of
-from megatron.zero_bubble.pipeline.weight_split import run_backward
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
 
 Layer = Callable[[Any], Any]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from megatron.zero_bubble.pipeline.graph_backward import run_backward
 from megatron.zero_bubble.pipeline.messages import StageMessage, clone_tensors
-from megatron.zero_bubble.pipeline.specs import LayerSpec, built, call_of
-from megatron.zero_bubble.pipeline.weight_split import run_backward, split_modules
+from megatron.zero_bubble.pipeline.specs import built, call_of
+from megatron.zero_bubble.pipeline.weight_split import split_modules
 from megatron.zero_bubble.runtime.profiler import Profiler
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -46,20 +48,22 @@ def measure_layers(
         example: inputs and targets of one microbatch.
 
     Raises:
-        ValueError: a layer or the loss fails while it is measured.
+        ValueError: a layer or the loss cannot be copied, or fails while it is measured.
     """
     value, targets = example
-    loss_fn = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
     times = []
     for index in range(len(layers) + 1):
         is_loss = index == len(layers)
         module = nn.Identity() if is_loss else built(layers, index, device)
-        if not is_loss and not isinstance(layers[index], LayerSpec):
-            module = copy.deepcopy(module)
-        call = (lambda output: loss_fn(output, clone_tensors(targets))) if is_loss else call_of(layers[index], module)
         store = WeightGradStore()
-        split_modules([module], store, split_layers)
+        call: Callable[[Any], Any]
         try:
+            if is_loss:
+                call = partial(_loss, _copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn, targets)
+            else:
+                module = _copied(module)
+                call = call_of(layers[index], module)
+                split_modules([module], store, split_layers)
             of_layer, value = _measure(call, value, store, device, needs_input_grad=index > 0)
         except Exception as error:
             name = "loss_fn" if is_loss else f"layer {index} ({type(module).__name__})"
@@ -69,6 +73,17 @@ def measure_layers(
         times.append(of_layer)
     *of_layers, of_last, of_loss = times
     return [*of_layers, LayerTimes(*map(sum, zip(of_last, of_loss, strict=True)))]
+
+
+def _loss(loss_fn: Callable[[Any, Any], torch.Tensor], targets: Any, output: Any) -> torch.Tensor:
+    return loss_fn(output, clone_tensors(targets))
+
+
+def _copied(module: nn.Module) -> Any:
+    """Copy a module, also one that keeps a tensor of an autograd graph, such as a pruned weight."""
+    attributes = (value for each in module.modules() for value in vars(each).values())
+    computed = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
+    return copy.deepcopy(module, {id(tensor): tensor.detach() for tensor in computed})
 
 
 def _measure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ import torch
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
+from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
+from megatron.zero_bubble.pipeline.graph_backward import run_backward
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
 from megatron.zero_bubble.pipeline.specs import FunctionLayer
-from megatron.zero_bubble.pipeline.weight_split import run_backward
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 from megatron.zero_bubble.schedule.errors import one_line
@@ -145,9 +146,15 @@ class LayerStage:
                 target = self._microbatches.targets[microbatch]
                 loss = self._checked_loss(value, clone_tensors(target) if self._changes_target else target)
                 return StageMessage.of(loss / len(self._microbatches.targets))
-        output, expected = StageMessage.of(value), self._sent[stage]
+        output, expected = StageMessage.to_send(value), self._sent[stage]
         if not output.spec.has_form_of(expected, shapes_vary=bool(self._announced)):
             raise ValueError(self._wrong_form(stage, output.spec))
+        needs = list(zip(output.spec.needs_gradient, expected.needs_gradient, strict=True))
+        if (True, False) in needs and not self._is_checkpointed(chunk):
+            raise ValueError(
+                f"tensor {needs.index((True, False))} that stage {stage} sends requires a gradient, but did not in the "
+                "first microbatch: compute it from parameters in every microbatch or in none"
+            )
         return StageMessage(self._announced.get(stage, expected), output.tensors)
 
     def _wrong_form(self, stage: int, sent: MessageSpec) -> str:
@@ -233,10 +240,20 @@ class LayerStage:
                 # A forward may run more than once, so the loss gets a copy of a target that it changes in place.
                 self._changes_target = self._changes_target or before != versions_of(target)
         try:
-            return StageMessage.of(value)
+            output = StageMessage.to_send(value)
         except ValueError as error:
             last = self.chunks[chunk][-1]
             raise ValueError(f"layer {last.index} ({last.class_name}), the last of stage {stage}: {error}") from None
+        is_trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own)
+        if is_trained and (self._is_checkpointed(chunk) or not any(output.spec.needs_gradient)):
+            # This microbatch may have skipped the trained layers, as with LayerDrop, unlike another microbatch.
+            needs_gradient = tuple(tensor.is_floating_point() or tensor.is_complex() for tensor in output.tensors)
+            return StageMessage(replace(output.spec, needs_gradient=needs_gradient), output.tensors)
+        return output
+
+    def _is_checkpointed(self, chunk: int) -> bool:
+        """Tell whether the stage has a checkpointed layer, all of whose outputs require a gradient in F."""
+        return any(isinstance(layer.call, DroppingLayer) for layer in self.chunks[chunk])
 
     def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:
         try:

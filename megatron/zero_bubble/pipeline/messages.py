@@ -6,6 +6,7 @@ The executor passes messages on without looking inside. The executor gets a `Sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -79,9 +80,8 @@ class MessageSpec:
 
     def has_form_of(self, other: MessageSpec, *, shapes_vary: bool = False) -> bool:
         """Tell whether a receiver that expects `other` can receive this message; `shapes_vary` allows other shapes."""
-        if shapes_vary:
-            return bool(self.announced().template == other.announced().template)
-        return bool(self.template == other.template)
+        ours, theirs = (each.announced().template if shapes_vary else each.template for each in (self, other))
+        return bool(ours == theirs or _with_one_nan(ours) == _with_one_nan(theirs))
 
     def __str__(self) -> str:
         leaves, structure = self._flat
@@ -119,6 +119,20 @@ class StageMessage:
             raise ValueError(f"{value!r:.80} has no tensor to send to the next stage")
         template = pytree.tree_map_only(torch.Tensor, spec_of, value)
         return cls(MessageSpec(template, tuple(tensor.requires_grad for tensor in tensors)), tensors)
+
+    @classmethod
+    def to_send(cls, value: Any) -> StageMessage:
+        """Make a message for the next stage.
+
+        Raises:
+            ValueError: as `of`, or a tensor is sparse.
+        """
+        message = cls.of(value)
+        for layout in (tensor.layout for tensor in message.tensors):
+            if layout is not torch.strided:
+                name = str(layout).removeprefix("torch.")
+                raise ValueError(f"a {name} tensor cannot be sent to the next stage: return a dense tensor")
+        return message
 
     @property
     def value(self) -> Any:
@@ -166,6 +180,11 @@ def clone_tensors(value: Any) -> Any:
 def versions_of(value: Any) -> list[int]:
     """Return how often each tensor in `value` was changed in place."""
     return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _with_one_nan(template: Any) -> Any:
+    """Return `template` with one object for all constants that are NaN, because collections compare objects first."""
+    return pytree.tree_map_only(float, lambda value: math.nan if math.isnan(value) else value, template)
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

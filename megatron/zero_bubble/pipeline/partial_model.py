@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from megatron.zero_bubble.pipeline.buffer_snapshot import memory_of
 from megatron.zero_bubble.pipeline.held_layers import HeldLayers
 from megatron.zero_bubble.pipeline.interconnect import Agreement
 
@@ -62,6 +64,15 @@ class PartialModel(nn.Module):
         elsewhere = set(map(str, range(self._num_layers))) - set(dict(self.named_children()))
         own = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
         return super().load_state_dict(own, strict, assign)
+
+    def _copy_first(self, replicas: dist.ProcessGroup) -> None:
+        """Give all parameters and buffers of this rank the values of the first replica."""
+        for tensor in (*self.own_parameters(), *self.buffers()):
+            memory = memory_of(tensor.detach())
+            values = torch.empty(memory.shape, dtype=memory.dtype, device=memory.device).copy_(memory)
+            # As bytes, because gloo does not send all types.
+            dist.broadcast(values.view(-1).view(torch.uint8), dist.get_process_group_ranks(replicas)[0], group=replicas)
+            memory.copy_(values)
 
     def forward(self, *inputs: Any) -> Any:
         raise NotImplementedError("a Pipeline runs whole steps: call train_batch or eval_batch")

@@ -100,8 +100,7 @@ class Pipeline(PartialModel):
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
         self._summary = Summary(self.layout, num_microbatches, unsplit, sum(count for _, count in counts))
         if replicas is not None:
-            for tensor in (*self.own_parameters(), *self.buffers()):
-                dist.broadcast(tensor.detach(), dist.get_process_group_ranks(replicas)[0], group=replicas)
+            self._copy_first(replicas)
         if self._rank == 0 and (replicas is None or replicas.rank() == 0):
             logger.info(self.summary())
             if notice := self._summary.notice():

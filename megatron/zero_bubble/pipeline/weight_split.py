@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.nn.modules import activation
 from torch.utils import _pytree as pytree
 
+from megatron.zero_bubble.pipeline.graph_backward import run_backward
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
@@ -172,11 +173,17 @@ class _SplitLayer:
     def call(self, function: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor) -> torch.Tensor:
         """Return `function(input)`; the gradients of the layer's parameters are computed in W."""
         parameters = self.parameters
-        # A parameter's hook expects the whole gradient in the backward, so that a layer with hooks is not split.
-        has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
-        if not parameters or has_hooks or not torch.is_grad_enabled():
+        if not parameters or not torch.is_grad_enabled() or not self._can_defer(parameters):
             return function(input)
         return _SplitCall.apply(self, function, input, *parameters)
+
+    @staticmethod
+    def _can_defer(parameters: Sequence[nn.Parameter]) -> bool:
+        # A parameter's hook expects the whole gradient in the backward.
+        has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
+        # `torch.func.functional_call` replaces parameters, perhaps by tensors that are no leaves of the graph.
+        are_leaves = all(each.is_leaf for each in parameters)
+        return are_leaves and not has_hooks and not torch._C._are_functorch_transforms_active()
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -295,23 +302,3 @@ class _SplitCall(torch.autograd.Function):
             return None, None, grads[0], *(None,) * len(parameters)
         grads = run_backward((edge,), (grad,), (*inputs, *parameters))
         return None, None, *(() if inputs else (None,)), *grads
-
-
-def run_backward(
-    edges: Sequence[GradientEdge],
-    grads: Sequence[torch.Tensor | None],
-    inputs: Sequence[torch.Tensor] = (),
-    *,
-    keeps_graph: bool = False,
-    accumulates: bool = False,
-) -> tuple[torch.Tensor | None, ...]:
-    """Run autograd from `edges`; return the gradients of `inputs`, or add them to `.grad` if `accumulates` is set.
-
-    Without `inputs`, autograd adds the gradients of all leaves. The engine is called directly, because
-    `torch.autograd.backward` does not take graph edges in the oldest supported version of torch.
-    """
-    if not edges:
-        return (None,) * len(inputs)
-    return torch.autograd.Variable._execution_engine.run_backward(
-        tuple(edges), tuple(grads), keeps_graph, False, tuple(inputs), True, accumulates
-    )

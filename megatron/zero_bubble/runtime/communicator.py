@@ -197,7 +197,9 @@ class TorchCommunicator:
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         self._hold_back()
-        message = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        # The memory of a lazy conjugate, as of `Tensor.conj`, holds the values that are not conjugated yet.
+        is_sent_as_it_is = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        message = tensor if is_sent_as_it_is else tensor.detach().resolve_conj().resolve_neg().contiguous()
         work = self._groups[self._rank, destination].send([message], _DESTINATION, 0)
         # Detached, because the sender may free its tensor's values; after the send, because the receiver waits for it.
         return _TorchSend(work, message.detach())

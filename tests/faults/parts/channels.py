@@ -20,7 +20,7 @@ FAULTS = (
     Fault(
         name="strided-message-sent-as-it-is",
         file="runtime/communicator.py",
-        old="""        message = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        old="""        message = tensor if is_sent_as_it_is else tensor.detach().resolve_conj().resolve_neg().contiguous()
 """,
         new="""        message = tensor
 """,

@@ -1,0 +1,44 @@
+"""The measurement of layers leaves the layers as they were."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
+
+from megatron.zero_bubble import LayerSpec
+from megatron.zero_bubble.pipeline.layer_costs import measure_layers
+
+CPU, EXAMPLE = torch.device("cpu"), (torch.randn(4, 6), torch.randn(4, 6))
+
+
+def pruned() -> nn.Module:
+    """A linear layer whose weight is computed from other tensors, and no leaf of the graph."""
+    return prune.random_unstructured(nn.Linear(6, 6), "weight", 0.5)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+
+@pytest.mark.parametrize("make", [normed, pruned])
+@pytest.mark.parametrize("layer_of", [lambda module: module, lambda module: LayerSpec(nn.Sequential, module)])
+def test_gradients_and_buffers_stay(make, layer_of):
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    times = measure_layers([layer_of(module), nn.Linear(6, 6)], mse_loss, EXAMPLE, CPU)
+    assert [min(of_layer) > 0 for of_layer in times] == [True, True]
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert not any("forward" in vars(each) for each in module.modules()), "a module is split"
+
+
+def test_a_layer_that_cannot_be_copied_is_named():
+    layer = nn.Linear(6, 6)
+    layer.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"^partition='profile': layer 1 \(Linear\) failed: TypeError: cannot pickle"):
+        measure_layers([nn.Linear(6, 6), layer], mse_loss, EXAMPLE, CPU)
