@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import safely_set_viewless_tensor_data
@@ -38,11 +38,11 @@ def checkpoint_every_layer(config: Any) -> None:
 
 
 def shorter_last_blocks() -> AbstractContextManager[None]:
-    """Let the last block of a stage have fewer layers than `recompute_num_layers`, as from megatron-core 0.18 on.
+    """Let the last block of a stage have fewer layers than `recompute_num_layers`, as from megatron-core 0.17 on.
 
-    Earlier versions ask the stage for layers after its last one, which here return their inputs.
+    megatron-core 0.16 asks the stage for layers after its last one, which here return their inputs.
     """
-    if find_spec("megatron.core.recompute") is not None:
+    if (MAJOR, MINOR) >= (0, 17):
         return nullcontext()
 
     def layer(stage: TransformerBlock, index: int) -> Any:
