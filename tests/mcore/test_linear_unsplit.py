@@ -27,6 +27,16 @@ class Router(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(4, HIDDEN))
 
 
+class GatedLayers(Layers):
+    """Layers with a gate, as megatron-core's shared experts; `backward_dw()` is for the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_weight = torch.nn.Parameter(torch.zeros(1, HIDDEN))
+
+    def backward_dw(self) -> None: ...
+
+
 def stage() -> torch.nn.Module:
     """Two layers with a router each, an embedding and a norm."""
     parts = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(8, HIDDEN), "norm": torch.nn.LayerNorm(HIDDEN)})
@@ -69,11 +79,12 @@ def test_layers_that_offer_to_defer_w_and_do_not_are_missed_and_others_are_not()
         "plain": torch.nn.Linear(HIDDEN, OUTPUT),
         "convolution": torch.nn.Conv1d(HIDDEN, HIDDEN, 4, groups=HIDDEN),
         "router": Router(),
+        "shared_experts": GatedLayers(),
     }
     model = torch.nn.ModuleDict(parts)
     split_weight_gradients([model], WeightGradStore())
     gradients = count_gradients([model])
-    assert gradients.in_w == 2 * HIDDEN * OUTPUT
+    assert gradients.in_w == 4 * HIDDEN * OUTPUT
     assert gradients.missed == (
         "offering.first (DeferringLinear)",
         "offering.second (DeferringLinear)",
@@ -82,6 +93,7 @@ def test_layers_that_offer_to_defer_w_and_do_not_are_missed_and_others_are_not()
     assert {name for name, _ in gradients.unsplit} - set(gradients.missed) == {
         "convolution (Conv1d)",
         "router (Router)",
+        "shared_experts (GatedLayers)",
     }
 
 

@@ -223,7 +223,8 @@ class Gradients:
         unsplit: numbers of weights in neither `in_w` nor `embeddings`, for each `name (Class)` of a module, with `*` in
             place of the numbers of layers and experts. B computes the gradients of these weights, by matrix products or
             in unknown ways.
-        missed: entries of `unsplit` that could defer W but do not: linear layers and modules with `backward_dw()`.
+        missed: entries of `unsplit` that could defer W but do not: linear layers, and modules with `backward_dw()` and
+            without submodules. A module with submodules, such as an MLP, only calls their `backward_dw()`.
     """
 
     total: int
@@ -258,7 +259,8 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
         else:
             kind = f"{name} ({type(module).__name__})"
             unsplit[kind] += parameter.numel()
-            can_be_split = isinstance(module, _LINEAR) or hasattr(module, "backward_dw")
+            is_leaf = next(module.children(), None) is None
+            can_be_split = isinstance(module, _LINEAR) or (is_leaf and hasattr(module, "backward_dw"))
             is_kept = parameter.dim() != 2 or getattr(module, "output_dtype", None) is not None or module in tied
             if can_be_split and not is_kept:
                 missed.add(kind)
