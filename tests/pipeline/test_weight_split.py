@@ -269,8 +269,18 @@ class Transformed(Block):
         return torch.vmap(self.inner)(x) + torch.func.grad(lambda x: self.inner(x).square().sum())(x)
 
 
+class Differentiated(Block):
+    """Differentiates its own output, the first time for a number and the second time with a graph."""
+
+    def forward(self, x):
+        output = super().forward(x).square()
+        (number,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+        (derivative,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output * number + derivative
+
+
 @pytest.mark.parametrize("others", [(), (Block,)])
-@pytest.mark.parametrize("make", [Block, with_adapter, with_hook, Masked, Transformed])
+@pytest.mark.parametrize("make", [Block, with_adapter, with_hook, Masked, Transformed, Differentiated])
 def test_blocks_patches_and_hooks_get_the_gradients_of_one_backward(make, others):
     """Also if the modules were split before, as when a second pipeline gets the layers of the first one."""
     made = []
@@ -282,6 +292,7 @@ def test_blocks_patches_and_hooks_get_the_gradients_of_one_backward(make, others
     store = WeightGradStore()
     split = split_modules([ours], store, others)
     assert bool(split) == (make is not with_adapter or not others)
+    ours(inputs[0].clone().requires_grad_())  # as a pipeline does before its first step
     expected = run(reference, inputs)
     assert all(map(torch.equal, run(ours, inputs, store), expected))
     for k in range(MICROBATCHES):

@@ -17,7 +17,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.nn.modules import activation
@@ -151,6 +150,7 @@ class _SplitLayer:
         self._module, self._store = module, store
         self._deferred: _DeferredCalls | None = None
         self._of_bundle = -1
+        self._is_split = True
 
     def __call__(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         if not keywords and len(arguments) == 1 and isinstance(arguments[0], torch.Tensor):
@@ -177,13 +177,12 @@ class _SplitLayer:
             return function(input)
         return _SplitCall.apply(self, function, input, *parameters)
 
-    @staticmethod
-    def _can_defer(parameters: Sequence[nn.Parameter]) -> bool:
+    def _can_defer(self, parameters: Sequence[nn.Parameter]) -> bool:
         # A parameter's hook expects the whole gradient in the backward.
         has_hooks = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
         # `torch.func.functional_call` replaces parameters, perhaps by tensors that are no leaves of the graph.
         are_leaves = all(each.is_leaf for each in parameters)
-        return are_leaves and not has_hooks and not torch._C._are_functorch_transforms_active()
+        return self._is_split and are_leaves and not has_hooks and not torch._C._are_functorch_transforms_active()
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -197,6 +196,18 @@ class _SplitLayer:
     @property
     def is_deferring(self) -> bool:
         return self._store.is_deferring
+
+    def differentiate(
+        self, function: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return gradients of an input and parameters for `create_graph=True`; later calls of the layer are not split.
+
+        Such a forward may use the gradients in its output, so that autograd has to add them up in one backward.
+        """
+        self._is_split = False
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        found = torch.autograd.grad(function(tensors[0]), wanted, grad, create_graph=True, allow_unused=True)
+        return (None,) * (len(tensors) - len(wanted)) + found
 
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
         """Put one call's W into the store; several calls of a layer in one forward share one W."""
@@ -283,22 +294,26 @@ class _SplitCall(torch.autograd.Function):
                 f"split_layers={layer.class_name} cannot be split: its forward returns a {type(output).__name__}, not "
                 "one tensor; leave it out of split_layers"
             )
-        ctx.layer, ctx.parameters = layer, parameters
+        ctx.layer, ctx.function, ctx.parameters = layer, function, parameters
+        ctx.save_for_backward(input)
         ctx.input = own_input if own_input.requires_grad else None
         ctx.edge = get_gradient_edge(output)
         # Not detached, so that the next layer may change the output in place: none of these layers keeps its output.
         return output.data
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer, parameters, edge = ctx.layer, ctx.parameters, ctx.edge
+        if torch.is_grad_enabled():
+            return None, None, *layer.differentiate(ctx.function, (*ctx.saved_tensors, *parameters), grad)
         inputs = () if ctx.input is None else (ctx.input,)
-        # Freed at once, as autograd frees saved tensors, so that the next layer can use the memory.
-        del ctx.edge, ctx.input
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not keeps_graph:
+            # Freed at once, as autograd frees saved tensors, so that the next layer can use the memory.
+            del ctx.edge, ctx.input, ctx.function
         if layer.is_deferring:
             grads = run_backward((edge,), (grad,), inputs, keeps_graph=True) if inputs else (None,)
             layer.defer(parameters, edge, grad.detach())
             return None, None, grads[0], *(None,) * len(parameters)
-        grads = run_backward((edge,), (grad,), (*inputs, *parameters))
+        grads = run_backward((edge,), (grad,), (*inputs, *parameters), keeps_graph=keeps_graph)
         return None, None, *(() if inputs else (None,)), *grads
