@@ -19,7 +19,7 @@ import torch.distributed as dist
 import megatron.zero_bubble as zb
 from megatron.zero_bubble.launcher.command_line import LaunchFlags
 from megatron.zero_bubble.launcher.launch import Launch
-from tests.changes import Change, Run
+from tests.changes import Change, NoStepWaits, Run
 from tests.launch import ROOT
 from tests.ranks import be_rank, run_on_ranks
 from tests.trainings import process_group
@@ -145,7 +145,7 @@ def run_training(rank: int, run: Run, training: Training) -> None:
     (run.folder / f"{run.name}.{rank}.undone").write_text(str(undone()))
 
 
-class TorchsMuon(Change):
+class TorchsMuon(NoStepWaits):
     """megatron-core's chain of Muon and Adam has torch's Muon: the package with NVIDIA's is not on PyPI."""
 
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ class TorchsMuon(Change):
         def make(groups: Any, lr: float, momentum_beta: float, weight_decay: float, **other: Any) -> Any:
             return torch.optim.Muon(groups, lr=lr, momentum=momentum_beta, weight_decay=weight_decay)
 
-        with mock.patch.multiple(muon, HAVE_EMERGING_OPTIMIZERS=True, TensorParallelMuon=make):
+        with super().applied(run), mock.patch.multiple(muon, HAVE_EMERGING_OPTIMIZERS=True, TensorParallelMuon=make):
             yield
 
 

@@ -15,6 +15,7 @@ import torch
 
 from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.session.layers import layers_of_layout
+from tests.changes import NoStepWaits
 from tests.jobs import Job
 from tests.launch import torchrun
 from tests.launcher.script_trainings import CHECKOUT, MeasuredCosts, ScriptTrainings, TorchsMuon, Training, numbers
@@ -87,7 +88,10 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> ScriptTrainings:
         "base, streams": Training(None, (*P2, "--streams", "by lengths")),
         "zb-2p, streams": Training({"schedule": "zb-2p"}, (*P2, "--streams")),
         "base, packed": Training(None, PACKED),
-        "post-validated, packed": Training({**POST_VALIDATION, "microbatch_order": "data"}, PACKED, saves=True),
+        "post-validated, packed": Training(
+            {**POST_VALIDATION, "microbatch_order": "data"}, PACKED, saves=True, change=NoStepWaits()
+        ),
+        "post-validated, waiting": Training({**POST_VALIDATION, "microbatch_order": "data"}, PACKED),
         "base, drawn": Training(None, (*UNCLIPPED, *DRAWN)),
         "spread": Training(SPREAD, (*UNCLIPPED, *DRAWN)),
         "seeded": Training({"schedule": "zb-h1", "seed_by_layer": True}, (*ODD, *UNEVEN, *DRAWN)),
@@ -115,7 +119,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> ScriptTrainings:
     table["post-validated, Muon"] = Training(POST_VALIDATION, (*SOMETIMES, "--optimizer", "muon"), **muon)
     for name, optimizer in OPTIMIZERS.items():
         table[f"base, {name}"] = Training(None, (*SOMETIMES, *optimizer))
-        table[f"post-validated, {name}"] = Training(POST_VALIDATION, (*SOMETIMES, *optimizer))
+        table[f"post-validated, {name}"] = Training(POST_VALIDATION, (*SOMETIMES, *optimizer), change=NoStepWaits())
     return ScriptTrainings(2, table, folder)
 
 
@@ -144,6 +148,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> ScriptTrainings:
         ("planned, lengths", "base, lengths"),
         ("zb-2p, streams", "base, streams"),
         ("post-validated, packed", "base, packed"),
+        ("post-validated, waiting", "base, packed"),
         ("zb-2p, hybrid", "base, hybrid"),
         ("zb-h1, deferring", "base, deferring"),
         pytest.param("interleaved-zb", "base, two chunks", marks=pytest.mark.exhaustive),
