@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import megatron.core
 import torch
-from megatron.core import __version__
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import safely_set_viewless_tensor_data
@@ -42,7 +42,7 @@ def shorter_last_blocks() -> AbstractContextManager[None]:
 
     megatron-core 0.16 asks the stage for layers after its last one, which here return their inputs.
     """
-    if not __version__.startswith("0.16."):
+    if not megatron.core.__version__.startswith("0.16."):
         return nullcontext()
 
     def layer(stage: TransformerBlock, index: int) -> Any:
