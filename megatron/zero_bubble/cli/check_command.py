@@ -29,6 +29,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +70,12 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
     def stages() -> None:
         for model in SIZES[flags.size]:
             if flags.model in (None, model.name):
-                _check_stage(model, flags, device, results)
+                _check_stage(replace(model, transformer_impl=flags.transformer_impl), flags, device, results)
 
     def ranks() -> None:
         limits = Limits(training=flags.time_limit)
         rank_check = RankCheck(device.type == "cuda", [ROOT], scratch, limits, _say)
-        results["ranks"] = rank_check.run(chosen(cells(flags.size, scratch), flags.cell or ()))
+        results["ranks"] = rank_check.run(chosen(cells(flags.size, scratch, flags.transformer_impl), flags.cell or ()))
 
     parts: tuple[Callable[[], None], ...] = (stages, ranks)
     for name, part in zip(PARTS, parts, strict=True):

@@ -79,8 +79,9 @@ def one_process(args: Arguments) -> Iterator[None]:
     from megatron.zero_bubble.trainer.initialize import initialized
 
     alone = replace(args, pipeline_model_parallel_size=1, world_size=1)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    backend = "nccl" if device is not None else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
         with initialized(alone, Placement("linear", 1)):
             yield

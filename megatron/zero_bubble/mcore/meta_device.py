@@ -27,7 +27,7 @@ from torch.fx.experimental import _config as symbolic_shapes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.zero_bubble.mcore.counted_layers import MergedExperts, rotated
-from megatron.zero_bubble.mcore.cpu import FACTORIES, CpuSubstitution, Substitution, substitute_cuda
+from megatron.zero_bubble.mcore.cpu import ENVIRONMENT, FACTORIES, CpuSubstitution, Substitution, substitutions
 from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm, delta_net_kernels, delta_net_modules
 
 
@@ -45,7 +45,8 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
     """
     assert not dist.is_initialized(), "counted before a job's ranks meet, or after they have parted"
     random_state, shapes = torch.get_rng_state(), cast("Any", symbolic_shapes)
-    cuda = substitute_cuda()
+    # A CUDA device of this machine has no part in the count either.
+    cuda = CpuSubstitution(ENVIRONMENT, substitutions())
     substituted = CpuSubstitution({}, _substitutions())
     dist.init_process_group(
         "fake", store=FakeStore(), rank=0, world_size=math.lcm(tensor * context, expert_tensor * expert)
@@ -77,6 +78,7 @@ def _substitutions() -> Iterator[Substitution]:
     reason = "tensors must have no data"
     for name in {*FACTORIES} - {"triu", "tensor"}:  # `triu` takes a tensor, `tensor` makes numbers that are read
         yield Substitution(torch, name, _without_data(getattr(torch, name)), reason)
+    yield Substitution(torch.cuda, "is_available", lambda: False, reason)
     yield Substitution(torch.cuda, "current_device", lambda: "meta", reason)
     yield Substitution(torch.Tensor, "cuda", _itself, reason)
     yield Substitution(torch.nn.Module, "cuda", _itself, reason)

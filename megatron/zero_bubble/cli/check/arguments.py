@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.zero_bubble.cli.check.matrix import NAMES
-from megatron.zero_bubble.cli.check.models import SIZES
+from megatron.zero_bubble.cli.check.models import REPEATABLE_ATTENTION, SIZES
 from megatron.zero_bubble.cli.invocation import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
 from megatron.zero_bubble.session.flag_parser import flag
@@ -24,6 +24,11 @@ class CheckFlags(CommandFlags):
     device: str = flag("device to check; cpu tries the check itself without a GPU", "cuda", choices=("cuda", "cpu"))
     size: str = flag("models to measure; paper: those of the zero-bubble paper", "paper", choices=tuple(SIZES))
     only: list[str] | None = flag("run this part of the check only; repeat for more", None, repeat=True, choices=PARTS)
+    transformer_impl: str = flag(
+        "layers to measure and train: megatron-core's own, or Transformer Engine's",
+        "local",
+        choices=tuple(REPEATABLE_ATTENTION),
+    )
     model: str | None = flag("measure a stage of this model only", None, metavar="NAME")
     cell: list[str] | None = flag(
         "run this training of the part ranks only; repeat for more (default: all)", None, repeat=True, choices=NAMES
@@ -45,6 +50,8 @@ class CheckFlags(CommandFlags):
         names = [model.name for model in SIZES[self.size]]
         if self.model is not None and self.model not in names:
             raise ValueError(f"argument --model: {self.model} is not one of {', '.join(names)}")
+        if self.device == "cpu" and self.transformer_impl != "local":
+            raise ValueError(f"argument --transformer-impl: {self.transformer_impl} needs --device cuda")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch finds no CUDA device here; --device cpu --size tiny tries the check on a CPU")
         if self.device == "cpu" and torch.cuda.is_available():

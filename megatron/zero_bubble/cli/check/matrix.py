@@ -19,10 +19,14 @@ _MODEL = {
 _TRAINING = (
     *("--num-layers", "8", "--global-batch-size", "8", "--bf16", "--lr", "1e-2", "--lr-decay-style", "constant"),
     *("--train-iters", "6", "--log-interval", "1", "--tokenizer-type", "NullTokenizer"),
-    *("--vocab-size", str(VOCAB_SIZE), *REPEATABLE_ATTENTION),
+    *("--vocab-size", str(VOCAB_SIZE)),
 )
 _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")
+_PP2_DP2 = (*_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+_PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3")
+"""The reference has this layout too, so that bits can be compared."""
+_LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
 """Flags that turn off clipping and dropout, because a training with the V placement sums the gradient norm in another
 order, and draws random numbers on other ranks."""
@@ -59,13 +63,32 @@ def _schedule_flags(schedule: str, *more: str) -> tuple[str, ...]:
     return ("--zero-bubble-schedule", schedule, *more)
 
 
-def cells(size: str, folder: Path) -> list[Cell]:
+def _only_transformer_engine() -> list[Cell]:
+    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-grouped-gemm", "--disable-bias-linear")
+    return [
+        *_layout(
+            "PP2 x EP2, grouped experts",
+            (*_PP2_DP2, *experts, "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"),
+            zb_h1=_schedule_flags("zb-h1"),
+        ),
+        *_layout(
+            "PP4, fp8",
+            (*_PP4, "--fp8-format", "hybrid", "--disable-bias-linear"),
+            zb_h1=_schedule_flags("zb-h1"),
+            zb_2p=_schedule_flags("zb-2p"),
+        ),
+    ]
+
+
+def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell]:
     """Return all trainings of `zero-bubble check`, each after the trainings that it needs.
 
     Args:
         size: `paper` or `tiny`.
         folder: the folder of the corpus, and of the checkpoint from which some trainings start.
+        transformer_impl: the implementation of the layers, `local` or `transformer_engine`.
     """
+    is_local = transformer_impl == "local"
     checkpoint = str(folder / "checkpoint")
     load = (*_PP4, *_WITHOUT_ORDER, "--load", checkpoint, "--override-opt_param-scheduler")
     trainings = [
@@ -74,9 +97,10 @@ def cells(size: str, folder: Path) -> list[Cell]:
             _PP4,
             zb_h1=_schedule_flags("zb-h1"),
             zb_2p=_schedule_flags("zb-2p"),
-            # The reference has this layout too, so that bits can be compared.
-            auto=("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3"),
+            auto=_PLANNED,
             post_validation=_schedule_flags("zb-2p", "--zero-bubble-post-validation"),
+            recomputation=(*_LITTLE_MEMORY, "--zero-bubble-recompute", "planned"),
+            **({"copies": (*_LITTLE_MEMORY, "--zero-bubble-offload", "auto")} if is_local else {}),
         ),
         *_layout(
             "PP4, two chunks a rank",
@@ -88,11 +112,8 @@ def cells(size: str, folder: Path) -> list[Cell]:
             (*_PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
             zb_h1=_schedule_flags("zb-h1"),
         ),
-        *_layout(
-            "PP2 x DP2, overlapped",
-            (*_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-            zb_h1=_schedule_flags("zb-h1"),
-        ),
+        *_layout("PP2 x DP2, overlapped", _PP2_DP2, zb_h1=_schedule_flags("zb-h1")),
+        *([] if is_local else _only_transformer_engine()),
         Cell(
             "PP4 from a checkpoint",
             _CHECKPOINT,
@@ -103,7 +124,7 @@ def cells(size: str, folder: Path) -> list[Cell]:
         Cell("PP4 from a checkpoint", "zb-v", (*load, *_schedule_flags("zb-v")), "the losses"),
     ]
     data = ("--train-data-path", str(folder / "corpus"))
-    common = (*_MODEL[size], *_TRAINING, *data)
+    common = (*_MODEL[size], *_TRAINING, *REPEATABLE_ATTENTION[transformer_impl], *data)
     return [Cell(cell.layout, cell.name, (*common, *cell.flags), cell.compares) for cell in trainings]
 
 

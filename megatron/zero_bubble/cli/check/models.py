@@ -11,13 +11,18 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.trainer.arguments import Arguments
 
 PROG = "zero-bubble check"
-REPEATABLE_ATTENTION = ("--attention-backend", "local")
-"""Flags for an attention whose backward repeats bit for bit, in contrast to torch's fused attention."""
+REPEATABLE_ATTENTION = {
+    "local": ("--attention-backend", "local"),
+    "transformer_engine": ("--transformer-impl", "transformer_engine", "--attention-backend", "unfused"),
+}
+"""Implementation of the layers -> flags for these layers with an attention whose backward repeats bit for bit, in
+contrast to fused attention."""
 _ANY_TRAINING = (
     *("--train-iters", "1", "--lr", "1e-4", "--mock-data", "--bf16", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
-    *REPEATABLE_ATTENTION,
 )
+_ATTENTION = {**REPEATABLE_ATTENTION, "transformer_engine": ("--transformer-impl", "transformer_engine")}
+"""Implementation of the layers -> flags for these layers in a stage that is measured."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Model:
     micro_batch_size: int
     pipeline_size: int
     vocab_size: int = 50257
+    transformer_impl: str = "local"
 
     @property
     def num_microbatches(self) -> int:
@@ -50,7 +56,8 @@ class Model:
             "pipeline-model-parallel-size": num_stages,
         }
         flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-        return complete_arguments([*flags, *_ANY_TRAINING], num_stages, PROG, has_cuda=False)
+        flags += [*_ANY_TRAINING, *_ATTENTION[self.transformer_impl]]
+        return complete_arguments(flags, num_stages, PROG, has_cuda=self.transformer_impl == "transformer_engine")
 
 
 SIZES = {
