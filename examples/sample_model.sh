@@ -33,6 +33,7 @@ TRAINING_ARGS=(
 )
 DATA_ARGS=(
     --data-path "$SAMPLE/stdlib_text_document"
+    --split 95,4,1
     --tokenizer-type HuggingFaceTokenizer
     --tokenizer-model "$SAMPLE/tokenizer.json"
     --data-cache-path .cache/index

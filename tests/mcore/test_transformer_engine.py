@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ def groups() -> Iterator[None]:
         yield
 
 
-def reference() -> DeferringLayers:
+def reference(**options: Any) -> DeferringLayers:
     """The same layers, built without deferral."""
-    return DeferringLayers(delay_wgrad_compute=False)
+    return DeferringLayers(delay_wgrad_compute=False, **options)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
@@ -66,15 +67,22 @@ def test_the_order_is_the_stores():
     assert ran[2:] == [1, "second", 2, "second", 1, "first", 2, "first"]
 
 
-def test_ddp_accumulates_at_w():
-    store, model = WeightGradStore(), DeferringLayers()
+@pytest.mark.parametrize("run", ["split", "fused"])
+@pytest.mark.parametrize("bias_gradient", [None, "in W", "in B", "from the caller"])
+@pytest.mark.parametrize("num_uses", [1, 2])
+def test_ddp_accumulates_at_w(run, bias_gradient, num_uses):
+    """Each W takes the gradient of its own microbatch's bias, whether W computes it or B has."""
+    store, model = WeightGradStore(), DeferringLayers(bias_gradient=bias_gradient, num_uses=num_uses)
     split_weight_gradients([model], store)
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=True)
     ddp = DistributedDataParallel(model.config, config, model)
-    run_split(ddp, store)
-    expected = run_fused(reference())
+    run_split(ddp, store) if run == "split" else run_fused(ddp)
+    expected = run_fused(reference(bias_gradient=bias_gradient, num_uses=num_uses))
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.main_grad, expected[name])
+        if num_uses == 1:
+            assert torch.equal(parameter.main_grad, expected[name]), name
+        else:  # autograd sums the uses of a microbatch first
+            torch.testing.assert_close(parameter.main_grad, expected[name], rtol=1e-4, atol=1e-4)
         assert parameter.grad is None
 
 

@@ -7,8 +7,10 @@ memory and the work of one rank of a large job.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,9 +28,11 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch.fx.experimental import _config as symbolic_shapes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.zero_bubble.mcore import layer_spec
 from megatron.zero_bubble.mcore.counted_layers import MergedExperts, rotated
 from megatron.zero_bubble.mcore.cpu import ENVIRONMENT, FACTORIES, CpuSubstitution, Substitution, substitutions
 from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm, delta_net_kernels, delta_net_modules
+from megatron.zero_bubble.mcore.decoder_models import STACK_MODULE
 
 
 @contextlib.contextmanager
@@ -96,6 +100,10 @@ def _substitutions() -> Iterator[Substitution]:
     reason = "experts are alike, and a rank may have thousands"
     experts = MergedExperts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     yield Substitution(backends.LocalSpecProvider, "grouped_mlp_modules", lambda *_: experts, reason)
+    if find_spec("transformer_engine"):
+        reason = "megatron-core gives a stack of local layers a norm of Transformer Engine, which needs a GPU"
+        yield Substitution(layer_spec, "LayerNormImpl", layer_spec.LocalNorm, reason)
+        yield Substitution(importlib.import_module(STACK_MODULE), "TENorm", layer_spec.LocalNorm, reason)
     yield Substitution(mamba_mixer, "HAVE_MAMBA_SSM", True, "its kernels are counted, and do not run")
     yield Substitution(mamba_mixer, "ExtendedRMSNorm", GatedRMSNorm, "it is one kernel, which does not run either")
     for module in delta_net_modules(gated_delta_net):

@@ -56,7 +56,6 @@ _ON = Condition(_is_on)
 _GIVEN = Condition(lambda value, settings: value is not None)
 _FINITE = Condition(lambda value, settings: value is not None and math.isfinite(value), "finite")
 _DISTRIBUTED = Condition(lambda value, settings: str(value).startswith("dist_"), "`dist_muon`")
-_WITH_BIASES = _on_and("with biases", lambda settings: getattr(settings, "add_bias_linear", True))
 _GLOBAL = Condition(lambda value, settings: "global_aux_loss" in str(value), "`global_aux_loss`")
 _DELAYED = _on_and("with the recipe `delayed`", lambda it: getattr(it, "fp8_recipe", None) in (None, "delayed"))
 _WITH_LOCAL_ATTENTION = _on_and(
@@ -169,12 +168,6 @@ WITH_EVERY_SCHEDULE = (
         "experimental_attention_variant",
         "it multiplies with weights outside of their layers, so that W would not have their gradients",
         when=_one_of("dsa", "dsv4_hybrid"),
-    ),
-    Refusal(
-        "fp8 fp4",
-        "Transformer Engine loses the gradients of biases if W is deferred",
-        "it works without biases (--disable-bias-linear)",
-        when=_WITH_BIASES,
     ),
     Refusal(
         "sft",

@@ -7,6 +7,7 @@ that DDP registered. Zero bubble only decides when `backward_dw()` is called.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -56,12 +57,26 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
 
 
 def put_into_store(module: Any, store: WeightGradStore) -> None:
-    """Make each backward of `module` put its W into `store`, or run W at the end of a fused backward."""
+    """Make each backward of `module` put its W into `store`, or run W at the end of a fused backward.
+
+    B may compute the gradient of a bias: in fp8, and where the caller adds the bias. Each of these gradients then waits
+    for the W of its microbatch, which adds it to `main_grad`, because `backward_dw()` takes one gradient for each W.
+    """
+    for name in getattr(module, "bias_names", ()) if module.use_bias else ():
+        # With `use_cpu_initialization` megatron-core has replaced the bias that Transformer Engine had marked.
+        getattr(module, name).skip_backward_post_hook = True
     parameters = [getattr(module, name) for name in deferred_parameters(module)]
+    of_b = {parameter: deque[torch.Tensor]() for parameter in parameters}
+    in_b = set[torch.Tensor]()
 
     def compute_weight_grad() -> None:
-        for parameter in parameters:
+        for parameter, waiting in of_b.items():
             if is_in_main_grad(parameter):
+                parameter.grad = placeholder_gradient(parameter)
+            elif waiting:
+                parameter.grad = waiting.popleft()
+            elif parameter in in_b:
+                # B had one gradient for all uses of the module; the first W has taken it.
                 parameter.grad = placeholder_gradient(parameter)
         module.backward_dw()
 
@@ -72,8 +87,15 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
         else:
             torch.autograd.Variable._execution_engine.queue_callback(compute_weight_grad)
 
+    def on_gradient_of_b(parameter: torch.Tensor) -> None:
+        # For a weight whose W adds to `main_grad`, B's gradient is a dummy as large as the weight.
+        if parameter.grad is not None and not is_in_main_grad(parameter):
+            of_b[parameter].append(parameter.grad)
+            in_b.add(parameter)
+        parameter.grad = None
+
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(_drop_dummy_gradient)
+        parameter.register_post_accumulate_grad_hook(on_gradient_of_b)
     module.register_forward_hook(_on_gradient_of_output(on_backward))
 
 
@@ -88,12 +110,6 @@ def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
     DDP's hook expects a gradient, and adds this gradient to `main_grad` if `zero_out_wgrad` is set.
     """
     return weight.detach().new_zeros(1).expand_as(weight)
-
-
-def _drop_dummy_gradient(parameter: torch.Tensor) -> None:
-    """Drop B's dummy gradient if W adds the gradient to `main_grad`, because the dummy is as large as the weight."""
-    if is_in_main_grad(parameter):
-        parameter.grad = None
 
 
 def _on_gradient_of_output(call: Callable[[torch.Tensor], None]) -> Callable[..., None]:

@@ -73,7 +73,7 @@ def _only_transformer_engine() -> list[Cell]:
         ),
         *_layout(
             "PP4, fp8",
-            (*_PP4, "--fp8-format", "hybrid", "--disable-bias-linear"),
+            (*_PP4, "--fp8-format", "hybrid"),
             zb_h1=_schedule_flags("zb-h1"),
             zb_2p=_schedule_flags("zb-2p"),
         ),
