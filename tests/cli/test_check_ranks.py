@@ -140,11 +140,16 @@ def test_the_matrix_equals_megatron_core(backend: str, layouts: tuple[str, ...],
 
 
 def test_the_matrix_is_the_one_that_is_promised():
-    assert set(NAMES) == {"zb-h1", "zb-2p", "auto", "post-validation", "interleaved-zb", "zb-v"}
+    ours = {"zb-h1", "zb-2p", "auto", "post-validation", "recomputation", "interleaved-zb", "zb-v"}
+    assert set(NAMES) == ours | {"copies"}
+    of_engine = cells("tiny", Path("folder"), "transformer_engine")
+    assert {cell.name for cell in of_engine if cell.is_ours} == ours
+    assert {"PP2 x EP2, grouped experts", "PP4, fp8"} < {cell.layout for cell in of_engine}
     everything = cells("tiny", Path("folder"))
-    assert len({cell.title for cell in everything}) == len(everything)
-    for layout in {cell.layout for cell in everything}:
-        assert [cell.name for cell in everything if cell.layout == layout].count(REFERENCE) == 1
+    for trainings in (everything, of_engine):
+        assert len({cell.title for cell in trainings}) == len(trainings)
+        for layout in {cell.layout for cell in trainings}:
+            assert [cell.name for cell in trainings if cell.layout == layout].count(REFERENCE) == 1
     assert [cell.name for cell in chosen(everything, ["zb-v"])] == ["checkpoint", REFERENCE, "zb-v"]
     assert chosen(everything, []) == everything
     assert {cell.layout for cell in everything} == {OF_THE_COMMAND, *OVER_GLOO} > {*THROUGH_HOST_MEMORY}, "tested above"

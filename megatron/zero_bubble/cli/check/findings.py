@@ -76,6 +76,7 @@ class StageCheck:
             "tflops": self.tflops,
             "memory_bytes": {str(kind): value for kind, value in self.profile.memory.items()},
             "expected_memory_bytes": list(self.expected_memory),
+            "temporary_memory_bytes": self.profile.temporary,
             "predicted_bubble_rates": self.bubble_rates(),
             "peak_memory": [asdict(check) for check in self.memory],
         }
@@ -153,14 +154,14 @@ class Findings:
         ]
 
     def _memory(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
-        heads = ("activations (MiB)", "a microbatch", "counted", "schedule", "peak", "simulated", "off by")
+        heads = ("memory (MiB)", "a microbatch", "counted", "temporary", "schedule", "peak", "simulated", "off by")
         rows: list[tuple[str, ...]] = []
         for stage in self.stages:
-            held = (_as_mib(stage.profile.memory[OpKind.F]), _as_mib(stage.expected_memory[0]))
+            sizes = stage.profile.memory[OpKind.F], stage.expected_memory[0], stage.profile.temporary
             for check in stage.memory:
                 off = f"{100 * (check.measured / check.simulated - 1):+.1f}%"
                 figures = (_as_mib(check.measured), _as_mib(check.simulated), off)
-                rows.append((stage.model.name, *held, check.schedule, *figures))
+                rows.append((stage.model.name, *map(_as_mib, sizes), check.schedule, *figures))
         return heads, rows
 
 

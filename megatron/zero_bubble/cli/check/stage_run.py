@@ -36,6 +36,8 @@ class StageProfile:
     times: Mapping[OpKind, Sequence[float]]
     """Kind of operation -> measured times: F, B and W of the split stage, BW (fused backward) of the other version."""
     memory: Mapping[OpKind, float]
+    temporary: float
+    """Largest temporary memory of an operation: its peak beyond the memory in use before and after the operation."""
 
     def time(self, kind: OpKind) -> float:
         return median(self.times[kind])
@@ -62,7 +64,10 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """Peak memory of the activations in bytes, measured on the device and simulated."""
+    """Peak memory of a step in bytes, measured on the device and simulated.
+
+    The simulated peak is the peak of the activations plus the largest temporary memory of an operation.
+    """
 
     schedule: str
     measured: float
@@ -98,13 +103,13 @@ class MiddleStage:
         profiler = Profiler(self._placement, RANK)
         profiler.add(self._run(split, self._split, with_memory=True))
         [costs] = profiler.costs()
-        return StageProfile(times, costs.memory)
+        return StageProfile(times, costs.memory, costs.inside)
 
     def check_memory(self, name: str, profile: StageProfile) -> MemoryCheck:
         """Compare the measured and the simulated peak of one step under the schedule `name`."""
         costs = profile.costs(NUM_RANKS, 0.0)
         schedule = generate(name, NUM_RANKS, NUM_MICROBATCHES, costs=costs)
-        simulated = simulate(schedule, costs).peak_memory[RANK]
+        simulated = simulate(schedule, costs).peak_memory[RANK] + profile.temporary
         return MemoryCheck(name, self._peak(lower(schedule)), float(simulated))
 
     def _peak(self, schedule: Schedule) -> float:
