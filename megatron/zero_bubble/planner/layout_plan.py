@@ -85,32 +85,23 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         time_between=model.time_between,
         group_size=request.group_size if layout.placement.kind == "interleaved" else None,
     )
-    capacity, schedule = request.capacity_of(layout), None
-    try:
+    capacity = request.capacity_of(layout)
+    if capacity is None or request.memory_limit is not None:
         fixed = fixed.within(limits_of(request, states, capacity))
         schedule = schedule_of(fixed)
-    except Infeasible:
-        if capacity is None or request.memory_limit is not None:
-            raise
-    if schedule is None:
-        assert capacity is not None
-        raise _beyond_capacity(fixed, states, capacity)
+    else:
+        fixed = fixed.within(tuple(max(capacity - state, SMALLEST) for state in states))
+        try:
+            schedule = schedule_of(fixed)
+        except Infeasible as error:
+            enough = max(states) + error.smallest_limit
+            raise Infeasible(
+                f"parameters, gradients, optimizer states and activations take more than the {capacity:g} of a rank; "
+                f"{enough:g} is enough for every rank",
+                enough,
+            ) from None
     timeline = simulate(schedule, fixed.stage_costs, overlap_communication=request.overlap_communication)
     return Plan(fixed, layout, timeline, states)
-
-
-def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
-    """The error for a layout whose states and activations take more than the capacity of a rank."""
-    try:
-        schedule_of(replace(fixed.within((SMALLEST,) * fixed.num_ranks), offloads=False))
-    except Infeasible as error:
-        enough = max(states) + error.smallest_limit
-        return Infeasible(
-            f"parameters, gradients, optimizer states and activations take more than the {capacity:g} of a rank; "
-            f"{enough:g} is enough for every rank",
-            enough,
-        )
-    raise AssertionError("a schedule without memory for activations")
 
 
 def with_slowdown(plan: Plan) -> Plan:

@@ -265,9 +265,11 @@ def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
     """The kinds of recomputation to search; planned recomputation is one of them unless flags or model exclude it."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
-    cannot = flags.fp8 or flags.fp4 or flags.use_torch_fsdp2 or flags.overlap_moe_expert_parallel_comm
-    cannot = cannot or flags.averages_experts_over_microbatches
-    if is_given or cannot or not _can_recompute(flags):
+    rules_out = (
+        *(flags.fp8, flags.fp4, flags.use_torch_fsdp2, flags.overlap_moe_expert_parallel_comm),
+        flags.averages_experts_over_microbatches,
+    )
+    if is_given or any(rules_out) or not _can_recompute(flags):
         return (flags.recompute,)
     return (Recompute.NONE, Recompute.PLANNED)
 
