@@ -70,7 +70,6 @@ def only_error(errors: str) -> str:
         ("zb-h1", {"cuda_graph_impl": "local"}, ["--cuda-graph-impl local", "zb-h1", "B and W together"]),
         ("zb-h1", {"transformer_impl": "transformer_engine"}, ["--transformer-impl transformer_engine", "use local"]),
         ("zb-h1", {"tp_comm_overlap": True}, ["--tp-comm-overlap", "zb-h1"]),
-        ("zb-h1", {"fp8": "hybrid"}, ["--fp8-format hybrid", "zb-h1", "--disable-bias-linear"]),
         ("zb-h1", {"sft": True, "transformer_impl": "local"}, ["--sft", "transformer_engine", "--spec"]),
         ("zb-h3", {}, ["zb-h3", "zb-h1, zb-h2"]),
         ("file:no/such/file.json", {}, ["no/such/file.json"]),
@@ -201,7 +200,7 @@ def test_a_script_whose_model_does_not_recompute_as_its_flags_say_is_refused() -
 
 def test_a_script_that_fits_is_not_refused() -> None:
     Run(script_arguments(), LaunchFlags(zero_bubble_schedule="zb-h1"))
-    Run(script_arguments(fp8="hybrid", add_bias_linear=False), LaunchFlags(zero_bubble_schedule="zb-h1"))
+    Run(script_arguments(fp8="hybrid"), LaunchFlags(zero_bubble_schedule="zb-h1"))
     chunks = {"virtual_pipeline_model_parallel_size": 2}
     assert Run(script_arguments(**chunks), LaunchFlags(zero_bubble_schedule="zb-v")).stages.is_v
     assert not Run(script_arguments(**chunks), LaunchFlags(zero_bubble=True)).stages.is_v

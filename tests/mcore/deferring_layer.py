@@ -63,7 +63,7 @@ class DeferringLinear(torch.nn.Module):
         *,
         delay_wgrad_compute: bool,
         fuse_wgrad_accumulation: bool,
-        bias_gradient: str | None,
+        bias_gradient: str | None = None,
     ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size))
