@@ -177,7 +177,7 @@ def test_what_megatron_says_about_a_pattern_is_one_line():
 
 
 def test_a_pattern_that_is_to_be_divided_takes_no_other_flags_for_its_stages():
-    with pytest.raises(SessionError, match=r"^--hybrid-layer-pattern \*-\*M.*its \| say which layers"):
+    with pytest.raises(SessionError, match=r"^--hybrid-layer-pattern \*-\*M.*the \| give the layers"):
         validated(LaunchFlags(zero_bubble_schedule="zb-v"), **PATTERN, decoder_first_pipeline_num_layers=3)
 
 

@@ -90,8 +90,8 @@ def test_flags_that_contradict_the_script_s(schedule: str, changed: dict[str, ob
         (
             {"post_validation": True},
             {"moe_expert_rank_capacity_factor": 1.5},
-            "--zero-bubble-post-validation does not work with --moe-expert-rank-capacity-factor 1.5: both run steps "
-            "again",
+            "--zero-bubble-post-validation does not work with --moe-expert-rank-capacity-factor 1.5: it runs steps "
+            "again, and so does post-validation",
         ),
         (
             {"post_validation": True},
@@ -190,7 +190,7 @@ def test_a_model_that_no_schedule_can_run_is_refused_when_it_is_built() -> None:
 
 def test_a_script_whose_model_does_not_recompute_as_its_flags_say_is_refused() -> None:
     script = script_arguments(recompute_granularity="full")
-    with pytest.raises(SessionError, match=r"^--zero-bubble-recompute planned leaves .* --recompute-granularity full$"):
+    with pytest.raises(SessionError, match=r"^--zero-bubble-recompute planned lets .* --recompute-granularity full$"):
         Run(script, LaunchFlags(zero_bubble=True, zero_bubble_recompute="planned"))
     run = Run(script, LaunchFlags(zero_bubble_schedule="zb-h1"))
     config = TransformerConfig(num_layers=8, hidden_size=32, num_attention_heads=4)

@@ -78,8 +78,8 @@ def test_microbatches_that_are_too_long_for_the_plan_run_in_less_memory(folder: 
         (
             "simple",
             {"schedule": "zb-2p", "post_validation": True},
-            "enable(post_validation=...) works with Megatron-LM's trainer alone: it has to know which steps the loop "
-            "logs",
+            "enable(post_validation=...) works with Megatron-LM's trainer alone: post-validation depends on which "
+            "steps the loop logs",
         ),
         ("bridge", {"schedule": "zb-v"}, "enable('zb-v'): a V placement works with Megatron-LM's trainer alone"),
         (

@@ -199,7 +199,7 @@ def test_ddp_that_would_lose_what_w_brings_is_refused():
         ({"moe_paged_stash": True}, "moe_paged_stash is not supported .* megatron-core's own schedule; switch it off"),
         ({"overlap_dispatch_backward_with_experts_wgrad": True}, "megatron-core then runs the W of experts itself"),
         ({"moe_paged_stash": False}, None),
-        ({"use_transformer_engine_op_fuser": True}, "compute W outside of the layers that defer it; switch it off"),
+        ({"use_transformer_engine_op_fuser": True}, "compute W outside of the layers that defer W; switch it off"),
         ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant 'dsa' is not supported"),
         ({"experimental_attention_variant": "gdn"}, None),
         ({"gtp_weight_remat_size": 2, "tensor_model_parallel_size": 4}, "gtp_weight_remat_size 2 .* shards weights"),

@@ -46,7 +46,7 @@ def test_a_hierarchy_of_all_replicas_is_taken():
         (
             {"--hierarchical-sgd": "2:4", "--use-distributed-optimizer": None},
             "--hierarchical-sgd does not work with --use-distributed-optimizer: each replica keeps a shard of the "
-            "others' parameters, so none can step alone; leave it out",
+            "others' parameters, so no replica can step alone; leave it out",
         ),
         (
             {"--hierarchical-sgd": "2:4", "--fp16": None},
@@ -65,8 +65,8 @@ def test_a_hierarchy_of_all_replicas_is_taken():
                 "--disable-bias-linear": None,
                 "--expert-model-parallel-size": "2",
             },
-            "--hierarchical-sgd does not work with --expert-model-parallel-size 2: replicas share experts, so none can "
-            "step alone; use 1",
+            "--hierarchical-sgd does not work with --expert-model-parallel-size 2: replicas share experts, so no "
+            "replica can step alone; use 1",
         ),
     ],
 )

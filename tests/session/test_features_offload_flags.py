@@ -40,7 +40,7 @@ def test_planned_schedules_may_offload(name):
         ({"zero_bubble_memory_limit": None}, "needs --zero-bubble-memory-limit"),
         ({"zero_bubble_schedule": "file:plan.json"}, "plans a schedule, but --zero-bubble-schedule file:plan.json"),
         ({"zero_bubble_profile_iters": [0, 0]}, "needs measured copies, and --zero-bubble-profile-iters 0 0"),
-        ({"zero_bubble_microbatch_order": "planned"}, "because orders are not planned for copies"),
+        ({"zero_bubble_microbatch_order": "planned"}, "because orders cannot be planned together with copies"),
         ({"variable_seq_lengths": True}, "the order of microbatches is planned anew in every step"),
         ({"use_torch_fsdp2": True}, "would copy the parameters that --use-torch-fsdp2 gathers"),
         ({"fp8": "e4m3"}, "tensors of these types are not copied"),

@@ -19,7 +19,7 @@ GIVEN = {
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"mtp_num_layers": 1}, "adds the gradients of a weight that embedding and output layer share"),
+        ({"mtp_num_layers": 1}, "would add the gradients of a weight that embedding and output layer share"),
         ({"use_torch_fsdp2": True}, "which --use-torch-fsdp2 needs: leave one of them out"),
     ],
 )

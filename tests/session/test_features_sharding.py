@@ -36,7 +36,8 @@ def test_a_layout_is_not_searched_with_shards_that_would_need_one_length() -> No
         ),
         (
             {"zero_bubble_vocabulary_parallel": "auto"},
-            "--zero-bubble-vocabulary-parallel auto chooses with the layout, which other flags fix: use on or off",
+            "--zero-bubble-vocabulary-parallel auto needs a layout that zero bubble chooses, but other flags fix it: "
+            "use on or off",
         ),
         (
             {"zero_bubble_schedule": None, "zero_bubble_vocabulary_parallel": "on"},

@@ -58,8 +58,8 @@ def test_a_multiple_of_the_peak_needs_no_costs():
 def test_a_profile_that_is_never_written_is_refused(changes: dict[str, str | None], end: int, steps: int):
     checked({**PLANNED, **changes})
     assert refusal({**changes, "--zero-bubble-profile-output": "costs.json"}) == (
-        f"--zero-bubble-profile-output costs.json is written after iteration {end} of a job, the last that it "
-        f"profiles, but this one has {steps}: give --zero-bubble-profile-iters START END with an END of at most {steps}"
+        f"--zero-bubble-profile-output costs.json is written after the last profiled iteration, which is {end}, but "
+        f"the job ends after {steps}: give --zero-bubble-profile-iters START END with an END of at most {steps}"
     )
     checked({**PLANNED, **changes, "--zero-bubble-profile-output": "costs.json", "--zero-bubble-profile-iters": "3 4"})
 
@@ -72,8 +72,8 @@ def test_a_job_that_ends_before_its_profile_says_what_is_missing(tmp_path: Path)
     ]
     assert too_short_to_profile(flags, 5) == (
         " > no plan from measured times, no --zero-bubble-profile-output, no --zero-bubble-timeline: this job ends "
-        "after 5 iterations, but profiling after 6; give --zero-bubble-profile-iters START END with an earlier END, or "
-        "0 0 for no profile"
+        "after 5 iterations, but profiling ends after 6; give --zero-bubble-profile-iters START END with an "
+        "earlier END, or 0 0 for no profile"
     )
     short = {**PLANNED, "--train-iters": "5"}
     line = too_short_to_profile(checked_job(short).flags, 0)

@@ -298,5 +298,5 @@ def test_megatrons_split_is_not_compared_with_itself() -> None:
 @pytest.mark.parametrize("given", [{"zero_bubble_schedule": "zb-h1"}, {"zero_bubble_keep_layout": True}])
 def test_unit_costs_are_written_only_where_a_layout_is_chosen(given: dict[str, object]) -> None:
     check_unit_costs_output(flags(zero_bubble_unit_costs_output="units.json"))
-    with pytest.raises(ValueError, match=r"^--zero-bubble-unit-costs-output units.json: .* leave out what fixes it"):
+    with pytest.raises(ValueError, match=r"^--zero-bubble-unit-costs-output units.json: .* leave out flags that fix"):
         check_unit_costs_output(flags(zero_bubble_unit_costs_output="units.json", **given))

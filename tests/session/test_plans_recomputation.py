@@ -16,7 +16,7 @@ from tests.session.test_plans_refused import KEPT, PLANNED, profile_of, refusal,
 
 FULL = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
 BY_SCHEDULE = {"--zero-bubble-recompute": "planned"}
-LEFT_TO_IT = "--zero-bubble-recompute planned leaves to the schedule what is recomputed: leave out"
+LEFT_TO_IT = "--zero-bubble-recompute planned lets the schedule choose recomputation: leave out"
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "auto", "interleaved-zb"])
@@ -84,7 +84,7 @@ def test_a_file_with_recomputations_needs_a_model_that_recomputes(tmp_path: Path
     file = schedule_file(generate("zb-h1", 4, 8, recompute=Recompute.FULL), tmp_path / "schedule.json")
     name = file["--zero-bubble-schedule"]
     assert refusal(file) == (
-        f"--zero-bubble-schedule {name}: it has recomputations (R), which need --recompute-granularity full "
+        f"--zero-bubble-schedule {name}: the schedule has recomputations (R), which need --recompute-granularity full "
         "without fp8 and fp4"
     )
     plan = checked_job({**PLANNED, **FULL, **file}).plan

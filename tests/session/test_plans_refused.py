@@ -220,7 +220,7 @@ def test_a_schedule_file_with_post_validation_needs_the_flag(tmp_path: Path):
     file = schedule_file(given, tmp_path / "schedule.json")
     assert refusal(file) == (
         f"--zero-bubble-schedule file:{tmp_path}/schedule.json: "
-        "its operations STEP and VALIDATE need --zero-bubble-post-validation"
+        "the schedule's operations STEP and VALIDATE need --zero-bubble-post-validation"
     )
     checked({**PLANNED, **file, "--zero-bubble-post-validation": None})
 

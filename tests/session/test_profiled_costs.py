@@ -107,7 +107,7 @@ def test_the_partition_is_that_of_the_profiled_run():
 
 def test_a_profile_that_determines_nothing_is_refused():
     one = profile(model(DENSE, DENSE), (2,), Placement("linear", 1))
-    with pytest.raises(ScheduleError, match="a profile of 1 stages does not tell what its layers cost"):
+    with pytest.raises(ScheduleError, match="a profile of 1 stages does not determine the costs of its layers"):
         fit_units(one)
-    with pytest.raises(ScheduleError, match="the profile's layers cannot be told: --num-layers 7"):
+    with pytest.raises(ScheduleError, match="the number of layers of the profile's stages is unknown: --num-layers 7"):
         fit_units(replace(one, placement=LINEAR, model={**SETTINGS, "num_layers": 7}))

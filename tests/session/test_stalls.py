@@ -60,7 +60,7 @@ def test_where_to_look_first() -> None:
     assert block(waiting, computing, outside)[-1].endswith(
         "rank 1 on n1, which computes F1; rank 2 on n1, which is between two steps"
     )
-    assert block(waiting, waiting)[-1].endswith("the network: all wait for messages")
+    assert block(waiting, waiting)[-1].endswith("the network, because all ranks wait for messages")
 
 
 def test_a_silent_rank_has_one_line() -> None:

@@ -212,8 +212,10 @@ def test_the_end_of_another_process_is_one_line(told_and_ends):
     assert told.count("Traceback (most recent call last)") == 1
     assert "RuntimeError: an error" in told
     # Programs write at the same time, so that a line may follow another one without a line break between them.
-    assert re.search(r"program: error: DataLoader worker \(pid.*\) exited unexpectedly.*; if memory ran out", told)
-    assert told.count("program: error: rank 0 has lost another rank, whose error says why") == 2
+    assert re.search(
+        r"program: error: DataLoader worker \(pid.*\) exited unexpectedly.*; if the system's log says", told
+    )
+    assert told.count("program: error: rank 0 has lost another rank, whose error message, if any") == 2
 
 
 def test_a_warning_of_each_split_of_a_dataset_is_shown_once(caplog):

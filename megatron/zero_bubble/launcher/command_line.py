@@ -100,8 +100,8 @@ def help_text() -> str:
 def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> list[str]:
     """The script's arguments, followed by the Megatron-LM flags that the launcher's flags imply.
 
-    A schedule with several model chunks a rank adds the flag for their number, unless the script's arguments give the
-    number, a layout or a layer pattern.
+    If the schedule has several model chunks a rank, the function adds the flag for the number of chunks, unless the
+    script's arguments give this number, a layout or a layer pattern.
     """
     given = {argument.split("=")[0] for argument in arguments}
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
@@ -133,7 +133,7 @@ _READ_ELSEWHERE = (
     *("--use-checkpoint-args", "--yaml-cfg"),
     *("--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
 )
-"""Flags of Megatron-LM that take layers or parallel sizes from a file or checkpoint, not from the arguments."""
+"""Flags with which Megatron-LM reads the layers or the parallel sizes from a file or a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
     """Refuse numbers of ranks, stages, layers and microbatches that contradict each other.
 
     Raises:
-        SessionError: two numbers contradict each other; Megatron-LM or the checks of `Run` would refuse them later.
+        SessionError: two of the numbers contradict each other.
     """
     if any(argument.split("=")[0] in _READ_ELSEWHERE for argument in arguments):
         return
@@ -174,7 +174,7 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
             return
         if shape.micro_batch_size is None:
             raise ValueError("--micro-batch-size is missing: give the number of sequences in a microbatch")
-        # Reading a layout imports megatron-core, which `Launch` first prepares for a machine without CUDA.
+        # Parsing a layout imports megatron-core, which needs the CPU substitutions of `Launch` without CUDA.
         if shape.pipeline_model_parallel_layout:
             return
         replicas = world_size // shape.ranks_of_replica

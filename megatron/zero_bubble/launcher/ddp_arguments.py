@@ -1,7 +1,7 @@
-"""Changes the arguments that a script gives to megatron-core's DDP.
+"""Changes the arguments that a script passes to megatron-core's DDP.
 
-From megatron-core 0.18 on, a script computes for the distributed optimizer where DDP's buffers have each parameter.
-These parameters must be DDP's, so the vocabulary is spread before.
+From megatron-core 0.18 on, a script computes the position of each parameter in DDP's buffers before it wraps the model.
+Sharding the vocabulary replaces parameters, so the vocabulary is sharded before the positions are computed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron.zero_bubble.launcher.hooks import Call
 
 
 def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Callable[[], None]) -> None:
-    """Shard the vocabulary of a model, and let a call of `compute_full_param_layout` lay out the new parameters.
+    """Shard the vocabulary of a model, and pass the new parameters to a call of `compute_full_param_layout`.
 
     Args:
-        call: the call, with the trainable parameters of one chunk; unchanged if no chunk of the model has them.
+        call: the call of `compute_full_param_layout`; unchanged unless its parameters are the parameters of a chunk.
         chunks: the model's chunks on this rank.
         shard: shards the vocabulary of `chunks`; a collective call of the pipeline's ranks.
     """
@@ -30,9 +30,9 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
 
 
 def defer_in_ddp(call: Call, **more: bool) -> None:
-    """Set `delay_wgrad_compute` in a call of DDP: DDP gives each layer its hook that reduces a gradient; W calls it.
+    """Set `delay_wgrad_compute` in a call of DDP's constructor, so that W calls DDP's hooks, which reduce gradients.
 
-    The configuration is copied without its checks, which refuse a bucket size that follows from `num_buckets`.
+    Copying the configuration skips its checks, which would refuse a bucket size derived from `num_buckets`.
 
     Args:
         call: the call of DDP's constructor.

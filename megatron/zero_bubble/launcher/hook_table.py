@@ -1,4 +1,4 @@
-"""The hooks of a launch, and their state from the script's start to its end."""
+"""The launcher's hooks, and the state that the hooks share until the script ends."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _MODELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("megatron.core.models.mamba.mamba_model:MambaModel", (), ("0.16", "0.17")),
     ("megatron.core.models.hybrid.hybrid_model:HybridModel", ("vp_stage", "hybrid_layer_pattern"), _NEWER),
 )
-"""Path of each model class, its parameters that not every class has, and the megatron-core versions with the class."""
+"""Path of each model class, its parameters that other classes lack, and megatron-core versions with the class."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
 )
 """Modules with a function that cuts a hybrid model's pattern into stages, and each module's megatron-core versions."""
 _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:LayerWiseDistributedOptimizer")
-"""Optimizers that compute where DDP's buffers have each parameter."""
+"""Optimizers that compute the position of each parameter in DDP's buffers."""
 
 
 class ScriptHooks:
-    """Makes the launch's hooks, and holds their shared state. A run begins when the script makes its process groups."""
+    """Makes the launcher's hooks, and holds the `Run`, which is created when the script makes its process groups."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
@@ -59,7 +59,7 @@ class ScriptHooks:
         yield Hook(
             "megatron.training.arguments:validate_args",
             ("args",),
-            "refuses settings; allows layers that the stages do not divide, where the layout is chosen or padded",
+            "refuses unsupported settings; allows uneven stages if zero bubble chooses the layout or padding is set",
             partial(validate_arguments, self.flags),
         )
         yield Hook(
@@ -77,7 +77,7 @@ class ScriptHooks:
         yield Hook(
             "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             (),
-            "gives a model in a V, or whose placement is chosen, the layers of each stage",
+            "gives the configuration the layers of each stage, for a V placement and for a chosen layout",
             partial(self._in_script, lambda run, call: run.stages.configure_new(call)),
         )
         for function in (
@@ -87,7 +87,7 @@ class ScriptHooks:
             yield Hook(
                 f"megatron.core.transformer.{function}",
                 ("config",),
-                "does the same for a configuration that the script has made before its process groups",
+                "gives the layers of each stage to a configuration that was made before the process groups",
                 partial(self._in_script, lambda run, call: run.stages.configure_old(call)),
             )
 
@@ -96,7 +96,7 @@ class ScriptHooks:
         yield Hook(
             "megatron.core.transformer.module:MegatronModule.__init__",
             ("config",),
-            "makes the modules of Transformer Engine defer W, whatever the model that they are built for",
+            "makes Transformer Engine's modules defer W in models of every class",
             _defer_weight_gradients,
         )
         for model, parameters, versions in _MODELS:
@@ -111,7 +111,7 @@ class ScriptHooks:
             yield Hook(
                 f"{module}:select_pipeline_segment",
                 ("main_pattern", "vp_stage"),
-                "returns the layers of a stage in a V, which a pattern has in model order",
+                "returns the layers of a stage, in a V too; a layer pattern lists the stages in model order",
                 partial(self._in_script, Run.select_layers),
                 versions=versions,
             )
@@ -122,7 +122,7 @@ class ScriptHooks:
             yield Hook(
                 f"megatron.core.parallel_state:is_pipeline_{name}_stage",
                 ("ignore_virtual", "vp_stage"),
-                f"returns true on rank 0 for the {name} stage of a V; scripts read data on ranks where it is true",
+                f"returns true on rank 0 for the {name} stage of a V; scripts read data where this function is true",
                 partial(self._in_script, handle),
             )
         yield Hook(
@@ -157,52 +157,52 @@ class ScriptHooks:
 
     def _optimizer_hooks(self) -> Iterator[Hook]:
         """The hooks that post-validation and hierarchical SGD share."""
-        whose = "the optimizer, whose steps the schedule takes, or whose parameters replicas average"
-        chain = "the chain of Muon and the optimizer that it gets from the function above"
+        whose = "the optimizer for post-validation and for the averaging of replicas"
+        chain = "the chain of Muon and the optimizer of `get_megatron_optimizer`"
         for function, kept in ((":get_megatron_optimizer", whose), (".muon:get_megatron_muon_optimizer", chain)):
             path = f"megatron.core.optimizer{function}"
             yield Hook(path, (), f"keeps {kept}", lambda call: self.script_run.keep_optimizer(call))
         yield Hook(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
             ("self",),
-            "reports the step that the schedule has taken, validated if its norm is logged; replicas average after it",
+            "reports the schedule's step; validates the step if its gradient norm is logged; then averages replicas",
             lambda call: self.script_run.step(call),
         )
         yield Hook(
             "megatron.training.checkpointing:save_checkpoint",
             (),
-            "validates the last step, and averages replicas, before they are saved",
+            "validates the last step and averages replicas before a checkpoint is saved",
             lambda call: self.script_run.save(call),
         )
 
     def needed(self) -> Iterator[Needed]:
-        """Unhooked functions that the launcher needs; they differ, or may come to differ, between Megatron versions."""
+        """Functions that the launcher needs but does not hook; another version of Megatron may lack or change them."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
             "megatron.training.checkpointing:load_args_from_checkpoint",
             ("args",),
-            "reads the arguments in a checkpoint, with the layout that was chosen for its job",
+            "reads a checkpoint's arguments, which include the layout chosen for the saved job",
         )
         yield Needed(
             "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
             ("run_function", "distribute_saved_activations"),
-            "runs a block of layers and keeps only its input; R runs the block again, ahead of its backward",
+            "runs a block of layers and keeps only the block's input; R runs the block again before its backward",
         )
         yield Needed(
             "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
             ("config", "layer_number", "pg_collection", "vp_stage"),
-            "builds a layer; with `--zero-bubble-seed-by-layer` the layer's seed is set before",
+            "builds a layer; `--zero-bubble-seed-by-layer` sets the layer's seed first",
         )
         yield Needed(
             "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
             ("layer_number",),
-            "builds a layer of multi-token prediction; its seed is set before, likewise",
+            "builds a layer of multi-token prediction; `--zero-bubble-seed-by-layer` sets its seed first",
         )
         yield Needed(
             "megatron.core.pipeline_parallel.schedules:set_current_microbatch",
             ("model", "microbatch_id"),
-            "tells a layer its microbatch, from which the seed of its dropout follows",
+            "sets a layer's microbatch number, from which the seed of the layer's dropout follows",
         )
 
     @property
@@ -260,7 +260,7 @@ def _script_arguments() -> Namespace | None:
 
     try:
         return get_args()
-    except AssertionError:  # not initialized
+    except AssertionError:  # Megatron-LM's arguments do not exist yet.
         return None
 
 
@@ -271,14 +271,14 @@ def _defer_weight_gradients(call: Call) -> None:
 
 
 def cpu_hooks() -> Iterator[Hook]:
-    """The hooks of `--zero-bubble-cpu` in Megatron-LM's trainer, beside the substitutions of `mcore/cpu.py`."""
+    """The hooks of `--zero-bubble-cpu` in Megatron-LM's trainer, in addition to the substitutions of `mcore/cpu.py`."""
 
     def allow_no_cuda(call: Call) -> Any:
         from megatron.training.global_vars import get_args
 
         call["allow_no_cuda"] = True
         result = call.proceed()
-        # Otherwise the first save starts a process that imports megatron-core anew, without the substitutions.
+        # Otherwise the first save starts a process that imports megatron-core without the CPU substitutions.
         write_in_threads(keep_results=not getattr(get_args(), "async_save", False))
         return result
 
@@ -302,13 +302,13 @@ def cpu_hooks() -> Iterator[Hook]:
     yield Hook(
         "megatron.core.datasets.utils:compile_helpers",
         (),
-        "does nothing where there is no Makefile, as in the wheels of megatron-core, which have the compiled helper",
+        "does nothing without a Makefile: megatron-core's wheels contain the compiled helper and no Makefile",
         compile_where_possible,
     )
     yield Hook(
         "megatron.legacy.fused_kernels:load",
         (),
-        "does nothing; the original would look for nvcc",
+        "does nothing; the original function needs nvcc, the compiler of CUDA",
         lambda call: None,
         versions=("0.16",),
     )

@@ -87,7 +87,7 @@ class Target:
 
 
 class InstalledHooks:
-    """Puts hooks in place of functions, also in modules that imported a function by name, until `restore()`.
+    """Replaces functions by hooks until `restore()`, also in modules that imported the functions by name.
 
     The constructor checks all functions before it replaces the first function.
 

@@ -1,4 +1,4 @@
-"""`enable` and `disable`: hook a schedule into the training loop of this process, and remove it."""
+"""`enable` and `disable`: run this process's training loop with a zero-bubble schedule, or undo this."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Launch:
         has_trainer = find_spec("megatron.training") is not None
         if has_trainer:
             importlib.import_module("megatron.training.training")
-        # Imported after the CPU substitutions: importing megatron-core looks for a device and compiles.
+        # Imported after the CPU substitutions, because importing megatron-core looks for a device and compiles code.
         from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 
         hooks: list[Hook] = []
@@ -107,7 +107,7 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
     Every rank must call this function before Megatron-LM's `pretrain` or, in another loop, before the model is built.
 
     Args:
-        schedule: the value of `--zero-bubble-schedule`; None plans one from measured times, as `--zero-bubble` does.
+        schedule: the value of `--zero-bubble-schedule`; None plans a schedule, like `--zero-bubble`.
         cpu: run on a machine without CUDA, like `--zero-bubble-cpu`.
         settings: other flags by name: `memory_limit="1.5"` is `--zero-bubble-memory-limit 1.5`.
 

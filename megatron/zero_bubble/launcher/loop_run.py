@@ -23,11 +23,11 @@ from megatron.zero_bubble.session.settings import job_settings
 from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 _NEED_MEGATRON_LM = {
-    "zero_bubble_post_validation": "it has to know which steps the loop logs",
-    "hierarchical_sgd": "it has to know when the loop logs, evaluates and saves",
-    "zero_bubble_seed_by_layer": "it has to know the loop's seed",
+    "zero_bubble_post_validation": "post-validation depends on which steps the loop logs",
+    "hierarchical_sgd": "hierarchical SGD depends on when the loop logs, evaluates and saves",
+    "zero_bubble_seed_by_layer": "layer seeds are derived from the seed of Megatron-LM's trainer",
 }
-"""Settings that work only with Megatron-LM's trainer, and the reasons."""
+"""Setting that works only with Megatron-LM's trainer -> reason."""
 
 
 @dataclass
@@ -117,14 +117,14 @@ class LoopRun:
             model.chunks.append(call["self"])
 
     def lay_out_parameters(self, call: Call) -> Any:
-        """Hook around `compute_full_param_layout`: first spread the vocabulary, whose parameters DDP will wrap."""
+        """Hook around `compute_full_param_layout`: shard the vocabulary before DDP's buffers are laid out."""
         with users_mistakes():
             for model in self._models:
                 shard_before_layout(call, model.built, model.shard)
         return call.proceed()
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Hook around `get_forward_backward_func`: return a function that runs the schedule of the given model."""
+        """Hook around `get_forward_backward_func`: return a function that runs the schedule of its argument `model`."""
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:
@@ -190,9 +190,9 @@ def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
         model_chunks=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         decoder_first_pipeline_num_layers=config.num_layers_in_first_pipeline_stage,
         decoder_last_pipeline_num_layers=config.num_layers_in_last_pipeline_stage,
-        # Provisional: the first step gives the number of microbatches.
+        # A provisional batch size, because only the first step gives the number of microbatches.
         global_batch_size=parallel_state.get_data_parallel_world_size() * num_ranks,
-        # Without a given size, megatron-core sets the number of ranks.
+        # If the user gives no group size, megatron-core sets the group size to the number of ranks.
         microbatch_group_size_per_virtual_pipeline_stage=None if group_size == num_ranks else group_size,
         allow_padding_num_layers=True,
     )

@@ -65,7 +65,7 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """The hooks for the stages of the layout, made before the model is built; they do nothing for an open layout.
+        """The hooks that build the stages of the layout; while the layout is still open, the hooks do nothing.
 
         Args:
             is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.
@@ -73,7 +73,7 @@ class Run:
         job, placement = self.session.job, self.session.job.first_placement
         has_copy = not job.flags.untie_embeddings_and_output_weights or job.flags.mtp_num_layers
         if has_copy and placement.rank_of(0) == placement.rank_of(placement.num_stages - 1):
-            # Fully parallel saving divides a rank's weights by name among replicas and saves both embedding copies.
+            # Fully parallel saving assigns weights to replicas by name, and would save both copies of the embedding.
             self._script.ckpt_fully_parallel_save = False
         layout = None
         if job.flags.pattern is None and (is_chosen or placement.kind == "v"):
@@ -92,7 +92,7 @@ class Run:
         return call.proceed()
 
     def set_up_model(self, call: Call) -> Any:
-        """Hook around `setup_model_and_optimizer`: choose the layout if it is open; let the script build a model."""
+        """Hook around `setup_model_and_optimizer`: choose an open layout, then let the script build its model."""
         if self.session.job.is_layout_open and not self.units.is_building:
             is_chosen = settle_layout(self._script, self.session, self.units, call)
             self.stages = self._placed(is_chosen=is_chosen)
@@ -148,7 +148,7 @@ class Run:
         self._chunks.append(call["self"])
 
     def lay_out_parameters(self, call: Call) -> Any:
-        """Hook around `compute_full_param_layout`: first spread the vocabulary, whose parameters DDP will wrap."""
+        """Hook around `compute_full_param_layout`: shard the vocabulary before DDP's buffers are laid out."""
         if not self.units.is_building:
             with users_mistakes():
                 shard_before_layout(call, self._built, self._shard)
@@ -191,7 +191,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`: take the step unless the schedule took it; average parameters if due."""
+        """Hook around `optimizer.step()`: take a step unless the schedule took it; then average replicas if due."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)

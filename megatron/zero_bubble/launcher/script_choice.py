@@ -40,7 +40,7 @@ _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
 )
-"""Script arguments with which megatron-core builds the model without a layout, or not from arguments alone."""
+"""Script arguments for models that megatron-core cannot build from a pipeline layout and other arguments alone."""
 _RESHARDED = "torch_dist"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -50,9 +50,9 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
     Stages may be uneven while the layout is open, and with `--allow-padding-num-layers`.
 
-    Megatron-LM refuses a number of layers that the stages do not divide, unless a layout spreads the layers. The hook
-    therefore replaces the number of chunks by an even layout. If the job's layout is open, the hook later removes the
-    even layout.
+    Megatron-LM refuses a number of layers that the stages do not divide, unless the arguments give a layout. During the
+    call, the arguments therefore give the most even layout in place of the number of chunks. If zero bubble chooses the
+    layout, the hook removes the most even layout after the call.
     """
     script = call["args"]
     with users_mistakes():
@@ -62,7 +62,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
         refuse_script_settings(script, job)
         layout = _even_layout(script, job) if job.pattern is None else None
     if job.pattern is not None:
-        with users_mistakes():  # Megatron-LM says what is wrong with a pattern
+        with users_mistakes():  # Megatron-LM's errors describe a wrong pattern
             return call.proceed()
     if layout is None:
         return call.proceed()
@@ -143,7 +143,7 @@ def build_layout(script: Namespace, setup: Call, job: JobSettings, stages: Scrip
     num_chunks = placement.num_chunks if placement.num_chunks > 1 else None
     script.num_layers_per_virtual_pipeline_stage = script.num_virtual_stages_per_pipeline_rank = None
     script.virtual_pipeline_model_parallel_size = num_chunks
-    # From Megatron-LM 0.19 on, scripts make the model's configuration and collect the groups before `setup`.
+    # From Megatron-LM 0.19 on, scripts make the model's configuration and collect the process groups before `setup`.
     groups = setup.get("pg_collection")
     if groups is not None:
         groups.embd = parallel_state.get_embedding_group(check_initialized=False)
@@ -162,8 +162,8 @@ def _saved_choice(script: Namespace, job: JobSettings) -> ChosenLayout | None:
     def read() -> ChosenLayout | None:
         from megatron.training.checkpointing import load_args_from_checkpoint
 
-        # A collective call, which changes its arguments in place, and returns them with the arguments of the
-        # checkpoint, if there are any.
+        # A collective call, which changes the given arguments in place. If the checkpoint has arguments, the
+        # result is a pair of the given arguments and the checkpoint's arguments.
         with contextlib.redirect_stdout(io.StringIO()):
             result = load_args_from_checkpoint(copy.copy(script))
         return saved_choice(result[1], job.flags) if isinstance(result, tuple) else None
@@ -176,11 +176,11 @@ def _reason_to_keep(script: Namespace) -> str | None:
     if getattr(script, "skip_train", False):
         return "the run only evaluates"
     if (name := _other_source(script)) is not None:
-        return f"with {flag_name(name)} no other is known to work"
+        return f"with {flag_name(name)} no other layout is known to work"
     for name in ("load", "pretrained_checkpoint"):
         folder, kind = getattr(script, name, None), getattr(script, "ckpt_format", "torch")
         if folder and kind != _RESHARDED and Path(folder, _TRACKER).is_file():
-            return f"the checkpoint in {flag_name(name)} {folder} fits no other unless it is in torch_dist format"
+            return f"the checkpoint in {flag_name(name)} {folder} is not in torch_dist format and fits no other layout"
     return None
 
 

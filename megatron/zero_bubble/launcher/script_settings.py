@@ -151,8 +151,8 @@ def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
             continue
         if any(getattr(script, end, None) is not None for end in _ENDS):
             raise SessionError(
-                f"--hybrid-layer-pattern {text}: with {num_chunks} model chunks a rank its | say which layers a stage "
-                "has: leave out --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+                f"--hybrid-layer-pattern {text}: with {num_chunks} model chunks a rank, the | give the layers of each "
+                "stage: leave out --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
             )
         num_stages = script.pipeline_model_parallel_size * num_chunks
         setattr(script, name, str(pattern.divided(spread_layers(len(pattern.symbols), num_stages, text))))

@@ -21,8 +21,8 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 class ScriptStages:
     """Hooks that put the stages of a script's model on the ranks of a placement.
 
-    A V placement has the first and the last stage on rank 0. To decide whether to read data, a script asks
-    megatron-core which stage runs. A script also expects the losses on the last rank, which logs them.
+    A V placement has the first and the last stage on rank 0. A script reads data if megatron-core
+    says that the first or the last stage runs, and logs the losses on the last rank.
 
     Args:
         layout: the layers of each stage, in model order, in megatron-core's notation; None if the script's own
@@ -46,7 +46,7 @@ class ScriptStages:
         """Hook around `TransformerConfig.__post_init__`: give the new configuration the layout."""
         config = call["self"]
         if self._layout is not None and self._is_to_place(config):
-            # megatron-core's other ways to spread layers over ranks are in this layout already.
+            # The layout already includes the effect of these settings.
             config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
             config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
             config.pipeline_model_parallel_layout = self._layout
@@ -54,7 +54,7 @@ class ScriptStages:
         self.configure(config)
 
     def configure_old(self, call: Call) -> Any:
-        """Hook around functions that read a layout: give the layout to a configuration that the script made early."""
+        """Hook around functions that read a layout: give the layout to a configuration made before the layout."""
         self.configure(call["config"])
         return call.proceed()
 
@@ -113,7 +113,7 @@ class ScriptStages:
         return self._stage_of(call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the script's forward step, during which the stage hooks of a V answer for the stage of the step."""
+        """Wrap the script's forward step; in a V, the hooks for the first and last stage refer to the running stage."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
             with self._at(self._stage_of(get_attr_wrapped_model(model, "vp_stage"))):

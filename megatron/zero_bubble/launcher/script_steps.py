@@ -7,8 +7,8 @@ return the norm of the gradients. Gradients are zeroed when the step is validate
 a pending step.
 
 Megatron-LM reduces each iteration's loss over all replicas, so that all replicas would wait in every iteration. Under
-hierarchical SGD, Megatron-LM gets this replica's own loss in a form that it does not reduce, and the sums of losses are
-reduced before a log line is printed.
+hierarchical SGD, Megatron-LM gets this replica's own loss in a form that Megatron-LM does not reduce. The sums of
+losses are reduced before a log line is printed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Hook around zeroing gradients: skip the call while a step is pending; settling the step zeroes them."""
+        """Hook around zeroing gradients: skip the call while a step awaits validation, which zeroes gradients."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
@@ -89,7 +89,7 @@ class ScriptPostValidation:
         """Hook in place of a reduction of a value that is equal on all ranks: return the value without waiting."""
         if self._post_validation is None:
             return call.proceed()
-        # The reduction converts numbers to fp32, which changes the last digits of a logged learning rate.
+        # The replaced reduction converts to fp32, too, which changes the last digits of a logged learning rate.
         return torch.tensor(value, dtype=torch.float32).item() if isinstance(value, float) else value
 
 
@@ -212,12 +212,12 @@ def replica_hooks(replicas: Callable[[], ScriptReplicas]) -> Iterator[Hook]:
     yield Hook(
         "megatron.training.training:training_log",
         ("loss_dict", "total_loss_dict", "iteration"),
-        "takes the mean of the losses over replicas before a line is printed, no longer in every iteration",
+        "averages the losses over replicas before a log line is printed, and not in every iteration",
         lambda call: replicas().average_logged_losses(call),
     )
     yield Hook(
         "megatron.training.training:evaluate_and_print_results",
         ("iteration",),
-        "averages all replicas before they are evaluated",
+        "averages the parameters of all replicas before an evaluation",
         lambda call: replicas().average_first(call),
     )

@@ -1,6 +1,7 @@
-"""Measures the costs of a script's model before the script builds it. The script's own code builds the model's units.
+"""Measures the costs of a script's model before the script builds it, unit by unit.
 
-For every unit, the script begins to build its model, as a pipeline of one rank. A hook around the model's constructor
+A unit is the embedding, a layer, or all modules after the layers. The script's own code builds the units: for every
+unit, the script begins to build its model, as a pipeline of one rank. A hook around the model's constructor
 then builds the unit in place of the model, and a hook around DDP raises an exception, which leaves the script's code.
 """
 
@@ -122,7 +123,7 @@ class ScriptUnits:
         self.shapes_vary = config.variable_seq_lengths
         settings = Namespace(**{**_PRECISION, **vars(script), **vars(self._flags)})
         context_size = parallel_state.get_context_parallel_world_size()
-        # With context parallelism attention is Transformer Engine's, which makes the mask itself.
+        # With context parallelism, Transformer Engine computes the attention and makes the mask itself.
         has_mask = context_size == 1 and bool(getattr(script, "create_attention_mask_in_dataloader", False))
         microbatch = random_microbatch(
             arguments["vocab_size"], script.micro_batch_size, script.seq_length // context_size, has_mask=has_mask
@@ -142,7 +143,7 @@ class ScriptUnits:
         except _BuildsModel as begun:
             return begun.arguments
         known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
-        raise SessionError(f"costs are measured of a {known} of megatron-core, and the script has built another model")
+        raise SessionError(f"costs can be measured only for megatron-core's {known}, but the script builds another")
 
     def _build(self, setup: Call, unit: Unit, store: WeightGradStore) -> torch.nn.Module:
         self._unit, self._store = unit, store
@@ -150,11 +151,11 @@ class ScriptUnits:
             self._begin(setup)
         except _HasBuilt as built:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # scripts make DDP on a stream of its own
+                torch.cuda.synchronize()  # scripts wrap the model in DDP on a separate stream
             return built.model
         finally:
             self._unit = None
-        raise SessionError("costs are measured of models in DDP, and the script has built one without")
+        raise SessionError("costs can be measured only for a model in DDP, but the script builds a model without DDP")
 
     def _begin(self, setup: Call) -> None:
         """Let the script begin to build its model, and drop the script's output, which would be misleading."""
@@ -166,7 +167,7 @@ class ScriptUnits:
         unit = self._unit
         if unit is None:
             raise _BuildsModel(call)
-        # The configuration may belong to the script's model.
+        # Copied, because the script may build its own model with the same configuration.
         config = copy.copy(call["config"])
         config.num_layers = 1
         if not unit.is_last:
@@ -192,9 +193,9 @@ class ScriptUnits:
         return list(call["main_pattern"]), 0
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Hook around the constructor of DDP: while a unit is built, split and wrap the unit, and leave the script."""
+        """Hook around the constructor of DDP: while a unit is built, split and wrap the unit; raise `_HasBuilt`."""
         split_weight_gradients([call["module"]], self._store)
-        # Only forward and backward communicate: replicas neither gather nor reduce.
+        # During the measurement, replicas neither gather parameters nor reduce gradients.
         defer_in_ddp(call, overlap_grad_reduce=False, overlap_param_gather=False)
         call.proceed()
         raise _HasBuilt(call["self"])

@@ -153,7 +153,7 @@ class TorchAttention(LocalAttention):
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Let each tensor-parallel rank draw its own dropout; under sequence parallelism, every rank already does."""
+        """Let each tensor-parallel rank draw its own dropout; with sequence parallelism, every rank already does so."""
         if self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()

@@ -53,7 +53,7 @@ _METADATA_NAMES = {
         *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
     )),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    # Written by torch up to 2.2 and by megatron-core up to 0.15.
+    # These classes are written by torch up to 2.2 and by megatron-core up to 0.15.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
@@ -247,7 +247,7 @@ class _Planner(torch_dist.MCoreLoadPlanner):
         if "_extra_state" in read_item.dest_index.fqn:
             for part in objects:
                 _check_extra_state(read_item.dest_index.fqn, part)
-        # torch unpickles without restriction, so it gets only bytes that were just pickled here.
+        # torch's planner unpickles without restriction, and therefore gets only bytes that were pickled here.
         harmless = io.BytesIO()
         torch.save(objects, harmless)
         harmless.seek(0)

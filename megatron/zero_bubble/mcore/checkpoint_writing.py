@@ -23,7 +23,7 @@ from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.runtime.joint import jointly
 
 _ONLY_ON_RANK_0 = (
-    # A method up to megatron-core 0.16, and a function up to 0.18; later versions write no `common.pt`.
+    # `save_common` is a method up to megatron-core 0.16 and a function up to 0.18; later versions write no `common.pt`.
     (getattr(common_strategies, "TorchCommonSaveStrategy", serialization), "save_common"),
     (filesystem_async.FileSystemWriterAsync, "finish"),
     (serialization, "save_config"),

@@ -40,7 +40,7 @@ def checkpoint_every_layer(config: Any) -> None:
 def shorter_last_blocks() -> AbstractContextManager[None]:
     """Let the last block of a stage have fewer layers than `recompute_num_layers`, as from megatron-core 0.17 on.
 
-    megatron-core 0.16 asks the stage for layers after its last one, which here return their inputs.
+    megatron-core 0.16 requests layers after the last layer of the stage; these layers return their inputs.
     """
     if not megatron.core.__version__.startswith("0.16."):
         return nullcontext()
@@ -118,7 +118,7 @@ class _DroppedBlock(torch.autograd.Function):
             edges, grads = zip(
                 *((edge, grad) for edge, grad in zip(outputs, output_grads, strict=True) if edge), strict=True
             )
-            # `torch.autograd.backward` takes such edges only in later versions than the oldest supported one.
+            # The oldest supported torch does not accept gradient edges in `torch.autograd.backward`.
             torch.autograd.Variable._execution_engine.run_backward(
                 edges, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
             )

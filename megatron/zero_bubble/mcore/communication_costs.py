@@ -53,7 +53,7 @@ def measure_collective_of_pipeline(spec: TensorSpec, timeout: timedelta) -> floa
 
 
 def exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Send a message to the next rank of a group and receive one from the previous rank, in a ring."""
+    """Send a message to the next rank of a group and receive a message from the previous rank, in a ring."""
     size, rank = group.size(), group.rank()
     after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
     ops = [

@@ -35,12 +35,12 @@ from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
 class AttentionKernel(Enum):
     """An implementation of attention; implementations differ in their memory and in their matrix products."""
 
-    LOCAL = "megatron-core's own, which keeps the scores, and the softmax's output in fp32"
+    LOCAL = "megatron-core's own attention, which keeps the scores, and the softmax's output in fp32"
     TORCH = "a fused kernel of torch's scaled_dot_product_attention"
     TORCH_MATH = "torch's scaled_dot_product_attention where no fused kernel fits, which keeps the scores in fp32"
-    TE_UNFUSED = "Transformer Engine's unfused one, which keeps the scores"
+    TE_UNFUSED = "Transformer Engine's unfused attention, which keeps the scores"
     TE_FLASH = "flash-attn in Transformer Engine"
-    TE_FUSED = "cuDNN's in Transformer Engine"
+    TE_FUSED = "cuDNN's fused attention in Transformer Engine"
 
     @property
     def keeps_scores(self) -> bool:
@@ -52,7 +52,7 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Give the layers of a local model, except the projections, the memory and the operations of a GPU's kernels."""
+    """Make the layers of a local model, except the projections, count as much memory and work as a GPU's kernels."""
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
             vars(module)["forward"] = partial(_norm, module)
@@ -236,7 +236,7 @@ def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """Stand in for one kernel of `mamba_ssm`, which computes convolution, scan and gate, and for the norm after it.
+    """Stand in for the kernel of `mamba_ssm` that computes convolution, scan and gate, and for the norm after the gate.
 
     Mamba's kernel keeps its input, and its output before the gate. The number of operations is Megatron-LM's estimate.
     """
@@ -273,7 +273,7 @@ def _duplicate(attention: Any) -> None:
                 init_method=split.config.init_method,
                 bias=False,
                 gather_output=False,
-                tp_group=parallel_state.get_pipeline_model_parallel_group(),  # of one rank
+                tp_group=parallel_state.get_pipeline_model_parallel_group(),  # a group of one rank
             )
             whole.weight.tensor_model_parallel = False
             setattr(attention, name, whole)

@@ -58,7 +58,7 @@ class CpuSubstitution:
         self._added = [name for name in environment if name not in os.environ]
         os.environ.update({name: environment[name] for name in self._added})
         self._originals: list[tuple[Any, str, Any]] = []
-        for owner, name, replacement, _ in list(applied):  # imports megatron-core, which reads the environment
+        for owner, name, replacement, _ in list(applied):  # `list` imports megatron-core, which reads the environment
             self._originals.append((owner, name, owner.__dict__.get(name, _ABSENT)))
             setattr(owner, name, replacement)
 
@@ -93,7 +93,7 @@ def _devices() -> Iterator[Substitution]:
     reason = "megatron-core allocates on the current CUDA device"
     yield Substitution(torch.cuda, "current_device", lambda: "cpu", reason)
     for name in FACTORIES:
-        yield Substitution(torch, name, _on_cpu(getattr(torch, name)), 'megatron-core calls it with device="cuda"')
+        yield Substitution(torch, name, _on_cpu(getattr(torch, name)), 'megatron-core passes device="cuda"')
     reason = "Megatron-LM makes its process groups only where there is a device"
     yield Substitution(torch.cuda, "device_count", lambda: 1, reason)
     yield Substitution(torch.cuda, "synchronize", _nothing, "timers and the optimizer wait for the device")
@@ -110,7 +110,7 @@ def _meshes() -> Iterator[Substitution]:
         def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
             return torch.distributed.DeviceMesh.from_group(group, "cpu", *args, **kwargs)
 
-    yield Substitution(fsdp, "DeviceMesh", CpuMesh, "its wrapper of FSDP makes a mesh of CUDA devices")
+    yield Substitution(fsdp, "DeviceMesh", CpuMesh, "megatron-core's wrapper of FSDP makes a mesh of CUDA devices")
 
 
 def _streams() -> Iterator[Substitution]:
@@ -137,15 +137,15 @@ def _random_state() -> Iterator[Substitution]:
     for name in ("manual_seed", "manual_seed_all"):
         yield Substitution(torch.cuda, name, generator.manual_seed, reason)
     yield Substitution(random, "_set_cuda_rng_state", generator.set_state, reason)
-    reason = "what a module draws, dropout for example, comes from the device's generator"
+    reason = "modules draw random numbers, such as dropout's, from the device's generator"
     yield Substitution(torch.nn.Module, "__call__", generator.drawn_from_in(torch.nn.Module.__call__), reason)
-    reason = "so does what a node of a schedule plan draws outside of a module"
+    reason = "nodes of a schedule plan draw outside of modules from the device's generator"
     yield Substitution(ScheduleNode, "forward", generator.drawn_from_in(ScheduleNode.forward), reason)
     tracker = random.CudaRNGStatesTracker
-    reason = "what is drawn in a fork of the device's random state, initial weights for example, comes from it"
+    reason = "draws in a fork of the device's random state, such as initial weights, use the device's generator"
     yield Substitution(tracker, "fork", generator.forked(tracker.fork), reason)
     warning = "CPU RNG state changed within GPU RNG context"
-    reason = "the tracker warns when the CPU generator moves inside a CUDA fork; here it makes the draws of both"
+    reason = "the tracker warns of CPU draws in a CUDA fork, but here the CPU generator draws for the device, too"
     yield Substitution(
         logging.getLogger(random.__name__), "filter", lambda record: warning not in record.getMessage(), reason
     )
@@ -211,7 +211,7 @@ class _DeviceGenerator:
 
 
 def _tensor_substitutions() -> Iterator[Substitution]:
-    reason = "there is nowhere to move it"
+    reason = "there is no CUDA device to move tensors to"
     yield Substitution(torch.Tensor, "cuda", lambda self, *args, **kwargs: self, reason)
     yield Substitution(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self, reason)
     for kind in _TENSOR_TYPES:
@@ -223,10 +223,10 @@ def _tensor_substitutions() -> Iterator[Substitution]:
 def _experts() -> Iterator[Substitution]:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    reason = "it makes only of a GPU's tensors the numbers that an all-to-all takes as sizes"
+    reason = "an all-to-all takes numbers as sizes, and the original function converts only tensors on a GPU"
     yield Substitution(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers, reason)
     if not hasattr(moe_utils, "te_general_gemm"):
-        reason = "the router asks whether it is None, and without Transformer Engine the name is not there"
+        reason = "the router compares this name with None, but only Transformer Engine defines the name"
         yield Substitution(moe_utils, "te_general_gemm", None, reason)
 
 
@@ -240,10 +240,10 @@ def _hybrid_models() -> Iterator[Substitution]:
 
     if not find_spec("transformer_engine"):
         stack = importlib.import_module(STACK_MODULE)
-        yield Substitution(stack, "TENorm", LocalNorm, "after the last layer it has a norm of Transformer Engine")
+        yield Substitution(stack, "TENorm", LocalNorm, "the norm after the last layer is Transformer Engine's")
         name = "is_inference_column_parallel_linear"
         if hasattr(multi_token_prediction, name):
-            reason = "it compares with a class that is there only with Transformer Engine"
+            reason = "the function compares with a class that only Transformer Engine defines"
             yield Substitution(multi_token_prediction, name, lambda layer: False, reason)
     if not mamba_mixer.HAVE_MAMBA_SSM:
         reason = "Mamba's kernels are written for CUDA"

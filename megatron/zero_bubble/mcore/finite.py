@@ -77,7 +77,7 @@ class FiniteCheck:
         for chunk in chunks:
             # FSDP has no buckets.
             for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
-                # DDP calls this before it reduces gradients, if its config asks for a check.
+                # DDP calls `check_grads` before it reduces gradients, if DDP's config enables the check.
                 group.check_grads = partial(self._record_norms, group)
 
     def _record_norms(self, group: Any, **unused: bool) -> None:
@@ -90,7 +90,7 @@ class FiniteCheck:
 
         def prepare_grads() -> bool:
             is_found = prepare()
-            if is_found:  # with a constant loss scale, which does not adapt
+            if is_found:  # an Inf or NaN under a constant loss scale
                 self.check_norm(None)
             return is_found
 

@@ -48,7 +48,7 @@ class GradSync:
         self._entered: dict[int, contextlib.AbstractContextManager[Any]] = {}
 
     def enable(self, chunk: int, enabled: bool) -> None:
-        """Leave `no_sync` of `chunk` if `enabled`, so that DDP counts the chunk's gradients as ready; else enter it."""
+        """Leave `no_sync` of `chunk` if `enabled`, so that DDP counts the gradients as ready; else enter `no_sync`."""
         if enabled and chunk in self._entered:
             self._entered.pop(chunk).__exit__(None, None, None)
         elif not enabled and chunk not in self._entered:
@@ -75,7 +75,7 @@ class MegatronStage:
         num_tokens: sum of the token counts that the loss function returned.
         finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
-        num_early_forwards: number of forwards that all ranks together run before VALIDATE.
+        num_early_forwards: number of forwards that all ranks together run before the last step is validated.
         recomputation_store: the executor's `RecomputationStore`; None if B recomputes as the model's config says.
         vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not sharded.
     """
@@ -162,7 +162,7 @@ class MegatronStage:
         if not self.shapes_vary and tuple(output.shape) != self.output_shape:
             raise ForwardStepError(
                 f"stage {stage} sends a tensor of shape {tuple(output.shape)}, but messages have {self.output_shape}, "
-                "as the model's configuration says: with config.variable_seq_lengths = True each tells its own shape"
+                "as the model's configuration says: config.variable_seq_lengths = True allows messages of any shape"
             )
 
     def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
@@ -211,7 +211,7 @@ class MegatronStage:
         self.vocabulary.exchange(op)
 
     def _embed(self, microbatch: int) -> None:
-        """Run E; on the rank of the first stage, E first reads the microbatch, which the F of that stage uses, too."""
+        """Run E; on the rank of the first stage, first read the microbatch, which F of the first stage uses, too."""
         assert self.vocabulary is not None
         if self.rank == self.placement.rank_of(0):
             chunk = self.placement.chunk_of(0)
@@ -221,7 +221,7 @@ class MegatronStage:
         self.vocabulary.embed(microbatch)
 
     def _compute_loss(self, microbatch: int) -> None:
-        """Run L: compute the user's loss from all tokens' losses, and its gradient with respect to these losses."""
+        """Run L: compute the user's loss from the losses of all tokens, and the gradients of these losses."""
         assert self.vocabulary is not None
         chunk = self.placement.chunk_of(self.placement.num_stages - 1)
         losses, loss_function = self.vocabulary.begin_loss(microbatch)

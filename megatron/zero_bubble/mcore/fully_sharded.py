@@ -3,7 +3,7 @@
 The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
 the layer's backward, and reduces the gradients there. In a zero-bubble schedule, W computes the gradients of weights
 later and outside of autograd. In this module, FSDP2 only accumulates gradients in backward. The gradients of a layer
-are reduced explicitly after the layer's last W of a step; torch's own pipelines reduce them after the last backward.
+are reduced explicitly after the layer's last W of a step; torch's pipelines reduce gradients after the last backward.
 The reduced gradients equal the gradients of DDP, because both are summed in the same order.
 """
 
@@ -52,9 +52,9 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         gradient_dtype: torch.dtype,
     ) -> None:
         name = "register_wgrad_accumulation_and_reduce_hooks"
-        # For each weight whose gradient W computes, the function that sets its callback after W.
+        # Weight whose gradient W computes -> function that registers a callback after the W of this weight.
         hooks = {(id(layer), "weight"): getattr(layer, name) for layer in module.modules() if hasattr(layer, name)}
-        # Reduction begins layer by layer, while other layers' W are still to come.
+        # With overlap, the reduction of a layer's gradients begins before the W of other layers.
         ddp_config = TorchFullyShardedDataParallelConfig(
             reshard_after_forward=not keeps_parameters,
             delay_wgrad_compute=True,
@@ -100,8 +100,8 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
     def _set_up_gathering(self) -> None:
         """Let each layer start to gather the parameters of the next layer before the layer itself computes.
 
-        By default, FSDP gathers layers in the order of the latest forwards, which in a pipeline are of other
-        microbatches.
+        By default, FSDP gathers layers in the order of the latest forwards, which in a pipeline belong to
+        other microbatches.
         """
         order = [self._root, *self._layers]
         for before, after in pairwise(order):

@@ -63,7 +63,7 @@ class NoSparseAttention:
         known = ", ".join(f"{symbol} ({words})" for symbol, words in local_layers().items())
         raise ValueError(
             "--hybrid-layer-pattern: local layers have no sparse attention (D), which multiplies with weights outside "
-            f"of its layers, so that W would not have their gradients; they have {known}"
+            f"of linear layers, so that W could not compute their gradients; the local layers are {known}"
         )
 
 

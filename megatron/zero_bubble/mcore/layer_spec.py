@@ -126,7 +126,7 @@ def block_spec(
     """Return the spec of one model chunk's decoder, which has the chunk's share of the model's layers."""
     layout: Any = config.pipeline_model_parallel_layout
     if layout is not None:
-        # The layout knows its rank; in a V, `pp_rank` is the rank on which megatron-core would have the stage.
+        # A `PlacedLayout` has its own rank; in a V, `pp_rank` is the rank to which megatron-core assigns the stage.
         chosen = layout.get_layer_id_list(vp_stage=vp_stage)
     else:
         start = get_transformer_layer_offset(config, vp_stage, pp_rank)

@@ -150,7 +150,7 @@ class _SplitLinear(torch.autograd.Function):
         *settings: Any,
     ) -> torch.Tensor:
         ctx.weight_grad = weight_grad
-        # The saved tensor is another object than the parameter while something counts saved tensors by hooks.
+        # The parameter is kept, too, because saved-tensor hooks can replace the saved tensor by another object.
         ctx.weight = weight
         *flags, tp_group = settings
         return LinearWithGradAccumulationAndAsyncCommunication.forward(
@@ -178,10 +178,10 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     elif ctx.sequence_parallel:
         full_grad_input, grad_input = grad_input, torch.empty_like(saved_input)
         handle = dist.reduce_scatter_tensor(grad_input, full_grad_input, group=ctx.tp_group, async_op=True)
-    # The rest needs no other rank and runs while the tensor-parallel ranks exchange the input's gradient.
+    # The following lines run while the tensor-parallel ranks exchange the input's gradient.
     grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
-    # Detached, because they would otherwise keep the graph of other layers alive until W, and W would be recorded. A
-    # gradient has a graph where a backward returns a tensor of its forward, as the loss's backward does in fp32.
+    # Detached, because an attached tensor keeps the graph of other layers alive until W, and makes autograd record W. A
+    # gradient has a graph if a backward returns a tensor of its forward, as the loss's backward does in fp32.
     saved_input, grad_output = saved_input.detach(), grad_output.detach()
     deferred = DeferredWeightGrad(
         ctx.weight_grad,

@@ -47,9 +47,9 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
         expert: number of expert-parallel ranks.
         expert_tensor: number of ranks that share an expert.
     """
-    assert not dist.is_initialized(), "counted before a job's ranks meet, or after they have parted"
+    assert not dist.is_initialized(), "a default process group exists already"
     random_state, shapes = torch.get_rng_state(), cast("Any", symbolic_shapes)
-    # A CUDA device of this machine has no part in the count either.
+    # Nothing may run on a CUDA device of this machine.
     cuda = CpuSubstitution(ENVIRONMENT, substitutions())
     substituted = CpuSubstitution({}, _substitutions())
     dist.init_process_group(
@@ -66,7 +66,7 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         with (
             torch.compiler.set_stance("force_eager"),
-            # A mask of tokens of other vocabulary shards then has a shape; its values decide nothing that is counted.
+            # `nonzero` of a mask then has a shape; the counts do not depend on the values of masks.
             shapes.patch(meta_nonzero_assume_all_nonzero=True),
         ):
             yield
@@ -80,7 +80,7 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
 
 def _substitutions() -> Iterator[Substitution]:
     reason = "tensors must have no data"
-    for name in {*FACTORIES} - {"triu", "tensor"}:  # `triu` takes a tensor, `tensor` makes numbers that are read
+    for name in {*FACTORIES} - {"triu", "tensor"}:  # `triu` takes a tensor; values of `tensor` are read
         yield Substitution(torch, name, _without_data(getattr(torch, name)), reason)
     yield Substitution(torch.cuda, "is_available", lambda: False, reason)
     yield Substitution(torch.cuda, "current_device", lambda: "meta", reason)
@@ -88,29 +88,29 @@ def _substitutions() -> Iterator[Substitution]:
     yield Substitution(torch.nn.Module, "cuda", _itself, reason)
     reason = "on a GPU dropout is one kernel, which keeps a byte for each element"
     yield Substitution(torch.nn.functional, "dropout", _dropout, reason)
-    reason = "a GPU rotates in one kernel, which keeps nothing of its own"
+    reason = "on a GPU the rotary embedding is one kernel, which keeps no tensors"
     for module in (attention, multi_latent_attention):
         yield Substitution(module, "apply_rotary_pos_emb", rotated, reason)
-    reason = "layers and microbatches share their causal mask, as they share parameters"
+    reason = "all layers and microbatches share one causal mask, which is therefore a parameter here"
     yield Substitution(fused_softmax, "get_default_causal_mask", _mask, reason)
-    reason = "the first backward makes it, on the device of that backward"
+    reason = "the first backward creates this scale on its own device"
     yield Substitution(MoEAuxLossAutoScaler, "main_loss_backward_scale", None, reason)
-    reason = "the last schedule of this process left its own, on the device of its losses"
+    reason = "an earlier schedule of this process has left a scale on the device of its losses"
     yield Substitution(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0), reason)
-    reason = "experts are alike, and a rank may have thousands"
+    reason = "a rank may have thousands of equal experts, which are counted as one module"
     experts = MergedExperts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     yield Substitution(backends.LocalSpecProvider, "grouped_mlp_modules", lambda *_: experts, reason)
     if find_spec("transformer_engine"):
         reason = "megatron-core gives a stack of local layers a norm of Transformer Engine, which needs a GPU"
         yield Substitution(layer_spec, "LayerNormImpl", layer_spec.LocalNorm, reason)
         yield Substitution(importlib.import_module(STACK_MODULE), "TENorm", layer_spec.LocalNorm, reason)
-    yield Substitution(mamba_mixer, "HAVE_MAMBA_SSM", True, "its kernels are counted, and do not run")
-    yield Substitution(mamba_mixer, "ExtendedRMSNorm", GatedRMSNorm, "it is one kernel, which does not run either")
+    yield Substitution(mamba_mixer, "HAVE_MAMBA_SSM", True, "Mamba's kernels are counted and do not run")
+    yield Substitution(mamba_mixer, "ExtendedRMSNorm", GatedRMSNorm, "the gated norm is one kernel, which does not run")
     for module in delta_net_modules(gated_delta_net):
         for name, kernel in delta_net_kernels(lambda *_: None).items():
             yield Substitution(module, name, kernel, "kernels of `fla` need data")
     if not hasattr(random, "FP8GlobalStateManager"):
-        reason = "megatron-core's recomputation asks for these, fp8 or not, and only Transformer Engine has them"
+        reason = "megatron-core's recomputation uses this name even without fp8, but only Transformer Engine defines it"
         without_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
         yield Substitution(random, "FP8GlobalStateManager", without_fp8, reason)
         for name in ("fp8_autocast", "activation_recompute_forward"):

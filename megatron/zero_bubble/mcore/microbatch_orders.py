@@ -38,7 +38,7 @@ class StepData:
         self._read = [None if source is None else list(islice(_items(source), count)) for source in iterators]
 
     def sizes(self) -> list[MicrobatchSize | None]:
-        """Return the size of every microbatch; None for a microbatch whose data does not tell its size."""
+        """Return the size of every microbatch; None for a microbatch of unknown size."""
         return [size_of(item) for item in next((items for items in self._read if items is not None), [])]
 
     def sizes_ahead(self) -> list[MicrobatchSize | None]:
@@ -196,6 +196,6 @@ class StepPlans:
         return None if self._planner is None else self._planner.take_times()
 
     def close(self) -> None:
-        """End the process that plans ahead."""
+        """End the process that plans steps ahead of time."""
         if self._planner is not None:
             self._planner.close()

@@ -91,7 +91,7 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     allocate_states(optimizer)
     for part in parts(optimizer):
         if part.init_state_fn is None:
-            part.init_state_fn = lambda *_: None  # megatron-core calls the function of SGD without defining it
+            part.init_state_fn = lambda *_: None  # megatron-core calls this function, but SGD has none
     shards = [part for part in parts(optimizer) if _is_distributed(part) and _is_torch_adam(part.optimizer)]
     for shard in shards:
         shard._set_main_param_and_optimizer_states = _setter_that_keeps_steps(shard)
@@ -167,7 +167,7 @@ def norm_groups(optimizer: MegatronOptimizer) -> list[tuple[list[MegatronOptimiz
 
 def gradients_of_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     """Return this rank's gradients that megatron-core includes in the global norm."""
-    # megatron-core has the first name up to 0.18 and the second from 0.19 on.
+    # The method has the first name up to megatron-core 0.18 and the second name from 0.19 on.
     names = ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
     gradients = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
     return gradients()

@@ -149,7 +149,7 @@ class PairedStage(MegatronStage):
         get_attr_wrapped_model(model, "set_input_tensor")([input_tensor])
         call = record_call(self.forward_step_func, self.data_iterators[chunk], model)
         planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
-        # The store of this project, and not the plan, says when a deferred weight gradient is computed.
+        # The `WeightGradStore`, and not the schedule plan, determines when W runs.
         delays, self._config.delay_wgrad_compute = self._config.delay_wgrad_compute, False
         try:
             plan = planned.build_schedule_plan(*call.arguments, **call.keywords)

@@ -43,7 +43,7 @@ class StagePosition:
 
 
 def chunk_groups(placement: Placement, rank: int, chunk: int) -> ProcessGroupCollection:
-    """Return the process groups for building chunk `chunk` of `rank`, which may be another rank than the caller."""
+    """Return the process groups for building chunk `chunk` of `rank`, which may differ from the caller's rank."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     position = placement.stage_of(rank, chunk) % placement.num_ranks
     if (position, placement.num_ranks) != (groups.pp.rank(), groups.pp.size()):
@@ -137,8 +137,8 @@ def finalize_gradients(
     """Run `config.finalize_model_grads_func` at the end of a step, for any placement; a collective call.
 
     Args:
-        num_tokens: number of tokens in this replica's step, a scalar that only the last stage's rank knows; None if the
-            loss is not averaged per token.
+        num_tokens: number of tokens in this replica's step, valid only on the last stage's rank; None if the loss is
+            not averaged per token.
     """
     if placement.rank_of(placement.num_stages - 1) == placement.num_ranks - 1:
         config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)

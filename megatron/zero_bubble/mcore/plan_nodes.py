@@ -39,7 +39,7 @@ def complete_plan(model: Any, plan: Any) -> None:
             _wrap(planned.mlp, partial(_with_norm, model.decoder.final_layernorm))
         if config.num_moe_experts == config.expert_model_parallel_size:
             # A rank's only expert takes the tokens as they arrive, without a copy, and needs them in its backward.
-            # megatron-core frees the tokens after the forward; from 0.18 on it handles this case itself.
+            # megatron-core frees the tokens after the forward; from 0.18 on, megatron-core keeps the tokens itself.
             planned.mlp.free_input = False
 
 

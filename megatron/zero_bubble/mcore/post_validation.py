@@ -119,7 +119,7 @@ class PostValidation:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the optimizer's step, unless it waits or this stage's own gradients show that it would be wrong."""
+        """Take the optimizer's step, unless steps wait for validation or this stage's gradients show a wrong step."""
         assert self._pending is None, "the last step has to be validated first"
         flags = self._prepare_gradients()
         norms = [(squared_norm(optimizers), group) for optimizers, group in norm_groups(self._optimizer)]

@@ -51,7 +51,7 @@ def record_call(forward_step: ForwardStep, data_iterator: Iterator[Any] | None, 
     calls = object.__getattribute__(recorder, "calls")
     if len(calls) != 1 or output is not calls[0][0]:
         raise ForwardStepError(
-            f"{_NEEDED}, but it called the model {len(calls)} times and returned {type(output).__name__}"
+            f"{_NEEDED}, but this forward step called the model {len(calls)} times and returned {type(output).__name__}"
         )
     _, arguments, keywords = calls[0]
     return RecordedCall(arguments, keywords, loss_function)

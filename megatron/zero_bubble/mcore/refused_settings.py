@@ -95,34 +95,34 @@ WITH_EVERY_SCHEDULE = (
         "it brings its own pipeline schedule",
     ),
     Refusal("perform_rl_step", "its rollouts need megatron-core's own schedule"),
-    Refusal("freeze_all_layers", "it runs forwards only, so that nothing is left to schedule"),
+    Refusal("freeze_all_layers", "it runs only forwards, so that there is no backward to schedule"),
     Refusal(
         "delay_wgrad_compute defer_embedding_wgrad_compute",
-        "zero bubble defers W too",
-        "the schedule has the same gain without it",
+        "zero-bubble schedules defer W themselves",
+        "leave it out; the gain is the same",
     ),
     Refusal("overlap_dispatch_backward_with_experts_wgrad", "megatron-core then runs the W of experts itself"),
     Refusal(
         "use_transformer_engine_op_fuser use_grouped_gemm_for_dense_mlp dense_grouped_gemm "
         "use_grouped_gemm_for_shared_expert",
-        "Transformer Engine's fused operations compute W outside of the layers that defer it",
+        "Transformer Engine's fused operations compute W outside of the layers that defer W",
     ),
     Refusal(
         "moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias",
-        "it is not known how Transformer Engine defers the W of experts that are one tensor",
+        "deferring W of experts whose weights are one tensor has not been tested",
     ),
     Refusal("tp_comm_overlap", "Transformer Engine cannot defer W together with userbuffers"),
-    Refusal("enable_autocast", "backward runs under autocast, but W runs later, outside of it"),
+    Refusal("enable_autocast", "backward runs under autocast, but W runs later, outside of autocast"),
     Refusal(
         "fine_grained_activation_offloading cpu_offloading cpu_offloading_num_layers",
-        "W may need a tensor that it has released after B",
+        "W may need a tensor that was released after B",
         "recomputation saves memory too",
     ),
     Refusal(
         "moe_shared_expert_overlap",
-        "the shared expert has a stream of its own, which may use memory again that W still reads",
+        "the shared expert's own stream may overwrite memory that W still reads",
     ),
-    Refusal("moe_ncclep_zero_copy moe_ncclep_use_symm_mem", "its buffers are used again before W has read them"),
+    Refusal("moe_ncclep_zero_copy moe_ncclep_use_symm_mem", "its buffers are overwritten before W has read them"),
     Refusal("moe_paged_stash", "it records the order of operations of megatron-core's own schedule"),
     Refusal("moe_enable_routing_replay", "it replays routes in the order of megatron-core's own schedule"),
     Refusal(
@@ -131,7 +131,7 @@ WITH_EVERY_SCHEDULE = (
     ),
     Refusal(
         "num_microbatches_with_partial_activation_checkpoints",
-        "it says which microbatches recompute by their place in megatron-core's own schedule",
+        "it selects the recomputed microbatches by their place in megatron-core's own schedule",
         "--zero-bubble-recompute planned chooses the microbatches",
         when=_GIVEN,
     ),
@@ -154,7 +154,7 @@ WITH_EVERY_SCHEDULE = (
     ),
     Refusal(
         "use_megatron_fsdp use_custom_fsdp",
-        "it shards gradients, but W accumulates whole ones",
+        "it shards gradients, but W accumulates whole gradients",
         "--use-distributed-optimizer shards the optimizer's states",
     ),
     Refusal("use_torch_fsdp2", "Megatron-LM refuses it with pipelines", "pretrain_gpt.py of this project runs it"),
@@ -163,10 +163,10 @@ WITH_EVERY_SCHEDULE = (
         "modelopt_enabled export_kd_teacher_load qad_train_target freeze_base_for_mtp",
         "ModelOpt computes with other weights than the parameters, and sends a teacher's messages too",
     ),
-    Refusal("fake_process_group", "its messages carry nothing, so that no schedule can be measured"),
+    Refusal("fake_process_group", "it sends no messages, so that no schedule can be measured"),
     Refusal(
         "experimental_attention_variant",
-        "it multiplies with weights outside of their layers, so that W would not have their gradients",
+        "it multiplies with weights outside of linear layers, so that W could not compute their gradients",
         when=_one_of("dsa", "dsv4_hybrid"),
     ),
     Refusal(
@@ -216,8 +216,8 @@ WITH_FEATURES = (
             "use another --fp8-recipe",
             when=_DELAYED,
         ),
-        Refusal("moe_expert_rank_capacity_factor", "both run steps again", when=_GIVEN),
-        Refusal("error_injection_rate", "both run steps again"),
+        Refusal("moe_expert_rank_capacity_factor", "it runs steps again, and so does post-validation", when=_GIVEN),
+        Refusal("error_injection_rate", "it runs steps again, and so does post-validation"),
     ),
     *_with(
         [Feature.POST_VALIDATION, Feature.HIERARCHICAL_SGD],
@@ -230,7 +230,7 @@ WITH_FEATURES = (
         [Feature.POST_VALIDATION, Feature.LAYER_SEEDS],
         Refusal(
             "rerun_mode",
-            "it runs every step twice, which counts as two",
+            "it runs every step twice, which would count as two steps",
             "use validate_results or disabled",
             when=_one_of("report_stats"),
         ),
@@ -244,12 +244,12 @@ WITH_FEATURES = (
         ),
         Refusal(
             "use_distributed_optimizer",
-            "each replica keeps a shard of the others' parameters, so none can step alone",
+            "each replica keeps a shard of the others' parameters, so no replica can step alone",
             "leave it out",
         ),
         Refusal(
             "expert_model_parallel_size",
-            "replicas share experts, so none can step alone",
+            "replicas share experts, so no replica can step alone",
             "use 1",
             when=_above(1, "above 1"),
         ),
@@ -273,7 +273,7 @@ WITH_FEATURES = (
             "only Transformer Engine's backward can recompute",
             "give --recompute-granularity, and leave out --zero-bubble-recompute",
         ),
-        Refusal("moe_router_load_balancing_type", "it averages over microbatches in their order", when=_GLOBAL),
+        Refusal("moe_router_load_balancing_type", "it averages over microbatches, whose order matters", when=_GLOBAL),
     ),
     *_with(
         [Feature.OFFLOAD],

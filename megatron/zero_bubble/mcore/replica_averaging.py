@@ -60,7 +60,7 @@ class ReplicaAveraging:
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """Average parameters over the group of replicas due after `iteration`, if any; a collective call of this group.
+        """Average parameters over a group of replicas if the hierarchy says so; a collective call of the group.
 
         The step of `iteration` must have been validated.
         """
@@ -92,7 +92,7 @@ class ReplicaAveraging:
         if self.is_local or not self.hierarchy.is_local(iteration + 1):
             return
         self.is_local = True
-        # With context parallelism several ranks hold parts of the same sequences; otherwise this group is one rank.
+        # This group is one rank, or with context parallelism the ranks that hold parts of the same sequences.
         replica = parallel_state.get_context_parallel_group()
         for chunk in self._chunks:
             assert not chunk.expert_parallel_bucket_groups, "experts that replicas share"

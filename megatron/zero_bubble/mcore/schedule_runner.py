@@ -173,11 +173,11 @@ class ForwardBackward:
         Args:
             arguments: the fields of `StepCall`, which are the arguments of megatron-core's forward-backward functions.
 
-        Returns: On the rank of the last stage, the results of the loss function for each microbatch; on other ranks,
-        [].
+        Returns:
+            The results of the loss function for each microbatch on the rank of the last stage; [] on other ranks.
 
         Raises:
-            ValueError: the configuration has a setting that zero-bubble schedules cannot honour.
+            ValueError: the configuration has a setting that zero-bubble schedules do not support.
         """
         call = StepCall(**arguments)
         refuse_unsupported(call.config, call.chunks, call.adjust_tensor_shapes_fn)
@@ -207,8 +207,8 @@ class ForwardBackward:
     def _prepare(self, call: StepCall) -> None:
         """Open the connections.
 
-        Before an evaluation, or if the last optimizer step waits, validate that step; before a training step, adopt the
-        next plan.
+        Before an evaluation, or if the last optimizer step still needs validation, validate this step. Before a
+        training step, adopt the next plan.
         """
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
@@ -222,7 +222,7 @@ class ForwardBackward:
 
     def _make_stage(self, call: StepCall, iterators: Sequence[Any], executor: Executor) -> MegatronStage:
         shape, forward_only = call.output_shape, call.forward_only
-        # Schedule plans of megatron-core cost time of their own: only a schedule with pairs runs by them.
+        # megatron-core's schedule plans take additional time, so only schedules with pairs use them.
         has_pairs = self._pairs and not executor.schedule.kinds.isdisjoint(PAIRED)
         return (PairedStage if has_pairs else MegatronStage)(
             forward_step_func=call.forward_step_func,

@@ -96,7 +96,7 @@ class StepCall:
 
 
 def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_tensor_shapes_fn: Any) -> None:
-    """Check that megatron-core's settings can be honoured by zero-bubble schedules.
+    """Check that zero-bubble schedules support the settings in megatron-core's configuration.
 
     Raises:
         ValueError: an unsupported setting is on, or DDP would lose the gradients that W computes.
@@ -136,7 +136,7 @@ def refuse_unsplit_recomputation(config: Any, model_class: type[Any] | None = No
 
 
 def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:
-    """Raise an error if DDP lacks `delay_wgrad_compute`, so that it takes gradients only in B and would lose W's."""
+    """Raise an error if DDP lacks `delay_wgrad_compute`, without which DDP would lose the gradients that W computes."""
     ddp_config: Any = getattr(chunk, "ddp_config", None)
     if ddp_config is None or ddp_config.delay_wgrad_compute:
         return

@@ -59,8 +59,8 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
 def put_into_store(module: Any, store: WeightGradStore) -> None:
     """Make each backward of `module` put its W into `store`, or run W at the end of a fused backward.
 
-    B may compute the gradient of a bias: in fp8, and where the caller adds the bias. Each of these gradients then waits
-    for the W of its microbatch, which adds it to `main_grad`, because `backward_dw()` takes one gradient for each W.
+    In fp8, and where the caller adds the bias, B may compute the gradient of the bias. This gradient is kept until the
+    W of the same microbatch adds it to `main_grad`, because `backward_dw()` takes one gradient for each W.
     """
     for name in getattr(module, "bias_names", ()) if module.use_bias else ():
         # With `use_cpu_initialization` megatron-core has replaced the bias that Transformer Engine had marked.
@@ -76,7 +76,7 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
             elif waiting:
                 parameter.grad = waiting.popleft()
             elif parameter in in_b:
-                # B had one gradient for all uses of the module; the first W has taken it.
+                # B had one gradient for all uses of the module, and the first W has taken this gradient.
                 parameter.grad = placeholder_gradient(parameter)
         module.backward_dw()
 

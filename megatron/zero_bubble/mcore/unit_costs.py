@@ -1,8 +1,8 @@
 """Measures the costs of each unit of a model on this process's device, before the model is built.
 
 A unit is the embedding, one layer, or all modules after the layers. Each unit is built as a pipeline stage of its own,
-which the executor runs between made-up neighbours. F, B and W of a unit are therefore the same as in training, and are
-measured in the same way.
+which the executor runs with random tensors in place of received messages. F, B and W of a unit are therefore the same
+as in training, and are measured in the same way.
 """
 
 from __future__ import annotations

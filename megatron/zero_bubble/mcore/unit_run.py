@@ -1,4 +1,4 @@
-"""Runs one unit of a model as a pipeline stage of its own, between made-up neighbours, and measures its operations."""
+"""Runs one unit of a model as a pipeline stage, with random tensors as messages, and measures its operations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron.zero_bubble.schedule.model_costs import UnitCosts
 
 
 class MeasuredUnit(NamedTuple):
-    """The costs of a unit, and further measurements of its operations."""
+    """The costs of a unit (embedding, layer or output), and further measurements of the unit's operations."""
 
     costs: UnitCosts
     spread: float
@@ -190,7 +190,7 @@ class UnitRun:
         )
 
     def close(self) -> None:
-        """Free the unit."""
+        """Free the memory of the unit's model."""
         release([self._model])
 
     def state_bytes(self) -> float:

@@ -73,7 +73,7 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
 
 
 class _Construction:
-    """Seeds the units of a model while it is built."""
+    """Seeds the units of a model (embedding, layers, output layer) while the model is built."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -138,7 +138,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
         yield
         return
     if random.is_graph_safe_cuda_rng_tracker(random.get_cuda_rng_tracker()):
-        raise ValueError("dropout by layer needs megatron-core's own tracker of random states: no --te-rng-tracker")
+        raise ValueError("dropout by layer needs megatron-core's tracker of random states: leave out --te-rng-tracker")
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
     def begin_microbatch(model: Any, inputs: Any) -> None:
@@ -203,7 +203,7 @@ def _generator_states(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _microbatch_told() -> AbstractContextManager[None]:
-    """Let every forward step tell the model the number of the microbatch; megatron-core tells only the layers."""
+    """Let every forward step set the microbatch number in the model; megatron-core sets it only in the layers."""
     original = schedules.set_current_microbatch
 
     def tell(model: torch.nn.Module, microbatch_id: int) -> None:

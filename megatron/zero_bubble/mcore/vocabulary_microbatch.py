@@ -21,8 +21,8 @@ class Microbatch:
     """
 
     outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Kind of collective -> tensors for this rank to broadcast. Tensors are kept here until the lane sends them,
-    because the operations of this rank may drop the tensors earlier."""
+    """Kind of collective -> tensors for this rank to broadcast. Tensors are kept until they are sent, because this
+    rank's operations may drop them earlier."""
     call: RecordedCall | None = None
     """The recorded call of the model in the first stage; None once the forward of the stage runs."""
     loss_function: Callable[..., Any] | None = None
@@ -49,7 +49,7 @@ class Microbatch:
 
 
 class KeptGradient(torch.autograd.Function):
-    """Returns the embedding unchanged, and keeps the embedding's gradient for EW, but does not keep the embedding."""
+    """Returns the embedding unchanged; keeps only the embedding's gradient, for the weight gradient EW."""
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, looked_up: torch.Tensor, state: Microbatch) -> torch.Tensor:

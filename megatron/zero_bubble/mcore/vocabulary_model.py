@@ -52,7 +52,7 @@ class VocabularyShard(torch.nn.Module):
         super().__init__()
         self.embedding = embedding
         if output is embedding:
-            # Not as a second submodule, so that `state_dict()` has the weights once.
+            # `output` is not a second submodule, so that `state_dict()` contains tied weights once.
             object.__setattr__(self, "output", embedding)
         else:
             self.output = output
@@ -143,7 +143,7 @@ class HiddenOutput(torch.nn.Module):
 
 
 class _Weight(NamedTuple):
-    """Shape, type and attributes of one rank's weight, which all ranks must know."""
+    """Shape, type and attributes of one rank's weight, which are sent to all ranks."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -238,7 +238,7 @@ def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any)
         return f"{flag} defers the output layer's weight gradient itself: leave out --defer-embedding-wgrad-compute"
     whole = [first and first.embedding.word_embeddings, last and last.output_layer]
     if any(not weight.requires_grad for layer in whole if layer is not None for weight in layer.parameters()):
-        return f"{flag} trains embedding and output layer: it does not support frozen ones"
+        return f"{flag} trains embedding and output layer: frozen weights are not supported"
     if last is not None and not isinstance(last.output_layer, ColumnParallelLinear):
         return f"{flag} does not support an output layer of the class {type(last.output_layer).__name__}"
     if first is not None:
@@ -268,7 +268,7 @@ def _scatter(
     """Return this rank's part of a weight's rows, all of which are on the pipeline rank `source`."""
     rows, hidden = weight.shape
     part = torch.empty(rows // group.size(), hidden, dtype=weight.dtype, device=device)
-    # The rows are sent as bytes, because gloo does not know every type.
+    # The rows are sent as bytes, because gloo does not support every type.
     parts = (
         None if whole is None else [own.contiguous().view(torch.uint8) for own in whole.detach().chunk(group.size())]
     )

@@ -1,4 +1,7 @@
-"""The state that all steps share in a run with vocabulary shards: the shard, the collectives and their lane."""
+"""The state that all steps share in a run with vocabulary shards: the shard, and the collectives between shards.
+
+The collectives run in a lane, which is a CUDA stream or a thread beside the computation.
+"""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def combine(statistics: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.T
     maximum = maxima.amax(dim=0)
     shares = totals * (maxima - maximum).exp()
     total = sum_in_order(shares, torch.empty_like(maximum))
-    # megatron-core, too, subtracts the label's logit less the maximum.
+    # As in megatron-core, the subtracted term is the label's logit minus the maximum.
     loss = total.log() - (sum_in_order(label_logits, torch.empty_like(maximum)) - maximum)
     return loss, shares[shard] / total
 
@@ -204,7 +204,7 @@ class ShardWeight(torch.nn.Module):
         weight: Any = torch.nn.Parameter(values.detach().clone())
         for name, value in attributes.items():
             setattr(weight, name, value)
-        # Tells DDP that the gradient comes through the hook that it registers below, not from autograd.
+        # Tells DDP that the gradient comes through the hook that DDP registers, not from autograd.
         weight.skip_backward_post_hook = True
         self.weight = weight
         self.rows, self.num_uses = rows, num_uses

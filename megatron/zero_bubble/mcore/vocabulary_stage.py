@@ -3,7 +3,7 @@
 `VocabularyStep` keeps the intermediate results of each microbatch between operations. `MegatronStage` calls
 `VocabularyStep` between the forwards and backwards of megatron-core.
 
-The lane runs the collectives beside the computation, and the two exchange tensors. On a GPU, the lane and the
+A lane runs the collectives beside the computation, and the two exchange tensors. On a GPU, the lane and the
 computation use two streams, and memory that one stream frees must not be reused while the other stream still reads it.
 Tensors made in the lane are not overwritten too early, because each collective waits for all earlier computation.
 Tensors that the lane reads are kept until this rank has waited for a later collective, or are marked by
@@ -56,7 +56,7 @@ class VocabularyStep:
         self._microbatches = [Microbatch() for _ in range(self._num_microbatches)]
 
     def kept_bytes(self, microbatch: int) -> int:
-        """Return the bytes of the tensors that S of a microbatch keeps for T."""
+        """Return the bytes that a microbatch's softmax S keeps for T, the weight gradient of the output layer."""
         kept = self._microbatches[microbatch].softmax
         return 0 if kept is None else kept.nbytes
 
@@ -73,12 +73,12 @@ class VocabularyStep:
         microbatch = self._microbatches[op.microbatch]
         _EXCHANGES[op.kind](self, microbatch)
 
-    # ---- embedding
+    # ---- Methods for the embedding
 
     def read(
         self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
     ) -> None:
-        """Run the first rank's part of E: the forward step of the first stage up to the call of the model."""
+        """Run the first rank's part of the embedding E: the first stage's forward step up to the call of the model."""
         state = self._microbatches[microbatch]
         state.call = record_call(forward_step, data_iterator, model)
         tokens = state.call.tokens
@@ -114,7 +114,7 @@ class VocabularyStep:
         self._pipeline.sum_to(_there(state.looked_up), self._run.first_rank)
 
     def begin_first_stage(self, microbatch: int) -> RecordedCall:
-        """Give the first stage its embedded tokens; return the recorded call of the model, so that F can make it."""
+        """Give the first stage its embedded tokens; return the recorded call of the model, with which F runs."""
         state, layer = self._microbatches[microbatch], self._run.embedding_layer
         assert layer is not None
         layer.looked_up = _there(state.looked_up)
@@ -140,18 +140,18 @@ class VocabularyStep:
         state.tokens = state.embedding_gradient = None
         self._complete_with_last(microbatch, self._shard.embedding)
 
-    # ---- output layer
+    # ---- Methods for the output layer
 
     def forward_last_stage(
         self, microbatch: int, forward_step: ForwardStep, data_iterator: Iterator[Any] | None, model: torch.nn.Module
     ) -> tuple[Any, Any]:
-        """Run the forward step of the last stage, and keep for L the loss function that the forward step returns."""
+        """Run the forward step of the last stage, and keep the step's loss function for the loss operation L."""
         call = record_call(forward_step, data_iterator, model)
         self._microbatches[microbatch].loss_function = call.loss_function
         return call.forward_step(data_iterator, model)
 
     def end_last_stage(self, microbatch: int) -> torch.Tensor:
-        """Keep the last stage's output for S; return the same output with its autograd graph, from which B starts."""
+        """Keep the last stage's output for the softmax S; return it with its autograd graph, in which B starts."""
         state, layer = self._microbatches[microbatch], self._run.output_layer
         assert layer is not None
         if layer.loss_inputs is None:
@@ -160,7 +160,7 @@ class VocabularyStep:
                 "with labels"
             )
         (hidden, labels), layer.loss_inputs = layer.loss_inputs, None
-        # A last stage without layers returns its input, whose memory B needs.
+        # Cloned, because a last stage without layers returns its input, whose memory B needs.
         output = hidden.clone() if hidden.is_leaf and hidden.requires_grad else hidden
         state.hidden, state.labels = output.detach(), labels.long().contiguous()
         state.outgoing[OpKind.HIDDEN] = state.hidden, state.labels

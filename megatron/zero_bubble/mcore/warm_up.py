@@ -48,7 +48,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
         post_validation=None,
         vocabulary=None if stage.vocabulary is None else stage.vocabulary.rehearsal(2),
     )
-    # Gradients are taken away, because without DDP W would add to them.
+    # Gradients are removed, because without DDP W would add to these gradients.
     gradients = [(parameter, parameter.grad) for chunk in stage.model_chunks for parameter in chunk.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -110,14 +110,14 @@ def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int
 
 
 def _embed(stage: MegatronStage) -> None:
-    """Run E on this rank's vocabulary shard; the contributions of other ranks are made up."""
+    """Run the embedding E on this rank's vocabulary shard, with made-up tensors as contributions of other ranks."""
     if stage.rank != stage.placement.rank_of(0):
         stage.exchange(Op(OpKind.TOKENS, 0))
     stage.run_on_shard(Op(OpKind.E, 0))
 
 
 def _compute_output(stage: MegatronStage) -> None:
-    """Run S, T and EW on this rank's shard, after F and B of the rank's stages; the last stage's rank also runs L."""
+    """Run softmax S, loss L (only on the last stage's rank), and weight gradients T and EW of this rank's shard."""
     is_last = stage.rank == stage.placement.rank_of(stage.placement.num_stages - 1)
     stage.exchange(Op(OpKind.HIDDEN, 0))
     stage.run_on_shard(Op(OpKind.S, 0))

@@ -64,7 +64,7 @@ class LayerWeightGrad:
         self._reduce(weight)
 
     def _reduce(self, weight: torch.Tensor) -> None:
-        # Autograd also calls this after a B, when there is no gradient.
+        # Autograd also calls this function after a B, when there is no gradient.
         if self._hook is not None and weight.grad is not None:
             self._hook()
 
@@ -135,7 +135,7 @@ class DeferredWeightGrad:
 
 
 def add_to_main_grad(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
-    """Add the weight gradient to `main_grad` in one pass, by apex' kernel; return a placeholder for the gradient."""
+    """Add the weight gradient to `main_grad` in one pass, by apex's kernel; return a placeholder for the gradient."""
     import fused_weight_gradient_mlp_cuda as apex
 
     wide = weight.main_grad.dtype == torch.float32

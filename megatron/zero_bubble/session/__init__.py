@@ -1,1 +1,1 @@
-"""Turns a job's flags into a running plan, for the trainer and the launcher alike."""
+"""Turns a job's flags into a running plan; the trainer and the launcher both use this package."""

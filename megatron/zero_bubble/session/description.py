@@ -36,7 +36,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
         _refuse_unsplit(flags, ranks, unsplit)
     if flags.overlap_moe_expert_parallel_comm and flags.vocabulary_parallel:
         print_rank_0(
-            " > --overlap-moe-expert-parallel-comm: no F and B run as one, because the vocabulary is in shards"
+            " > --overlap-moe-expert-parallel-comm: no F and B run as one operation, because the vocabulary is sharded"
         )
     if flags.pipeline_model_parallel_layout is not None:
         layers = layers_of_layout(flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size)

@@ -50,7 +50,7 @@ class TimelineWriter:
             self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
-        """Write the files of `iteration` if it is to be drawn; a collective call of the pipeline of global rank 0."""
+        """Write the files of `iteration` if the flags name it; a collective call of the pipeline of global rank 0."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return

@@ -54,8 +54,8 @@ def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
         return None
     cores = "one processor core" if num_cores == 1 else f"{num_cores} processor cores"
     return (
-        f"{num_ranks} ranks share {cores}: while one waits, another computes, so that a schedule with fewer bubbles "
-        "gains little on this machine"
+        f"{num_ranks} ranks share {cores}: while one rank waits, another computes, so that a schedule with fewer "
+        "bubbles gains little on this machine"
     )
 
 
@@ -68,7 +68,7 @@ def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nod
         nodes: the folder of device nodes (`/dev`).
 
     Raises:
-        ValueError: torch was built for CUDA and finds no device where one is expected.
+        ValueError: torch was built for CUDA and finds no device, although a setting or a file shows a device.
     """
     if torch.cuda.is_available() or torch.version.cuda is None or flags.distributed_backend is not None:
         return

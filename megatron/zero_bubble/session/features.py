@@ -88,8 +88,8 @@ def check_offload(flags: JobFlags) -> None:
         )
     if flags.zero_bubble_microbatch_order == "planned":
         raise ValueError(
-            f"{OFFLOAD_FLAG} and --zero-bubble-microbatch-order planned: leave one out, because orders are not planned "
-            "for copies"
+            f"{OFFLOAD_FLAG} and --zero-bubble-microbatch-order planned: leave one out, because orders cannot be "
+            "planned together with copies"
         )
     if flags.recompute is Recompute.FULL:
         raise ValueError(
@@ -106,14 +106,14 @@ _PAIRS = "--overlap-moe-expert-parallel-comm"
 
 
 def check_pairs(flags: JobFlags) -> None:
-    """Raise `ValueError` for a flag that does not work with pairs of a forward and a backward."""
+    """Raise `ValueError` for a flag that does not work with a forward and a backward as one operation."""
     if not flags.overlap_moe_expert_parallel_comm:
         return
     if flags.mtp_num_layers and not flags.untie_embeddings_and_output_weights:
         raise ValueError(
-            f"{_PAIRS} adds the gradients of a weight that embedding and output layer share in another order, and so "
-            f"rounds them otherwise, with --mtp-num-layers {flags.mtp_num_layers}: give "
-            "--untie-embeddings-and-output-weights or leave one of them out"
+            f"{_PAIRS} with --mtp-num-layers {flags.mtp_num_layers} would add the gradients of a weight that embedding "
+            "and output layer share in another order, and round them differently: give "
+            "--untie-embeddings-and-output-weights or leave one of the two flags out"
         )
     if flags.use_torch_fsdp2:
         raise ValueError(
@@ -136,7 +136,7 @@ def check_post_validation(flags: JobFlags) -> None:
 
 
 def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
-    """A line with the gain of post-validation under the plan's schedule, for F, B and W that take equally long."""
+    """A line with the gain of post-validation under the plan's schedule if F, B and W take equally long."""
     schedule = plan.schedule(flags.most_microbatches)
     costs = default_costs(schedule.placement)
     without, with_it = (iteration_time(s, costs) for s in (schedule, with_post_validation(schedule, costs)))
@@ -172,7 +172,7 @@ def check_sharding(flags: JobFlags, *, is_layout_open: bool) -> None:
     value = flags.zero_bubble_vocabulary_parallel
     given = f"{flag_name('zero_bubble_vocabulary_parallel')} {value}"
     if value == "auto" and not is_layout_open:
-        raise ValueError(f"{given} chooses with the layout, which other flags fix: use on or off")
+        raise ValueError(f"{given} needs a layout that zero bubble chooses, but other flags fix it: use on or off")
     if value == "on":
         refuse_with_features(flags, [Feature.VOCABULARY_SHARDS])
 

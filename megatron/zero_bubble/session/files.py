@@ -20,7 +20,7 @@ def write_file(path: str | Path, text: str) -> None:
     data = text.encode()
     try:
         mode = os.stat(path).st_mode
-    except FileNotFoundError:  # also raised for a broken link
+    except FileNotFoundError:  # A broken link raises this error, too.
         _replace(Path(os.path.realpath(path)), data, None)
         return
     descriptor = _own_descriptor(str(path))

@@ -25,14 +25,14 @@ class ParallelFlags:
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag("model chunks on a rank", None)
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        "microbatches that pass through a chunk before the next one's turn (default: pipeline size)", None
+        "microbatches that a chunk runs before the rank's next chunk runs (default: pipeline size)", None
     )
     pipeline_model_parallel_layout: str | None = flag("layers of each stage, in megatron-core's notation", None)
     decoder_first_pipeline_num_layers: int | None = flag(
-        "layers of the first pipeline rank, in a V of the first stage", None
+        "layers of the first pipeline rank; in a V, of the first stage", None
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        "layers of the last pipeline rank, in a V of the last stage", None
+        "layers of the last pipeline rank; in a V, of the last stage", None
     )
     account_for_embedding_in_pipeline_split: bool = flag("count the embedding as a layer of the first stage", False)
     account_for_loss_in_pipeline_split: bool = flag("count the loss as a layer of the last stage", False)
@@ -44,8 +44,8 @@ class ParallelFlags:
         "keep the parameters that --use-torch-fsdp2 has gathered until the end of the step", False
     )
     overlap_moe_expert_parallel_comm: bool = flag(
-        "let plans run a forward and a backward as one, each of which computes while the other exchanges tokens "
-        "between experts (docs/experts.md)",
+        "let plans run a forward and a backward as one operation, in which one of them computes while the other "
+        "exchanges tokens between experts (docs/experts.md)",
         False,
     )
     distributed_backend: str | None = flag(
@@ -83,15 +83,15 @@ class ZeroBubbleFlags:
         "choose layers, chunks and placement of the ranks, and run the schedule planned for them", False
     )
     zero_bubble_schedule: str | None = flag(
-        "schedule to run on the layout that Megatron's flags ask for: a name of docs/schedules.md, or file:PATH of one "
-        "that zero-bubble schedule wrote",
+        "schedule to run on the layout of Megatron's flags: a name in docs/schedules.md, or file:PATH of a file that "
+        "zero-bubble schedule wrote",
         None,
     )
     zero_bubble_keep_layout: bool = flag(
-        "leave layers, chunks and placement as Megatron's flags have them, and plan only the order", False
+        "keep the layers, chunks and placement of Megatron's flags, and plan only the order of operations", False
     )
     zero_bubble_placement: str | None = flag(
-        "where a rank's chunks lie: linear (one), interleaved or v (default: what is fastest)",
+        "placement of the chunks: linear (one a rank), interleaved or v (default: the fastest of these)",
         None,
         choices=("linear", "interleaved", "v"),
     )
@@ -105,11 +105,11 @@ class ZeroBubbleFlags:
     )
     zero_bubble_strict: bool = flag("refuse a model with a weight whose gradient cannot be deferred", False)
     zero_bubble_no_strict: bool = flag(
-        "train a model with linear layers whose W is not deferred, which is otherwise refused", False
+        "train a model although W is not deferred for some of its linear layers; without this flag it is refused", False
     )
     zero_bubble_memory_limit: str | None = flag(
-        "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for what is free (default: "
-        "the peak of megatron-core's own schedule: 1F1B, or interleaved 1F1B)",
+        "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for all free memory "
+        "(default: the peak of megatron-core's own schedule: 1F1B, or interleaved 1F1B)",
         None,
     )
     zero_bubble_recompute: str | None = flag(
@@ -127,8 +127,8 @@ class ZeroBubbleFlags:
         choices=("off", "auto"),
     )
     zero_bubble_microbatch_order: str | None = flag(
-        "order in which a step takes its microbatches: planned from their lengths, or that of the data (default: "
-        "planned where lengths vary, as with --variable-seq-lengths)",
+        "order in which a step takes its microbatches: planned from their lengths, or the order of the data "
+        "(default: planned where lengths vary, as with --variable-seq-lengths)",
         None,
         choices=("planned", "data"),
     )
@@ -139,7 +139,7 @@ class ZeroBubbleFlags:
     )
     zero_bubble_profile_output: str | None = flag("file to write the measured costs to", None)
     zero_bubble_unit_costs_output: str | None = flag(
-        "file to write the costs of the model's layers to, from which the layout is chosen; zero-bubble plan reads it",
+        "file for the measured costs of the model's layers, which zero-bubble plan reads",
         None,
     )
     zero_bubble_profile_input: str | None = flag("file of measured costs, from which to plan at the start", None)
@@ -156,12 +156,13 @@ class ZeroBubbleFlags:
     )
     zero_bubble_rollback_on_host: bool = flag("keep the snapshot's copy in host memory", False)
     zero_bubble_seed_by_layer: bool = flag(
-        "draw each layer's initial weights and dropout from its own seed, wherever it lies; works without a schedule",
+        "draw each layer's initial weights and dropout from the layer's own seed, whatever its rank; works without a "
+        "schedule",
         False,
     )
-    zero_bubble_timeline: str | None = flag("folder for drawings and traces of what every rank did", None)
+    zero_bubble_timeline: str | None = flag("folder for drawings and traces of every rank's operations", None)
     zero_bubble_timeline_iters: list[int] | None = flag(
-        "FIRST LAST: the iterations to draw (default: the two after the profile)", None, nargs=2
+        "FIRST LAST: the iterations to draw (default: the two iterations after the profile)", None, nargs=2
     )
     zero_bubble_timeout: float | None = flag(
         "seconds that one operation may take before the job ends and reports where every rank is; 0: no limit "
@@ -169,8 +170,8 @@ class ZeroBubbleFlags:
         None,
     )
     zero_bubble_communicator: str | None = flag(
-        "how messages between stages travel (default: over the backend's own channels): host, through host memory and "
-        "gloo, to tell a fault of NCCL from one of the schedule",
+        "host: send messages between stages through host memory and gloo, to tell a fault of NCCL from a fault of the "
+        "schedule (default: the backend's own channels)",
         None,
         choices=("host",),
     )
@@ -223,7 +224,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
         *("keep_layout", "placement", "vocabulary_parallel", "unit_costs_output", "microbatch_order"),
     )
     for name in of_a_schedule:
-        # A threshold is 0 by default, which equals False.
+        # The default of the replan threshold is 0, which equals False.
         if not flags.asks_for_schedule and getattr(flags, f"zero_bubble_{name}") not in (None, False):
             given = limit_flag(flags).split()[0] if name == "memory_limit" else flag_name(f"zero_bubble_{name}")
             raise ValueError(f"{given} needs --zero-bubble or --zero-bubble-schedule")

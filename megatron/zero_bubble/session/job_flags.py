@@ -50,7 +50,7 @@ _FURTHER = {
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Flag -> name of the corresponding field of megatron-core's `TransformerConfig`, if the names differ."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
-"""Names of the flags in `_MODEL` that the choice of a layout sets."""
+"""Names of the flags in `_MODEL` that zero bubble sets when it chooses a layout."""
 
 
 def keeping_everything(settings: object) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def keeping_everything(settings: object) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
-    """The part of the trainer's flags, or of a Megatron-LM script's arguments, that decides about the pipeline."""
+    """The part of the trainer's flags, or of a Megatron-LM script's arguments, that affects the pipeline."""
 
     rank: int = 0
     world_size: int = 1
@@ -213,13 +213,13 @@ def _model_of(source: object) -> dict[str, Setting]:
     model = {name: getattr(source, name, getattr(source, _IN_CONFIGURATION.get(name, ""), None)) for name in _MODEL}
     for names in (_SWITCHES, *(names for owner, names in _FURTHER.items() if model[owner])):
         model.update((name, value) for name, value in vars(source).items() if names.fullmatch(name))
-    if model["num_experts"]:  # Megatron-LM fills in both defaults
+    if model["num_experts"]:  # Megatron-LM's two defaults for experts
         model["moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
         shared_by = model.get("expert_tensor_parallel_size") or model["tensor_model_parallel_size"]
         model["expert_tensor_parallel_size"] = shared_by
     if not getattr(source, "group_query_attention", True):
-        model["num_query_groups"] = model["num_attention_heads"]  # in Megatron-LM's arguments it is 1
-    if isinstance(model["attention_backend"], Enum):  # Megatron-LM's type; local layers have only one attention
+        model["num_query_groups"] = model["num_attention_heads"]  # Megatron-LM's arguments then have 1 query group
+    if isinstance(model["attention_backend"], Enum):  # Megatron-LM's enum; local layers have one backend
         is_local = model["transformer_impl"] == "local"
         model["attention_backend"] = "local" if is_local else model["attention_backend"].name
     return {name: _as_in_json(value) for name, value in model.items()}

@@ -43,7 +43,7 @@ def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -> str | None:
-    """The layout with which megatron-core builds `partition`; None if megatron-core builds `partition` without one.
+    """The layout with which megatron-core builds `partition`; None if megatron-core needs no layout to build it.
 
     megatron-core expects the multi-token prediction layers on the last rank, but in a V placement the first rank holds
     the last stage.

@@ -1,4 +1,4 @@
-"""Chooses the layout that a job's flags leave open, from the costs of the model's units."""
+"""Chooses the layout that a job's flags leave open, from the costs of the model's embedding, layers and output."""
 
 from __future__ import annotations
 
@@ -54,11 +54,13 @@ _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers", *RECOMPUTATION)
 class ChosenLayout:
     """A layout that a job adopts.
 
-    Attributes: flags: names and values of the flags that fix the layout. request: the planner's request for the layout;
-    None for a layout that was not planned with costs. megatrons: the predicted time of megatron-core's own schedule on
-    Megatron's split of the layers; None if the layout is Megatron's split, or if the time is unknown.
-    is_megatrons_split: whether the layout is the layout of Megatron's flags. If so, the memory limit follows from the
-    measured memory of 1F1B, so that 1F1B's order always fits.
+    Attributes:
+        flags: names and values of the flags that fix the layout.
+        request: the planner's request for the layout; None for a layout that was not planned with costs.
+        megatrons: the predicted time of megatron-core's own schedule on Megatron's split of the layers; None if the
+            layout is Megatron's split, or if the time is unknown.
+        is_megatrons_split: whether the layout is the layout of Megatron's flags. If so, the memory limit follows from
+            the measured memory of 1F1B, so that 1F1B's order always fits.
     """
 
     flags: Mapping[str, Any]
@@ -102,7 +104,7 @@ def is_layout_open(flags: JobFlags) -> bool:
 def megatrons_layout_flags(flags: JobFlags) -> list[str]:
     """Megatron's flags that fix the partition or the chunks; without such flags `--zero-bubble` chooses both.
 
-    The list of Megatron's flags is empty if a flag of zero bubble fixes the layout.
+    The returned list is empty if a flag of zero bubble fixes the layout.
     """
     if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
         return []
@@ -110,18 +112,18 @@ def megatrons_layout_flags(flags: JobFlags) -> list[str]:
         return []
     chunks = {name: getattr(flags, name) for name in _CHUNKS}
     sources = partition_sources(flags)
-    if len(sources) > 1:  # the layout was made from the other flags
+    if len(sources) > 1:  # `pipeline_model_parallel_layout` was made from the other flags
         sources = partition_sources(replace(flags, pipeline_model_parallel_layout=None))
     return [*sources, *(f"{flag_name(name)} {value}" for name, value in chunks.items() if value)]
 
 
 def check_unit_costs_output(flags: JobFlags) -> None:
-    """Raise `ValueError` if a flag asks for a file of unit costs in a job that does not choose its layout."""
+    """Raise `ValueError` if a flag asks for a file of layer costs in a job that does not choose its layout."""
     if flags.zero_bubble_unit_costs_output is not None and not is_layout_open(flags):
         given = f"--zero-bubble-unit-costs-output {flags.zero_bubble_unit_costs_output}"
         raise ValueError(
-            f"{given}: layers are measured where --zero-bubble chooses the layout: leave out what fixes it, such as "
-            "--zero-bubble-schedule, --zero-bubble-keep-layout or --pipeline-model-parallel-layout"
+            f"{given}: layers are measured only if --zero-bubble chooses the layout: leave out flags that fix it, such "
+            "as --zero-bubble-schedule, --zero-bubble-keep-layout or --pipeline-model-parallel-layout"
         )
 
 
@@ -142,8 +144,8 @@ def choose_layout(
         free_bytes: free memory of a device before the model is built; None for no limit.
         is_quick: plan with little effort.
         frees_layout: search all layouts, even if Megatron's flags fix a layout.
-        host_rate: bytes that a host link copies in a millisecond; None if no activations may be copied.
-        report: called often with a text about the progress of the search.
+        host_rate: bytes per millisecond that are copied between device and host; None without offload.
+        report: called often during the search with a text about its progress.
 
     Raises:
         ValueError: no layout fits in the memory, or (as `ScheduleError`) there are fewer layers than ranks.
@@ -233,7 +235,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
     num_ranks, chunks = flags.pipeline_model_parallel_size, flags.model_chunks or 1
     if partition_sources(flags):
         placement = Placement("linear" if chunks == 1 else "interleaved", num_ranks, chunks)
-        if flags.pipeline_model_parallel_layout is not None:  # perhaps made from the other flags
+        if flags.pipeline_model_parallel_layout is not None:  # may have been made from the other flags
             flags = replace(flags, **WITHOUT_PARTITION)
         return Layout(placement, partition_of_flags(flags, placement), flags.recompute)
     try:

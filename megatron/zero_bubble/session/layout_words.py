@@ -1,4 +1,4 @@
-"""Describes a layout in words, and as the flags that fix it."""
+"""Describes a layout in words, and returns the flags that fix a layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def flags_of_layout(
 
 
 def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron's split") -> list[tuple[str, Plan]]:
-    """(name, plan) for each row of a table: the chosen layout, the runners-up, and the layout named `usual`."""
+    """(name, plan) for each row of a table: the chosen layout, the runners-up, and Megatron's layout, named `usual`."""
     rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
     rows += [(placement_words(plan.layout), plan) for plan in chosen.others]
     return rows + [(f"{usual}, {plan.request.schedule}", plan) for plan in megatrons]

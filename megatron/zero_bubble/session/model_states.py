@@ -83,7 +83,7 @@ class States:
         optimizer = self.optimizer / (shards if self.zero_stage >= 1 else 1)
         gradient: float = self.gradient
         if self.zero_stage >= 2 and not self.sums_whole_gradients:
-            # FSDP2 keeps reduced gradients in the parameters' type.
+            # FSDP2 keeps reduced gradients in the data type of the parameters.
             gradient = (self.parameter if self.keeps_shards else self.gradient) / shards
         parameter = self.parameter / (shards if self.zero_stage >= 3 else 1)
         if self.zero_stage == 2 and self.keeps_shards:
@@ -108,7 +108,7 @@ class States:
         gradients, parameters = self.passes(num_microbatches)
         shards = max(1, replicas // self.instances)
         sent = (gradients * self.gradient + parameters * self.parameter) * (shards - 1) / shards
-        # Instances all-reduce the shards that their ranks have reduced.
+        # The instances of a sharded optimizer all-reduce the gradient shards among each other.
         return sent + 2 * self.gradient / shards * (self.instances - 1) / self.instances
 
     def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
@@ -123,7 +123,7 @@ def _precision_aware(args: Any) -> int:
     An fp32 copy of a bf16 parameter takes 16 bits, because the parameter holds the other 16.
     """
     dtypes = [getattr(args, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
-    # Megatron-LM's names, or torch's types.
+    # A data type is one of Megatron-LM's names or a `torch.dtype`.
     copied, *moments = ({"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}.get(dtype) or dtype.itemsize for dtype in dtypes)
     has_remainders = args.bf16 and copied == 4 and not getattr(args, "no_store_param_remainders", False)
     return (2 if has_remainders else copied) + sum(moments)

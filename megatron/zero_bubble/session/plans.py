@@ -54,7 +54,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
                 memory_limit=limit,
                 group_size=group_size(flags, plan.placement),
                 post_validation=flags.interlocks_iterations,
-                takes_makespan=name == "auto",  # named schedules are as published
+                takes_makespan=name == "auto",  # named schedules keep their published orders
                 recomputes=(flags.recompute,),
                 vocabulary_parallel=flags.vocabulary_parallel,
                 pairs=flags.pairs,
@@ -64,7 +64,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
         plan = given.requesting(recomputes=(flags.recompute,), vocabulary_parallel=flags.vocabulary_parallel)
         if plan.given is not None and plan.given.recomputes and flags.recompute is Recompute.NONE:
             raise ScheduleError(
-                "it has recomputations (R), which need --recompute-granularity full without fp8 and fp4"
+                "the schedule has recomputations (R), which need --recompute-granularity full without fp8 and fp4"
             )
         if plan.placement.num_ranks != num_ranks:
             raise ScheduleError(f"the schedule is for {plan.placement.num_ranks} ranks")
@@ -95,7 +95,7 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
     for field in RECOMPUTATION:
         value = getattr(flags, field)
         if value is not None:
-            raise ValueError(f"{given} leaves to the schedule what is recomputed: leave out {flag_name(field)} {value}")
+            raise ValueError(f"{given} lets the schedule choose recomputation: leave out {flag_name(field)} {value}")
     if flags.fp8 or flags.fp4:
         raise ValueError(f"{given}: with fp8 and fp4 only Transformer Engine's backward can recompute")
     if flags.averages_experts_over_microbatches:
@@ -125,7 +125,7 @@ def check_number(flags: JobFlags, plan: RunSchedules) -> None:
 def _all_microbatches(flags: JobFlags) -> int:
     """Microbatches on one data-parallel rank, summed over one iteration of every batch size."""
     sizes = flags.batch_sizes
-    # The sum of an arithmetic series, because the range may be too long to add up.
+    # The formula of an arithmetic series, because adding up a long range takes too much time.
     return len(sizes) * (sizes[0] + sizes[-1]) // 2 // (flags.micro_batch_size * flags.data_parallel_size)
 
 
@@ -140,7 +140,7 @@ def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
             plan.schedule(flags.num_microbatches(size))
         if plan.given is not None:
             if plan.given.has_post_validation and not flags.zero_bubble_post_validation:
-                raise ScheduleError("its operations STEP and VALIDATE need --zero-bubble-post-validation")
+                raise ScheduleError("the schedule's operations STEP and VALIDATE need --zero-bubble-post-validation")
             _check_memory(flags, plan)
 
 
@@ -158,7 +158,10 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 
 
 def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
-    """The memory limit in M_B before costs are measured, for equal stages; None for the schedule's own limit."""
+    """The memory limit before costs are measured, in activation memory of one microbatch on a rank (M_B).
+
+    The function assumes equal stages, and returns None for the schedule's own limit.
+    """
     limit = flags.memory_limit
     if limit is None:
         return None
@@ -194,7 +197,7 @@ def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts
 
 
 def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
-    """Raise `Infeasible` if a plan's given schedule, which cannot adapt to a limit, exceeds the memory limit.
+    """Raise `Infeasible` if the schedule that the user gave as a file exceeds the memory limit.
 
     A limit in bytes cannot be checked before memory is measured.
     """

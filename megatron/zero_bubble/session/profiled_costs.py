@@ -1,4 +1,4 @@
-"""Derives the costs of a model's units from the profile of a run with any partition."""
+"""Derives the costs of a model's embedding, layers and output from the profile of a run with any partition."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def partition_of_profile(profile: Profile) -> Partition:
     """
     flags = JobFlags.of(SimpleNamespace(**profile.model), pipeline_model_parallel_size=profile.placement.num_ranks)
     if flags.pipeline_model_parallel_layout is not None:
-        # Where megatron-core needs a layout, a job makes it from the layers of the first and the last stage.
+        # The job may have made this layout from the flags for the layers of the first and the last stage.
         flags = replace(flags, decoder_first_pipeline_num_layers=None, decoder_last_pipeline_num_layers=None)
     return partition_of_flags(flags, profile.placement)
 
 
 def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCosts:
-    """The unit costs that fit the stage costs of the profile best, by least squares.
+    """The costs of embedding, layers and output that fit the stage costs of the profile best, by least squares.
 
     The costs of a stage are the sum of the costs of its layers; the first stage also has the embedding, and the last
     stage also has the output. A profile of two stages does not determine the costs of the embedding, which are then
-    zero. If the costs of the stages do not tell the kinds of layers apart, all layers get the same costs. Costs are
+    zero. If the stages do not determine the costs of each kind of layer, all layers get the same costs. Costs are
     never negative. The field `state` of the costs is zero, because a profile has no memory of states. If the profile
     has no recomputation, R of a layer takes the time of F, and restores everything that F keeps except the layer's
     input.
@@ -50,7 +50,7 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     try:
         partition = partition_of_profile(profile)
     except ValueError as error:
-        raise ScheduleError(f"the profile's layers cannot be told: {error}") from error
+        raise ScheduleError(f"the number of layers of the profile's stages is unknown: {error}") from error
     fit = _Fit.of(partition, kinds or [0] * sum(partition))
     costs = profile.costs
     after_b = np.add(costs.memory_f, costs.memory_b)
@@ -90,10 +90,10 @@ def _layer_input_bytes(profile: Profile) -> float:
 
 
 class _Fit(NamedTuple):
-    """A system of equations: the costs of stages as sums of the costs of units."""
+    """A system of equations: the costs of stages as sums of the costs of embedding, layers and output."""
 
     kinds: tuple[int, ...]
-    """The kind of each layer. Kinds that the stages do not tell apart have the same number."""
+    """The kind of each layer; 0 for all layers if the stages do not determine the costs of each kind."""
     embedding: np.ndarray
     """Number of embeddings in each stage; zeros if the embedding's costs are assumed to be zero."""
     layers: np.ndarray
@@ -107,7 +107,7 @@ class _Fit(NamedTuple):
             columns = np.column_stack([*([fit.embedding] if fit.embedding.any() else []), fit.layers, fit.output])
             if np.linalg.matrix_rank(columns) == columns.shape[1]:
                 return fit
-        raise ScheduleError(f"a profile of {len(partition)} stages does not tell what its layers cost")
+        raise ScheduleError(f"a profile of {len(partition)} stages does not determine the costs of its layers")
 
     @classmethod
     def _candidates(cls, partition: Partition, kinds: Sequence[int]) -> Iterator[_Fit]:

@@ -76,8 +76,8 @@ def _check_measured(flags: JobFlags, window: tuple[int, int] | None, limit: Memo
         steps = flags.num_iterations(0)
         if output is not None and steps is not None and steps < window[1]:
             raise ValueError(
-                f"{output_flag} is written after iteration {window[1]} of a job, the last that it profiles, but this "
-                f"one has {steps}: give --zero-bubble-profile-iters START END with an END of at most {steps}"
+                f"{output_flag} is written after the last profiled iteration, which is {window[1]}, but the job ends "
+                f"after {steps}: give --zero-bubble-profile-iters START END with an END of at most {steps}"
             )
         return
     idle = {output_flag: output is not None, f"--zero-bubble-replan-threshold {threshold}": threshold > 0}
@@ -101,7 +101,7 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
     missing += ["no --zero-bubble-profile-output"] if flags.zero_bubble_profile_output is not None else []
     missing += ["no --zero-bubble-timeline"] if draws_after_it else []
     return (
-        f" > {', '.join(missing)}: this job ends after {steps} iterations, but profiling after {window[1]}; "
+        f" > {', '.join(missing)}: this job ends after {steps} iterations, but profiling ends after {window[1]}; "
         "give --zero-bubble-profile-iters START END with an earlier END, or 0 0 for no profile"
     )
 

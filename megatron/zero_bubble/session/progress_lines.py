@@ -1,4 +1,4 @@
-"""Reports the progress of a search from time to time, so that nobody takes a long search for a hang."""
+"""Reports the progress of a search from time to time, so that a long search is not mistaken for a hang."""
 
 from __future__ import annotations
 

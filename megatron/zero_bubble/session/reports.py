@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ModelRank = tuple[int, int]
 """(tensor-parallel rank, pipeline rank)."""
 LOUD = 0.01
-"""Smallest share of a rank's parameters for which the line about an unsplit module is a warning."""
+"""Smallest share of a rank's parameters at which a module without a deferred W causes a warning."""
 _MOST_NAMED = 16
 """Largest number of replicas for which a log line lists the wait of each replica."""
 
@@ -48,7 +48,7 @@ def print_rank_0(message: str) -> None:
 
 
 def print_error(program: str, message: object) -> None:
-    """Print at once, on this rank, why `program` ends."""
+    """Print the error that ends `program`, at once on this rank."""
     print(f"{program}: error: {message}", file=sys.stderr, flush=True)
 
 
@@ -97,7 +97,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
 
 
 def _unit_words(model: ModelCosts, pattern: HybridPattern | None) -> Iterator[str]:
-    """The times of each kind of unit. Layers with the same costs and the same symbol are one kind."""
+    """The times of embedding, output and each kind of layer. Layers of a kind have the same costs and symbol."""
     symbols = [""] * len(model.layers) if pattern is None else [f"{symbol}: " for symbol in pattern.symbols]
     for (symbol, layer), count in Counter(zip(symbols, model.layers, strict=True)).items():
         yield f"{count} layers {symbol}{_times(layer)} each"

@@ -56,7 +56,7 @@ def run_plan(
     post_validation: PostValidation | None = None,
     write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
-    """The forward-backward function that runs the job's plan, and profiles and replans as the flags say.
+    """The forward-backward function that runs the job's plan; the flags determine whether it profiles and replans.
 
     Args:
         iteration: the iteration after which the job begins.
@@ -101,7 +101,7 @@ def units_of(
     forward_step: Callable[..., Any],
     microbatch: Mapping[str, torch.Tensor],
 ) -> UnitModels:
-    """Make the units of a model; the process groups must exist.
+    """Make the `UnitModels` with which a model's costs are measured; the process groups must exist.
 
     Args:
         settings: Megatron's and our flags, as attributes.
@@ -170,7 +170,7 @@ def costs_of_units(
 def build_post_validation(
     flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """The post-validation of an optimizer; None if the flags do not ask for it or there is only one pipeline rank.
+    """The post-validation of an optimizer; None without the flag, or with a single pipeline rank.
 
     Raises:
         ValueError: post-validation does not support the optimizer, or the rollback cannot invert the optimizer's steps.

@@ -100,7 +100,7 @@ class Session:
         session.store = store
         return session
 
-    # The schedules and the layout.
+    # Methods that choose the schedules and the layout.
 
     def make_schedules(self) -> None:
         """Make the schedules of a fixed layout, so that a run without a fitting schedule ends before anything is built.
@@ -170,7 +170,7 @@ class Session:
         self._take(job_settings(flags, os.environ, torch.cuda.is_available(), choice=choice))
         adopt_placement(self.job.placement)
 
-    # The model.
+    # Methods that change the model.
 
     def configure(self, config: TransformerConfig, model_class: type[Any] | None = None) -> None:
         """Prepare the configuration of the model's chunks, before they are built.
@@ -203,7 +203,7 @@ class Session:
         return initialized_by_unit(self.job.flags.seed, is_first_stage=is_first_stage, first_layer=first_layer)
 
     def shard(self, chunks: Sequence[torch.nn.Module], padded_vocab_size: int) -> None:
-        """Spread the vocabulary over the ranks if the layout says so; again, if it is spread already, do nothing.
+        """Spread the vocabulary over the ranks if the layout says so and the vocabulary is not spread already.
 
         Raises:
             ValueError: the vocabulary does not divide into as many shards as there are ranks.
@@ -224,7 +224,7 @@ class Session:
         if self.store is not None:
             split_weight_gradients(chunks, self.store)
 
-    # The run.
+    # Methods of the training loop.
 
     def start(
         self,

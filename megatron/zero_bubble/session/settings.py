@@ -29,11 +29,14 @@ from megatron.zero_bubble.session.stalls import check_stall_timeout
 class JobSettings:
     """The checked settings of a job's pipeline.
 
-    Attributes: flags: the given flags, with the layout that megatron-core needs for the partition. plan: makes the
-    schedules; None for megatron-core's own schedule. placement: which rank holds which stages. partition: the number of
-    layers of every stage, in model order. planning: how costs are measured and used for planning; None if costs are
-    neither measured nor used. is_layout_open: whether partition, placement or chunks are still to be chosen. hierarchy:
-    how replicas average their parameters; None if replicas reduce gradients in every step.
+    Attributes:
+        flags: the given flags, with the layout that megatron-core needs for the partition.
+        plan: makes the schedules; None for megatron-core's own schedule.
+        placement: which rank holds which stages.
+        partition: the number of layers of every stage, in model order.
+        planning: how costs are measured and used for planning; None if costs are neither measured nor used.
+        is_layout_open: whether partition, placement or chunks are still to be chosen.
+        hierarchy: how replicas average their parameters; None if replicas reduce gradients in every step.
     """
 
     flags: JobFlags

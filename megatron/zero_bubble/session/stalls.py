@@ -86,4 +86,4 @@ def _suspects(stall: Stall) -> str:
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)
     outside = [state for state in answers if not state.excerpt]
     suspects = silent or [f"rank {s.rank} on {s.host}, which {s.where}" for s in (*computing, *outside)]
-    return "; ".join(suspects) if suspects else "the network: all wait for messages"
+    return "; ".join(suspects) if suspects else "the network, because all ranks wait for messages"

@@ -27,7 +27,7 @@ _SECONDS_TO_END = 8
 """Seconds after an error until the kernel ends the process, if the interpreter has not exited by itself."""
 _STATUS = 2
 _STATUS_OF_LOST_RANK = 1
-"""The lost rank made a mistake or had an error; another rank cannot tell which."""
+"""Exit status of a rank that has lost the connection to another rank."""
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*?\d\) (is killed|exited)[^.]*")
 _LOST_RANK = re.compile(r"Connection (closed|reset) by peer|remote worker crashing|Connection was likely closed")
 
@@ -135,11 +135,11 @@ def _lost_process(error: Exception) -> SessionError | None:
         return None
     text = str(error)
     if (worker := _LOST_WORKER.match(text)) is not None:
-        return SessionError(f"{worker[0]}; if memory ran out, which the system's log tells, give fewer --num-workers")
+        return SessionError(f"{worker[0]}; if the system's log says that memory ran out, give fewer --num-workers")
     if _LOST_RANK.search(text) is not None:
         rank = os.environ.get("RANK", "0")
         return _LostRankError(
-            f"rank {rank} has lost another rank, whose error says why, if it had the time: {text.splitlines()[0]}"
+            f"rank {rank} has lost another rank, whose error message, if any, gives the reason: {text.splitlines()[0]}"
         )
     return None
 
@@ -148,7 +148,7 @@ def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
     torchrun takes the failure with the earliest time, in whole seconds, for the cause, even if torchrun itself ended
-    the failed rank. Hence the time of the error in torchrun's error file is set back by one second.
+    the failed rank. The time of this error is therefore set back by one second.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
