@@ -31,7 +31,7 @@ from megatron.zero_bubble.cli.output import percent, table
 RECIPES = Path(__file__).resolve().parents[1] / "examples" / "recipes"
 CLUSTER = ("--device-tflops", "989", "--mfu", "0.45", "--interconnect-bandwidth", "50")
 """H100: bf16 peak, and one 400 Gbit/s link a device."""
-_HEADS = ("recipe", "p, v, m", "bubble", "idle", "GiB", "chosen", "idle", "GiB", "gain")
+_HEADS = ("recipe", "p, v, m", "bubble", "idle, GiB", "chosen", "idle, GiB", "gain")
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ class RecipeGain:
         return (
             self.recipe.name,
             f"{p}, {v}, {m}",
-            *_figures(self.published),
+            percent(self.published.timeline.idle.bubble),
+            _idle_and_memory(self.published),
             f"{placement.kind}, {placement.num_chunks}{shards}",
-            *_figures(self.chosen)[1:],
+            _idle_and_memory(self.chosen),
             f"{self.times:.3f}",
         )
 
 
-def _figures(one: Estimate) -> tuple[str, str, str]:
-    idle = one.timeline.idle
-    return percent(idle.bubble), percent(idle.total), gib(max(one.total_bytes))
+def _idle_and_memory(estimate: Estimate) -> str:
+    return f"{percent(estimate.timeline.idle.total)}, {gib(max(estimate.total_bytes))}"
 
 
 def gain_of(recipe: Recipe) -> RecipeGain:
