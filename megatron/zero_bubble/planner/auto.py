@@ -47,7 +47,7 @@ def limit_of_1f1b(request: PlanRequest) -> Limits:
 
 
 def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
-    """The memory limits that `multiple_of_p` computes from the costs and the ranks of a request."""
+    """Memory limits of the ranks: `multiple_of_p`, plus the memory that complete microbatches leave allocated."""
     limits = multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
     return tuple(map(add, limits, _left(request)))
 
@@ -62,7 +62,7 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
         costs: costs of the stages, with one stage per rank.
         num_ranks: number of ranks, p.
         factor: multiple of the memory of p microbatches: 1 for ZB-1p, 2 for ZB-2p.
-        recompute: which microbatches have an R.
+        recompute: which microbatches have an R (recomputation).
 
     Returns:
         One limit per rank, in the unit of memory of the costs.
@@ -73,7 +73,7 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
 
 
 def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> Limits:
-    """Memory limits for a V: the memory of a given number of microbatches in flight on both chunks of a rank.
+    """Memory limits for a V-shaped placement: memory of a number of microbatches in flight on both chunks of a rank.
 
     Each limit includes the memory that one B of each chunk adds.
 

@@ -1,8 +1,8 @@
-"""Orders of F and B for a V: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
+"""Orders of F and B for V-shaped placements: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
 A building block is the path of one microbatch in four legs: F of chunk 0 down the ranks, F of chunk 1 back up, B of
-chunk 1 down, and B of chunk 0 up. The time from one rank to the next in each leg decides how long activations live, and
-therefore decides the peak memory.
+chunk 1 down, and B of chunk 0 up. The time from one rank to the next in each leg decides how long activations stay in
+memory, and therefore decides the peak memory.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Shares to try: the time of the leg down, divided by the time of the leg down and the leg up together."""
+"""Fractions to try: time of the leg down the ranks, divided by the time of the leg down and the leg up together."""
 DELAYS = (0, 0, 1, 2, 3)
-"""Numbers of slots by which B of a chunk starts late in a random building block; each chunk draws one number."""
+"""Numbers of slots by which B of a chunk starts late in a random building block; one number is drawn for each chunk."""
 VARIATION = 0.06
 """Standard deviation of the random change of one of a block's times, as a fraction of the block's period."""
 
 
 class Block(NamedTuple):
-    """The times at which one microbatch runs on each rank; each next microbatch runs one period later."""
+    """A building block: the times of one microbatch on each rank; the next microbatch runs one period later."""
 
     period: float
     legs: tuple[float, ...]
@@ -47,10 +47,10 @@ class Block(NamedTuple):
 
 def published_blocks(problem: Problem, in_flight: float) -> Iterator[Block]:
     """Yield the building blocks of arXiv 2405.15362 in which every rank has `in_flight` microbatches in flight."""
-    # If the leg down and the leg up take h together from one rank to the next, the activations of both chunks, each of
-    # M_B / 2, live for 2 p h in sum. A rank then has p h / period microbatches in flight. One more microbatch is in
-    # flight because blocks do not start and end in the same slot.
-    # The published delays keep F and B of a block out of each other's slots, for legs of one slot and of two.
+    # Let h be the time of the leg down and the leg up together, from one rank to the next. The activations of both
+    # chunks, each of M_B / 2, are then in memory for 2 p h in sum, and a rank has p h / period microbatches in flight.
+    # One more microbatch is in flight because blocks do not start and end in the same slot. With the published delays F
+    # and B of a block take different slots, for legs of one slot and of two slots.
     p = problem.num_ranks
     delays = {0.5: (2 if p % 3 == 0 else 0, 0), 2 / 3: (3 if p % 2 == 0 else 0, 1)}
     for share in SHARES:
@@ -107,12 +107,12 @@ def repeated(problem: Problem, block: Block) -> list[Order]:
 
 
 def eager_orders(problem: Problem) -> list[Order]:
-    """Return the orders of ZB-V: F of chunk 0 until F of chunk 1 is ready, both F until B is ready, then F and B.
+    """The orders of ZB-V: F of chunk 0 until F of chunk 1 is ready, F of both until B is ready, then F and B in turn.
 
     If every operation takes one slot, the first microbatch takes 2(p - r) - 1 slots from chunk 0 to chunk 1 of rank r.
     After the first microbatch has arrived in chunk 1 of rank r, 2r + 1 slots pass until its gradient arrives in chunk
-    1, and 2p slots until it arrives in chunk 0. Each phase of the warmup has one operation for each slot, so that no
-    rank idles.
+    1, and 2p slots until its gradient arrives in chunk 0. Each phase of the warmup has one operation for each slot, so
+    that no rank idles.
     """
     p, size, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
     orders = []

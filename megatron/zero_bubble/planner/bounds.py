@@ -25,7 +25,8 @@ class LowerBounds:
     """Total time of the operations of the busiest rank."""
     dependency: float
     """Length of the longest path from the first F of a rank through later stages to the last W of the rank. For equal
-    stages and messages of time C, it is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv 2401.10241)."""
+    stages and messages of time C, this bound is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv
+    2401.10241)."""
     memory: float
     """The larger of two lower bounds under the memory limit, at least `dependency`. One bound is `dependency` plus the
     idle time that the memory limit forces on a rank before its first and its last B. The other bound is the integral of
@@ -53,11 +54,12 @@ def lower_bounds(
         num_microbatches: microbatches of an iteration.
         costs: costs of the stages.
         memory_limit: one value for all ranks or one per rank, in the unit of memory of the costs; None for no limit.
-        recompute: which microbatches have an R. A microbatch with an R takes `memory_r` less memory until its R. The
-            time of R is part of the bounds only under full recomputation.
+        recompute: which microbatches have an R (recomputation). A microbatch with an R takes `memory_r` less memory
+            until its R. The time of R is part of the bounds only under full recomputation.
 
     Raises:
-        ScheduleError: the number of stages in the costs or of ranks in the limits is wrong, or there is no microbatch.
+        ScheduleError: the costs are for another number of stages, the limits for another number of ranks, or there is
+            no microbatch.
     """
     if costs.num_stages != placement.num_stages:
         raise ScheduleError(
@@ -69,7 +71,7 @@ def lower_bounds(
     if len(limits) != placement.num_ranks:
         raise ScheduleError(f"memory_limit has {len(limits)} entries, but there are {placement.num_ranks} ranks")
     if num_microbatches < 1:
-        raise ScheduleError(f"a bound needs at least one microbatch, got {num_microbatches}")
+        raise ScheduleError(f"a lower bound needs at least one microbatch, got {num_microbatches}")
     path = _Path(placement, costs, recompute)
     free = [_Rank(path, rank, num_microbatches, inf) for rank in range(placement.num_ranks)]
     bound = [_Rank(path, rank, num_microbatches, limit) for rank, limit in enumerate(limits)]
@@ -84,8 +86,8 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     """Length of the longest path from the first F of a rank, through another rank, back to the last W of the same rank.
 
     Let `a` be the first stage of rank r and `k` the first stage of rank q, and let `k` not be before `a`. The time from
-    the first F to the last B of `a` is at least the sum of the path from `a` to `k`, the window of rank q, and the path
-    from `k` to `a`.
+    the first F to the last B of `a` is at least the sum of three times: the path from `a` to `k`, the time from the
+    first F to the last B of rank q, and the path from `k` to `a`.
     """
     longest: float = 0
     for near in ranks:
@@ -135,7 +137,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that a rank spends on the R of one microbatch or, without an R, idles from its F to its B."""
+        """Least time in which a rank recomputes one microbatch (R) or, without an R, idles between its F and its B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -188,7 +190,7 @@ class _Rank:
     def window(self) -> float:
         """Least time from the start of the first F to the end of the last B of the rank.
 
-        The window is at least the sum of three times: all F and B; each W that lack of memory forces before the last B;
+        This time is at least the sum of three times: all F and B; each W that lack of memory forces before the last B;
         and the larger of idle time and recomputation, because R may run in idle time.
         """
         costs = self.path.costs
@@ -202,7 +204,7 @@ class _Rank:
 
     @property
     def window_of_last_f(self) -> float:
-        """Least time from the start of the first F to the end of the last B of the rank, through its last F.
+        """Least time from the start of the first F to the end of the last B of the rank, as a path through its last F.
 
         Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the
         microbatch of that F passes through the last stage and back. With recomputation the lower bound is zero.
@@ -283,18 +285,18 @@ class _Rank:
             drain_rate = max(drain_rate, whole / (b + w), after_b / w)
             largest = max(largest, whole)
             if after_b + costs.memory_w[s] > 1e-9 * whole:
-                return 0  # memory that is never released does not drain
+                return 0  # the drain rate does not hold if W leaves memory allocated
         if fill_rate == 0 or drain_rate == 0:
             return 0
         ramp = max(0, limit - largest)
         ramps = ramp / fill_rate + ramp / drain_rate
         unused = ramp * ramps / 2
-        if limit * ramps - unused < needed:  # the ramps do not overlap
+        if limit * ramps - unused < needed:  # memory rises to the limit before it falls
             return (needed + unused) / limit
         return needed / limit
 
     def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
-        """Upper bound on the total time of items (time, memory) that fit in `room` together, by a fractional knapsack.
+        """Upper bound on the total time of items (time, memory) that together fit in `room`, by a fractional knapsack.
 
         Each item is taken `copies` times at most. If all items take the same memory, a whole number of items is taken.
         """

@@ -1,4 +1,4 @@
-"""Chooses the final plan among plans of different layouts; a simpler layout that is only a little slower wins."""
+"""Chooses the final plan among plans of different layouts; prefers a simpler layout that is only a little slower."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.zero_bubble.planner.request import Layout
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 SIMPLER = 1.02
-"""A simpler layout wins if it is slower by at most this factor; measured costs have errors of this size."""
+"""A simpler layout is chosen if its plan is slower by at most this factor; measured costs have errors of this size."""
 SHARDING_GAIN = 1.03
-"""Least speedup for which a layout with vocabulary shards is chosen, because its collectives take processor time."""
+"""Least speedup for which a layout with vocabulary shards is chosen, because collectives take processor time."""
 
 
 def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf) -> Plan:
@@ -27,7 +27,7 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 
     Args:
         plans: one or more plans; several may have the same combination of placement, recomputation and vocabulary.
-        usual: the layout that is kept unless another layout is clearly faster; None if all layouts compete.
+        usual: the layout that is kept unless another layout is clearly faster; None if no layout is preferred.
         usual_time: time of another schedule for the usual layout, such as megatron-core's own schedule.
 
     Returns:
@@ -69,7 +69,7 @@ def _most_even(plans: Sequence[Plan]) -> Plan:
 
 
 def named_after_schedule(plan: Plan) -> Plan:
-    """Return the plan; if its schedule has no R, `Recompute.NONE` replaces `Recompute.PLANNED` in the layout."""
+    """The plan, with `Recompute.NONE` instead of `Recompute.PLANNED` if its schedule recomputes nothing."""
     if plan.layout.recompute is not Recompute.PLANNED or plan.timeline.schedule.recomputes:
         return plan
     return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))

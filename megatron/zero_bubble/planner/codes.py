@@ -27,7 +27,7 @@ class Codes(NamedTuple):
     w: int
     r: int
     drop: int
-    """An F that drops the activations which R recomputes."""
+    """First code of the F that drop their activations; R (recomputation) restores these activations."""
     e: int
     ew: int
     s: int
@@ -46,7 +46,7 @@ class Codes(NamedTuple):
         return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
 
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
-        """Code -> cost; an argument has the costs by stage of the kind that it is named after; other kinds cost 0."""
+        """Code of an operation -> cost; argument `f` has the costs of F by stage, kinds without argument cost 0."""
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
 

@@ -1,4 +1,4 @@
-"""Start times of the operations of complete orders, and the critical paths through them."""
+"""Start times of the operations in complete orders of all ranks, and the critical paths through these operations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OrderGraph:
         self.final = [0.0] * len(orders)
         """Rank -> negated start of the rank's span; the end of the last operation plus this value is the span."""
         self.cost = self.tie = 0.0
-        """`cost` is the time by which the orders are judged; `tie` decides between orders of equal cost."""
+        """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
 
     def _numbers(self, order: Order) -> list[int]:
         codes = self.codes

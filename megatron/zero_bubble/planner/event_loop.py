@@ -19,11 +19,11 @@ class PlannedOrders(NamedTuple):
     """Complete orders of all ranks, with their simulated times."""
 
     cost: float
-    """The time by which the orders are judged."""
+    """The time by which orders are compared: the longest span of a rank, or the makespan."""
     orders: list[Order]
     """Rank -> its order of operations."""
     tie: float
-    """The time that decides between orders of equal cost."""
+    """The time that decides between orders of equal cost: the makespan, or the longest span of a rank."""
 
 
 class EventLoop(ABC):
@@ -57,7 +57,7 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> total time of its operations, with an R for each microbatch whose activations are dropped so far."""
+        """Rank -> total time of its operations, with an R (recomputation) for all activations dropped so far."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
@@ -66,10 +66,10 @@ class EventLoop(ABC):
         self.target = 0.0
         """The longest span of any rank, under the assumption that no rank idles again."""
         self.arrivals: list[list[float]] = [[] for _ in range(codes.end)]
-        """Code -> arrival times of its inputs, for the microbatches whose arrival is known."""
+        """Code of an operation -> known arrival times of the operation's inputs, by microbatch."""
         self.arrivals[codes.f] = [0.0] * self.num_microbatches
         self.done = [0] * codes.end
-        """Operation code -> number of started operations. Both kinds of F count under the code of the F that keeps."""
+        """Operation code -> number of started operations; F that drop activations count as F that keep activations."""
         self.dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
         """Stage -> the microbatches whose activations have been dropped."""
         self.weights: list[deque[int]] = [deque() for _ in range(ranks)]
@@ -85,21 +85,21 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of shard operations whose inputs are known, and that have neither run nor joined `weights`."""
+        """Rank -> number of its shard operations with known input times that have neither run nor joined `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
             self.arrivals[codes.e] = [0.0] * min(LEAD, self.num_microbatches)
             self._missing = {code: [ranks] * self.num_microbatches for code in (codes.f, codes.loss)}
-            """Code that needs a result of every rank -> for each microbatch, the number of results not yet known."""
+            """Code of an operation that needs all ranks' results -> microbatch -> number of results not yet known."""
             self._latest = {code: [0.0] * self.num_microbatches for code in self._missing}
-            """Code that needs a result of every rank -> for each microbatch, the latest known arrival of a result."""
+            """Code of an operation that needs all ranks' results -> microbatch -> latest known arrival of a result."""
             self._moved = [0] * codes.end
-            """Code of a weight gradient of a shard -> number of its operations that have joined `weights`."""
+            """Code of a weight gradient of a shard -> number of its microbatches that have joined `weights`."""
             self._shard_weights = [(codes.t + rank, codes.ew + rank) for rank in range(ranks)]
             """Rank -> codes of the weight gradients of its shard."""
             self._urgent: list[tuple[int, ...]] = [(codes.s + rank, codes.e + rank) for rank in range(ranks)]
-            """Rank -> codes of the operations that it runs as soon as they are ready: loss, softmax and embedding."""
+            """Rank -> codes of operations that the rank runs as soon as they are ready: loss, softmax and embedding."""
             last = problem.rank_of[-1]
             self._urgent[last] = (codes.loss, *self._urgent[last])
             self._due[problem.rank_of[0]] = len(self.arrivals[codes.e])
@@ -120,7 +120,7 @@ class EventLoop(ABC):
         while events:
             now, rank = heappop(events)
             if now < free[rank]:
-                continue  # the rank is busy; it has an event at the end of its operation
+                continue  # the rank is busy, and has another event at the end of its operation
             code, when = self.shard_op(rank, now + epsilon) if due[rank] else -1, inf
             if code < 0:
                 code, when = choose(rank, now + epsilon)
@@ -169,14 +169,14 @@ class EventLoop(ABC):
             self._due[rank] += 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
-        """Tell the operations that need the next result of `code` that the result is ready at the time `end`."""
+        """Record, for operations that need the next result of `code`, that the result is ready at the time `end`."""
         microbatch = self.done[code]
         self.done[code] += 1
         for user, latency in self.users[code]:
             self.arrive(user, microbatch, end + latency, rank, events)
 
     def remove_weight(self, code: int, rank: int) -> None:
-        """Remove a weight gradient from the ready weight gradients, because it runs."""
+        """Remove a weight gradient that starts to run from the ready weight gradients of its rank."""
         weights = self.weights[rank]
         if weights and weights[0] == code:
             weights.popleft()
@@ -185,12 +185,12 @@ class EventLoop(ABC):
         self.releasable[rank] += self.allocation[code]
 
     def offer_weight(self, code: int, rank: int) -> None:
-        """Add a weight gradient to the ready weight gradients."""
+        """Add a weight gradient to the ready weight gradients of its rank."""
         self.weights[rank].append(code)
         self.releasable[rank] -= self.allocation[code]
 
     def shard_op(self, rank: int, now: float) -> int:
-        """Choose a ready loss, softmax or embedding, or a W that frees memory for one of them; -1 if none can run."""
+        """Choose a ready loss, softmax or embedding, or a W that frees memory for such an operation; -1 if none."""
         arrivals, done, moved = self.arrivals, self.done, self._moved
         for code in self._shard_weights[rank]:
             known = arrivals[code]
@@ -208,20 +208,20 @@ class EventLoop(ABC):
         return -1
 
     def drop(self, stage: int, rank: int) -> None:
-        """Record that the F of the next microbatch of `stage` drops its activations, so that an R is needed."""
+        """Record that the F of the next microbatch of `stage` drops its activations, which an R will recompute."""
         self.dropped[stage].append(self.done[stage])
         if not self.problem.is_dropped_as_a_rule(stage):
             self.work[rank] += self.duration[self.codes.r + stage]
 
     def needs_r(self, stage: int) -> bool:
-        """Whether the next B of `stage` has to wait for an R of its microbatch."""
+        """Whether the next B of `stage` has to wait for the recomputation (R) of its microbatch."""
         dropped, restored = self.dropped[stage], self.done[self.codes.r + stage]
         return restored < len(dropped) and dropped[restored] == self.done[self.codes.b + stage]
 
     def as_it_fits(self, rank: int, code: int) -> int:
-        """Choose between the F `code`, which keeps activations, and the F that drops them; -1 if neither fits now.
+        """Choose whether the F `code` keeps or drops its activations; return the code of that F, or -1 if neither fits.
 
-        Memory for the largest pending R is reserved, so that the next R fits once every ready W has run.
+        Memory for the largest pending R (recomputation) is reserved, so that R fits once every ready W has run.
         """
         memory, limit, keep = self.memory[rank], self.limits[rank], self.allocation[code]
         if not self.recomputes:
@@ -245,12 +245,12 @@ class EventLoop(ABC):
         return self.problem.recompute is not Recompute.FULL and (code, self.done[code]) not in self.keeping.drops
 
     def memory_for_r(self, rank: int) -> float:
-        """The largest memory that a pending R of `rank` will allocate."""
+        """The largest memory that a pending recomputation (R) of `rank` will allocate."""
         r, stages = self.codes.r, self.problem.stages_of[rank]
         return max((self.allocation[r + s] for s in stages if self.done[r + s] < len(self.dropped[s])), default=0)
 
     def arrive(self, code: int, microbatch: int, when: float, source: int, events: list[tuple[float, int]]) -> None:
-        """Record that an input of `code` arrives at the time `when`, and add an event if its rank may then be idle."""
+        """Record that an input of `code` arrives at the time `when`; add an event if the rank of `code` may be idle."""
         rank = self.ranks[code]
         if self.has_shards:
             if code in self._missing:

@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 DRAWS = 6
-"""Number of simulations with random durations, over which the time of a schedule is averaged."""
+"""Number of simulations with random durations whose mean is the expected time of a schedule."""
 _LARGEST_SPREAD = 0.5
 _QUARTILE = NormalDist().inv_cdf(0.75)
 

@@ -1,4 +1,4 @@
-"""Inserts W and R into a given order of F and B, in idle time where possible."""
+"""Inserts W and R (recomputation) into a given order of F and B, in idle time where possible."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 
 
 class InOrder(EventLoop):
-    """A scheduling policy that runs F and B in a given order, and inserts W and R.
+    """A scheduling policy that runs F and B in a given order, and inserts W and R (recomputation).
 
     W runs in gaps that are at least as long as W, when memory is full, and after the last B; `rule` decides whether W
     also runs in shorter gaps. If the next F does not fit in memory and no W is ready, the next B of the order runs
-    before that F. R runs right before its B, or in a gap before the F that precedes its B.
+    before that F. A recomputation (R) runs right before its B, or in a gap before the F that precedes its B.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class InOrder(EventLoop):
         return -1, ready
 
     def will_keep(self, rank: int, code: int) -> bool:
-        """Whether the F `code` keeps its activations if they fit; an F whose B follows at once always keeps them."""
+        """Whether the F `code` keeps its activations if they fit in memory; always true if B follows F at once."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True
         return super().will_keep(rank, code)
 
     def early_r(self, rank: int, f: int, gap: float) -> int:
-        """The R of the B after the next F, if that R fits in the gap before the F and in memory; otherwise -1."""
+        """Code of the R for the B after the next F, or -1 if this R does not fit in memory and in the gap before F."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         code = given[following] if following < len(given) else f
         if not size <= code < self.codes.w or not self.needs_r(code - size):

@@ -26,18 +26,18 @@ class _Drop(NamedTuple):
 
 
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
-    """The orders of a plan with as many R as the memory limits demand.
+    """The orders of a plan with as many recomputations (R) as the memory limits demand.
 
-    Until it keeps its memory limit, each rank drops the activations of one microbatch and stage at a time. At the first
-    operation that exceeds the limit, the rank compares the activations that are then in memory. It drops the
+    Each rank drops the activations of one microbatch and stage after another, until the rank keeps its memory limit.
+    The candidates are the activations in memory at the first operation that exceeds the limit. The rank drops the
     activations that free the most memory, summed over all operations that exceed the limit.
 
     Args:
         problem: the problem, with the memory limits to keep.
-        plan: a plan without R.
+        plan: a plan without recomputation (R).
 
     Returns:
-        The orders with R; None if a rank exceeds its memory limit even with every possible R.
+        The orders with R; None if a rank exceeds its memory limit even with every possible recomputation.
     """
     graph = OrderGraph(problem, plan.orders)
     orders = []
@@ -50,7 +50,7 @@ def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
 
 
 def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
-    """The numbers of the F whose activations the rank drops to keep its limit; None if the rank cannot keep it."""
+    """The numbers of the F whose activations the rank drops to keep its limit; None if this is impossible."""
     lane, limit = graph.lanes[rank], graph.problem.limits[rank]
     changes = [graph.allocation[op] for op in lane]
     memory = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]

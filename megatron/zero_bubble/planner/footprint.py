@@ -12,14 +12,15 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 class Footprint:
     """Memory of one microbatch on a stage, under the assumption that only F and R allocate memory.
 
-    The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R. Because
-    only F and R allocate, a planner checks the memory limit only at F and R, and every microbatch can finish.
+    The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R
+    (recomputation). Because only F and R allocate, a planner checks the memory limit only at F and R, and every
+    microbatch can finish.
     """
 
     dropped: float
-    """Memory from the start of F to the start of R, for a microbatch with an R."""
+    """Memory from the start of F to the start of R, for a microbatch that is recomputed (R)."""
     whole: float
-    """Memory from the start of F, or of R for a microbatch with an R, to the end of B."""
+    """Memory from the start of F, or of R if the microbatch is recomputed (R), to the end of B."""
     after_b: float
     """Memory from the end of B to the end of W."""
     after_w: float
@@ -35,7 +36,7 @@ class Footprint:
 
     @property
     def restored(self) -> float:
-        """Memory that R allocates."""
+        """Memory that a recomputation (R) allocates."""
         return self.whole - self.dropped
 
 
@@ -44,7 +45,7 @@ def peak_of_one_microbatch(footprints: Sequence[Footprint], *, recomputes: bool)
 
     Args:
         footprints: footprints of the stages of the rank, in model order.
-        recomputes: whether the microbatch has an R on every stage of the rank but the last.
+        recomputes: whether the microbatch has an R (recomputation) on every stage of the rank except the last.
     """
     if not recomputes:
         return sum(each.whole for each in footprints)

@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 from megatron.zero_bubble.schedule.shard_ops import with_best_delay
 
 OFFLOAD_PARTS = 4
-"""The search for schedules with copies to the host divides the effort of the request by this number."""
+"""Divisor of the request's effort in the search for schedules that copy activations to the host."""
 
 
 def request_for(
@@ -47,7 +47,7 @@ def request_for(
         num_microbatches: microbatches of an iteration.
         num_chunks: model chunks per rank; by default the schedule's own number of chunks.
         placement_kind: kind of placement, for `auto` only; by default linear for one chunk per rank, else interleaved.
-        recompute: which microbatches have an R.
+        recompute: which microbatches have an R (recomputation).
         options: other fields of `PlanRequest`, such as `costs`.
 
     Returns:
@@ -74,11 +74,11 @@ def generate(name: str, num_ranks: int, num_microbatches: int, **options: Any) -
 def schedule_of(request: PlanRequest) -> Schedule:
     """Make a schedule without communication for a request with one placement.
 
-    If the request allows offload, activations are copied to the host and back where that makes the schedule faster. A
+    If the request allows offload, activations are copied to the host and back where copies make the schedule faster. A
     stage that is short of memory may recompute its activations in several groups of layers. The function returns the
     fastest schedule and, among equally fast schedules, the schedule with the fewest groups of layers. With an effort of
-    zero it returns the first schedule that fits. The searches for schedules with several groups share the effort that
-    the search for a schedule without groups gets.
+    zero, the function returns the first schedule that fits. All searches for schedules with several groups together
+    have as much effort as the search with one group.
 
     Args:
         request: a request with one placement and one value of `recomputes`.
@@ -89,7 +89,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
     Raises:
         UnknownSchedule: no schedule has this name.
         Infeasible: no schedule of this name fits in the memory limit.
-        ScheduleError: the request is inconsistent, or asks for an option that the schedule does not support.
+        ScheduleError: the request is inconsistent, or has an option that the schedule does not support.
     """
     entry = entry_of(request.schedule)
     request = request.checked()
@@ -117,7 +117,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
             costs = in_groups(problem.costs, groups).at_once()
             with suppress(Infeasible):
                 yield replace(_in_one_group(replace(relaxed.within(limits), costs=costs)), groups=groups)
-        if request.recompute is Recompute.PLANNED:  # so that the plan is never slower than one without R
+        if request.recompute is Recompute.PLANNED:  # so that the plan is never slower than a plan without R
             keeping = replace(relaxed, costs=problem.costs.at_once(), recomputes=(Recompute.NONE,))
             with suppress(Infeasible):
                 yield _in_one_group(keeping.within(limits).checked())

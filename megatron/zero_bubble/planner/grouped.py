@@ -90,12 +90,12 @@ class InGroups(EventLoop):
         most_in_flight: Sequence[int] | None = None,
     ) -> None:
         super().__init__(problem)
-        assert not problem.recomputes, "R has no place among these rules"
+        assert not problem.recomputes, "the policy does not plan recomputation"
         self.most_in_flight = most_in_flight or (problem.num_microbatches,) * problem.num_ranks
         self.weight_rule, self.forward_rule = weight_rule, forward_rule
         self.forwards: list[deque[int]] = []
         self.backwards: list[deque[int]] = []
-        """Rank -> codes of the B that it has not run, in the order of the groups."""
+        """Rank -> codes of the B that the rank has not run, in the order of the groups."""
         for rank in range(problem.num_ranks):
             forwards, backwards = map(deque, grouped_order(problem, rank, groups))
             self.forwards.append(forwards)

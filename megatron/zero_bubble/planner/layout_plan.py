@@ -44,8 +44,8 @@ class Plan:
     def time(self) -> float:
         """The predicted time of a step without the optimizer, in the unit of the costs.
 
-        With post-validation, iterations interlock, so that a step takes the longest span of a rank. Without
-        post-validation, a step takes the makespan.
+        With post-validation, ranks start iterations without waiting for each other, so that a step takes the longest
+        span of a rank. Without post-validation, a step takes the makespan.
         """
         return self.slowdown * self.request.time_of(self.timeline)
 
@@ -66,8 +66,8 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         The plan, with the simulated schedule.
 
     Raises:
-        Infeasible: no schedule fits in the memory limits. The error has a limit in which a schedule fits: a capacity if
-            the request has only a capacity, otherwise a limit of activations.
+        Infeasible: no schedule fits in the memory limits. The error has a sufficient limit: a capacity of a rank if the
+            request has only a capacity, otherwise a memory limit of activations.
         ScheduleError: no schedule with the requested name exists for the layout.
     """
     model = model_of(request, layout)
@@ -115,12 +115,12 @@ def pairs_in(request: PlanRequest, layout: Layout) -> bool:
 
 
 def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
-    """The costs of the model's units in this layout, with the vocabulary in shards if the layout spreads it."""
+    """The costs of the model's units in this layout, with vocabulary shards if the layout has them."""
     return request.model.vocabulary_parallel(request.num_ranks) if layout.vocabulary_parallel else request.model
 
 
 def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | None) -> tuple[float, ...] | None:
-    """The memory limits of activations: for every rank the smaller of the request's limit and capacity minus states.
+    """The memory limits of activations: for each rank the request's limit or, if smaller, the capacity minus states.
 
     Raises:
         Infeasible: parameters, gradients and optimizer states of a rank take the whole memory capacity or more.

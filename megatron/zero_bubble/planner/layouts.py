@@ -40,10 +40,11 @@ COMPARED = 1.5
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if no plan fits in memory, or if unlimited memory makes a plan faster by this factor."""
 EFFORT_FOR_LATENCY = 10_000
-"""Effort of a layout's first plan in a small problem, if the layout has vocabulary shards and collectives are slower
-than messages. With less effort the planned step can be 20% slower."""
+"""Effort (number of operations to plan) of a layout's first plan in a small problem, if the layout has vocabulary
+shards and collectives are slower than messages. With less effort the planned step can be 20% slower."""
 EFFORT_FOR_RECOMPUTING = 3_000
-"""Effort of a first plan with planned recomputation in a small problem; without effort the step can be 20% slower."""
+"""Effort (number of operations to plan) of a layout's first plan with planned recomputation in a small problem. With
+less effort the planned step can be 20% slower."""
 PROMISING_PARTITION = 1.02
 """A partition with one layer moved is planned if the move raises the estimated time by at most this factor."""
 
@@ -70,8 +71,8 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     again in rounds, each round with fewer layouts and more effort than the previous round.
 
     Args:
-        request: a request with the costs of a model's units. The search keeps the usual layout unless another layout is
-            faster, by the factor `SIMPLER`, than two schedules of the usual layout: the planned schedule and
+        request: a request with the costs of a model's units. The search keeps the layout `request.usual` unless another
+            layout is faster, by the factor `SIMPLER`, than two schedules of the usual layout: the planned schedule and
             megatron-core's own schedule.
         report: function that is called with one line of progress before a layout is planned.
 
@@ -227,12 +228,12 @@ class _Search:
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
         try:
             time = plan_layout(unlimited, layout).time
-        except ScheduleError:  # the layout has no schedule in any memory
+        except ScheduleError:  # no schedule exists for the layout with any memory
             return inf
         return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
 
     def _first_layouts(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with the request's partition; without one, with the balanced and the even partitions."""
+        """Yield the layout with the request's partition; if the request has none, with balanced and even partitions."""
         request = self.request
         if request.partition is not None:
             yield replace(layout, partition=request.partition)
@@ -274,7 +275,7 @@ class _Search:
             self.try_plan(plan.layout, effort)
 
     def improve_usual(self) -> None:
-        """Plan the usual layout with full effort, unless it is much slower than the best layout."""
+        """Plan the usual layout with full effort, unless the usual layout is much slower than the best layout."""
         usual = self.plans.get(self.request.usual) if self.request.usual is not None else None
         if usual is not None and usual.time <= self.best_time * PROMISING**2:
             self.try_plan(usual.layout, self.request.effort)
@@ -285,7 +286,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, the plans of `best_of_combinations` within `COMPARED`, with slowdowns."""
+        """All plans; if durations vary, only the plans of `best_of_combinations` within `COMPARED`, with slowdowns."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

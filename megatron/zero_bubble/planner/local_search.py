@@ -21,7 +21,7 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations next to each end of a stretch that are candidates to move beyond this end."""
+"""Number of operations at each end of a stretch of the critical path that are candidates to move beyond this end."""
 TENURE = 12
 """Number of moves of the search during which a moved operation has to keep its new position (tabu tenure)."""
 PATIENCE = 50
@@ -94,7 +94,7 @@ class _LocalSearch:
         self.last_success = 0
         """Value of `num_moves` at the latest better plan or restart."""
         self.stays: dict[int, int] = {}
-        """Operation -> number of the move of the search up to which the operation has to keep its position."""
+        """Operation -> number of the search's move until which the operation has to keep its position."""
         self.is_stuck = False
         self.best_lanes = [list(lane) for lane in self.graph.lanes]
         """Rank -> its operations in the best plan."""
@@ -215,7 +215,7 @@ class _LocalSearch:
         return True
 
     def _keeps_recomputation(self, move: _Move) -> bool:
-        """Whether every B without an R still runs right after its F, as full recomputation requires."""
+        """Whether every B without an R (recomputation) still runs right after its F, as full recomputation requires."""
         if self.problem.recompute is not Recompute.FULL:
             return True
         lane, low, high = self.graph.lanes[move.rank], min(move.source, move.target), max(move.source, move.target)

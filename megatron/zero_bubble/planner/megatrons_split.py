@@ -27,7 +27,7 @@ def megatrons_layout(
         num_layers: layers of the model.
         num_ranks: pipeline ranks.
         num_chunks: model chunks a rank; with several chunks the placement is interleaved.
-        recompute: which microbatches have an R.
+        recompute: which microbatches have an R (recomputation).
 
     Raises:
         ScheduleError: there are fewer layers than stages.
@@ -37,7 +37,7 @@ def megatrons_layout(
 
 
 def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
-    """Plans of the usual layout, one with the schedule of the request and one with megatron-core's own schedule.
+    """Plans of the usual layout with the schedule of the request and with megatron-core's own schedule.
 
     Args:
         request: a request with a usual layout.
@@ -88,7 +88,7 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def time_of_usual(request: PlanRequest) -> float:
-    """Time of megatron-core's own schedule in the usual layout; infinity if it does not exist or does not fit."""
+    """Time of megatron-core's own schedule in the usual layout; infinity if no such schedule exists or fits."""
     try:
         return inf if request.usual is None else as_megatron_runs(request, request.usual).time
     except ScheduleError:
@@ -96,7 +96,7 @@ def time_of_usual(request: PlanRequest) -> float:
 
 
 def _own(request: PlanRequest, layout: Layout) -> Plan:
-    """The plan of megatron-core's own schedule; under full recomputation the plan keeps R and B apart."""
+    """The plan of megatron-core's own schedule; under full recomputation R and B are separate operations."""
     name = _NAMES[layout.placement.kind]
     whole_groups = request.num_microbatches % layout.placement.num_ranks == 0
     if request.pairs and layout.placement.kind == "interleaved" and whole_groups:

@@ -40,7 +40,7 @@ class MemoryLimit:
         """Read a memory limit: `1.5` or `1.5x` for a multiple of 1F1B's peak, `40GiB` for bytes, or `auto`.
 
         Raises:
-            ValueError: the text is not a memory limit in one of these forms.
+            ValueError: the text is neither a multiple, nor a number of bytes, nor `auto`.
         """
         word = text.strip().upper()
         if word == "AUTO":
@@ -80,7 +80,7 @@ class MemoryLimit:
             num_microbatches: microbatches of an iteration.
             free_bytes: free memory for activations on the fullest device; used for `auto` only.
             inside: rank -> largest temporary memory of an operation on the rank; zero by default.
-            recompute: which microbatches have an R.
+            recompute: which microbatches have an R (recomputation).
         """
         if self.multiple is not None:
             peaks = self._peaks(placement)(placement, costs, num_microbatches, recompute)

@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
 WORTHWHILE = 0.005
-"""An order replaces the order of the data only if it saves at least this fraction of the step's time."""
+"""Microbatches run in another order than the data only if this saves at least this fraction of the step's time."""
 _Places = tuple[int, ...]
 """Place in the schedule -> number of the microbatch in the data."""
 
@@ -71,8 +71,8 @@ def order_microbatches(
         inside: temporary memory of an operation, for each microbatch and stage; zero by default.
         names: names of the microbatches, for the error message; by default their numbers.
         num_tried: number of orders that are simulated.
-        interlocks: whether iterations interlock, so that an order is judged by the longest span of a rank, and not by
-            the makespan.
+        interlocks: whether ranks start the next iteration before all ranks have finished; orders are then compared by
+            the longest span of a rank instead of the makespan.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
@@ -136,7 +136,7 @@ def _changed(places: _Places, generator: Random) -> _Places:
 
 
 class _Step:
-    """A step of one schedule, to simulate with its microbatches in different orders."""
+    """A step that is simulated under one schedule with its microbatches in different orders."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Step:
         return [max(needed(lane)) for lane in graph.lanes]
 
     def infeasible(self, places: _Places, limits: Limits, names: Sequence[str]) -> Infeasible:
-        """The error for a step that exceeds the limits: it names the fullest rank and its largest microbatch."""
+        """The error for a step that exceeds the memory limits, with the fullest rank and its largest microbatch."""
         peaks = self.peaks(places)
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
         kept = [sum(map(problem.costs.memory_f.__getitem__, problem.stages_of[rank])) for problem in self._problems]

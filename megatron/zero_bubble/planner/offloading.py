@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _STEP = 2**0.5
-"""Schedules are planned without copies under larger memory limits, each larger than the previous by this factor."""
+"""Factor between successive memory limits for which schedules without copies are planned."""
 _MOST_LIMITS = 5
 """Largest number of memory limits above the given limit that are tried."""
 _ROUNDS = 3
@@ -41,14 +41,14 @@ _Key = tuple[int, int]
 
 
 class CopyRule(NamedTuple):
-    """A rule for when copies are queued on the host link. `lead` and `patience` are multiples of the time of a copy."""
+    """A rule that decides when copies of activations are queued on the link between device and host."""
 
     lead: float
-    """Time by which the copy back to the device is queued before the backward."""
+    """Time by which the copy back to the device is queued before the backward, divided by the time of the copy."""
     patience: float
-    """A copy to the host is queued right after F if the host link's queue takes at most this time."""
+    """A copy to the host is queued right after F if the link's queue takes at most this multiple of the copy's time."""
     weights_first: bool = False
-    """Whether a rank that lacks memory first runs W earlier, and waits for copies only if that is not enough."""
+    """Whether a rank that lacks memory first runs W early, and waits for copies only if W do not suffice."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -59,9 +59,9 @@ def offloaded(
 ) -> Schedule | None:
     """Search for a schedule that copies activations to the host and keeps the memory limits of a problem.
 
-    Schedules without copies are planned under larger limits; copies then bring each schedule below the limits of the
-    problem. A larger memory limit leads to more copies, but to less idle time and less recomputation. The schedule with
-    the shortest expected time is taken.
+    Schedules without copies are planned under larger limits. Copies are then inserted into each schedule until the
+    schedule keeps the limits of the problem. A larger memory limit leads to more copies, but to less idle time and less
+    recomputation. The schedule with the shortest expected time is taken.
 
     Args:
         plans: function that plans schedules without copies under given memory limits.
@@ -83,7 +83,7 @@ def offloaded(
                     best, shortest = timeline.schedule, time
             peaks = peak_memory(schedule, problem.costs)
             # If no rank of a plan exceeds the previous, smaller limit, a larger limit gives the same plan. A plan that
-            # keeps the limits of the problem is an exception, because it is a poor plan.
+            # keeps the limits of the problem is an exception, because such a plan is slow.
             is_last = all(peak < limit / _STEP for peak, limit in zip(peaks, limits, strict=True)) and any(
                 peak > limit for peak, limit in zip(peaks, problem.limits, strict=True)
             )
@@ -123,8 +123,8 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
     """Insert the copies that a schedule needs to keep its memory limits.
 
     A rank with full memory releases activations that have been copied to the host. The rank first releases the
-    activations that it needs last (Belady's rule for page replacement). A copy back is queued in time for the backward,
-    or later if memory is full at that time. If copies do not release enough memory, W run earlier.
+    activations that it needs last (Belady's rule for page replacement). A copy back to the device is queued in time for
+    the backward, or later if memory is full at that time. If copies do not release enough memory, W run earlier.
 
     Args:
         timed: a simulation of the schedule, with the times by which copies are placed. Copies that the schedule already
@@ -246,7 +246,7 @@ class _RankCopies:
         Args:
             amount: memory to allocate.
             at: position of the operation that allocates the memory.
-            last: position before the backwards of all activations that may be released; `at` by default.
+            last: activations may be released only if their backward comes after this position; `at` by default.
         """
         if self._memory + amount <= self._limit:
             return True

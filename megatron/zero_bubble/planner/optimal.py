@@ -58,9 +58,9 @@ class Solution:
 def optimal(request: PlanRequest) -> Schedule:
     """Make the schedule `optimal`; the default memory limit is the memory of 2p microbatches in flight.
 
-    The constraint program has no R. With recomputation the function therefore returns the better of two schedules: the
-    schedule `auto`, and the solver's schedule, which keeps all activations. Under full recomputation the solver instead
-    plans with a B that recomputes, and R is separated from B afterwards.
+    The constraint program has no recomputation (R). With recomputation the function therefore returns the better of two
+    schedules: the schedule `auto`, and the solver's schedule, which keeps all activations. Under full recomputation the
+    solver instead plans with a B that recomputes, and R is separated from B afterwards.
 
     Raises:
         Infeasible: no schedule fits in the memory limit.
@@ -139,7 +139,7 @@ class _Program:
         horizon = sum(self._steps(work) + 9 * self._num_microbatches for work in problem.work)
         self._horizon = horizon + 2 * sum(self._steps(time) for time in costs.time_comm)
         if self._horizon > LONGEST:
-            raise ScheduleError("schedule optimal is for times of similar size: these are too far apart; use auto")
+            raise ScheduleError("schedule optimal needs times of similar size: the times are too far apart; use auto")
         self._span = self._model.new_int_var(0, self._horizon, "span")
         for stage in self._stages:
             self._add_stage(stage)
@@ -166,7 +166,7 @@ class _Program:
         Returns:
             The best orders (None without a solution), and a lower bound on the longest span in the unit of the costs.
         """
-        # The bound for exact costs is lowered so that it excludes no solution with rounded costs.
+        # The lower bound for exact costs is reduced so that it excludes no solution with rounded costs.
         slack = 3 * self._num_microbatches * len(self._stages)
         self._model.add(self._span >= max(0, self._steps(bound) - slack))
         solver = self._cp.CpSolver()
@@ -179,7 +179,7 @@ class _Program:
             keys = [key for key in self._starts if key[1] == stage]
             keys.sort(key=lambda key: (solver.value(self._starts[key]), _KINDS.index(key[0])))
             orders.append(tuple(Op(kind, microbatch) for kind, _, microbatch in keys))
-        # The solver's bound is lowered too: every rounded time on the critical path is off by half a step at most.
+        # The solver's lower bound is reduced too: rounded times on the critical path are wrong by up to half a step.
         return tuple(orders), (solver.best_objective_bound - slack) / self._scale
 
     def _steps(self, time: float) -> int:

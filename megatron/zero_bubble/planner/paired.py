@@ -101,7 +101,7 @@ def _computations(schedule: Schedule) -> Computations:
 
 
 def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
-    """Pair each operation of kind `first` with the next operation if this has another kind and microbatch."""
+    """Pair each operation of kind `first` with its successor if the successor has another kind and microbatch."""
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]

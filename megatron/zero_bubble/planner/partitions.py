@@ -29,8 +29,8 @@ class Balance:
         model: costs of the units of the model.
         placement: placement of the stages on the ranks.
         num_microbatches: microbatches of an iteration.
-        recompute: which microbatches have an R.
-        room: memory of a rank for its states and activations, in the unit of the costs.
+        recompute: which microbatches have an R (recomputation).
+        room: memory of a rank for parameters, optimizer states and activations, in the unit of the costs.
         in_blocks: whether every stage recomputes its activations block by block (see `block_groups`).
     """
 
@@ -84,7 +84,7 @@ class Balance:
         return max(self._ends(partition, self._work.of_stages(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Sort key of partitions, the best first: (memory beyond the room, time, unevenness of the ends of the ranks).
+        """Sort key of partitions, the best first: (memory beyond `room`, time, unevenness of the ends of the ranks).
 
         The time of the sort key is `estimate` with two surcharges: a surcharge for stages of unequal work, and a
         surcharge for ranks of unequal memory. The sizes of the surcharges come from measured runs.
@@ -112,13 +112,13 @@ class Balance:
         ]
 
     def _holdings(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory of its activations, up to a common factor; a stage holds them while later stages run."""
+        """Rank -> memory of its activations up to a common factor; stages hold activations while later stages run."""
         size = len(partition)
         holdings = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(partition))]
         return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory by which states and one microbatch exceed the room, with an R if microbatches may have one."""
+        """Rank -> memory by which states and one microbatch, recomputed if allowed, exceed the memory of the rank."""
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
         needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
@@ -167,7 +167,7 @@ class _Sums:
 
 
 def unevenness(partition: Partition) -> tuple[int, Partition]:
-    """Sort key of partitions: the most even first, and among these the fewest layers in early stages first."""
+    """Sort key of partitions: the most even first; if equally even, the fewest layers in early stages first."""
     return sum(number * number for number in partition), partition
 
 
@@ -194,13 +194,13 @@ def balanced_partition(balance: Balance) -> Partition | None:
 def _improved(
     balance: Balance, partition: Partition, givers: Callable[[Partition], Sequence[int]], *, within_rank: bool = False
 ) -> Partition:
-    """Move single layers from the stages that `givers` returns for a partition, while this improves the partition."""
+    """Move single layers from the stages that `givers` returns for a partition, while a move improves the partition."""
     best, improved = balance.order(partition), True
     while improved:
         improved = False
         for changed in moves_from(balance, partition, givers(partition), within_rank=within_rank):
             if best[0] == 0 and balance.estimate(changed) > best[1]:
-                continue  # the time of the sort key is at least the estimate
+                continue  # the time in `Balance.order` is at least the estimate
             order = balance.order(changed)
             if _is_less(order, best):
                 partition, best, improved = changed, order, True
@@ -213,7 +213,7 @@ def moves_from(
     """Yield the partitions in which one layer has moved from a stage of `givers` to another stage.
 
     Args:
-        balance: gives the least number of layers of each stage.
+        balance: has the least number of layers of each stage.
         partition: the partition before the move.
         givers: stages that may give a layer.
         within_rank: whether layers move only between stages of one rank.

@@ -19,8 +19,8 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 LONG = 20_000
 """Largest number of F, B and W that are planned one by one; a longer schedule repeats part of a shorter schedule."""
 WARMUPS = (4, 6, 10)
-"""Numbers of microbatches per rank of the shorter schedules to try. Already with four microbatches a rank, most ranks
-reach the steady state long before their last microbatch."""
+"""Numbers of microbatches of the shorter schedules to try, divided by the number of ranks. Already with four
+microbatches a rank, most ranks reach the steady state long before their last microbatch."""
 MOST_DISPLACED = 0.1
 """A period may be repeated if its fraction of displaced operations (see `_Period.displaced`) is at most this large."""
 NUM_CUTS = 16
@@ -37,7 +37,7 @@ def is_long(placement: Placement, num_microbatches: int) -> bool:
 
 
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
-    """Yield microbatches of shorter schedules, fewer than `num_microbatches` by a multiple of the number of ranks."""
+    """Yield numbers of microbatches for shorter schedules: `num_microbatches` minus a multiple of the ranks."""
     if not is_long(placement, num_microbatches):
         return
     p = placement.num_ranks
@@ -103,7 +103,7 @@ class _Period(NamedTuple):
 
     @property
     def displaced(self) -> float:
-        """Number of other operations in the ranges of `parts`, divided by the number of operations of the period."""
+        """Number of other operations between the operations of the period, per operation of the period."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 
@@ -128,7 +128,7 @@ def _repeated(schedule: Schedule, period: _Period, count: int) -> Schedule:
         for kind in schedule.kinds
         for chunk in range(schedule.num_chunks)
     }
-    """(kind, chunk) -> operations of all microbatches, as objects that all ranks share."""
+    """(kind, chunk) -> operations of all microbatches; the schedules of all ranks share these objects."""
 
     def later(ops: Sequence[Op], shift: int) -> list[Op]:
         """Return the operations with `shift` added to their microbatch numbers."""
@@ -184,8 +184,8 @@ class _Rank:
         """Cut the rank's part of a period from `time` on; return None if fewer than `length` microbatches of a kind
         follow.
 
-        A period may have fewer R than F, because not every microbatch has an R. All R of a period belong to `length`
-        successive microbatches.
+        A period may have fewer R (recomputations) than F, because not every microbatch has an R. All R of a period
+        belong to `length` successive microbatches.
         """
         start = end = bisect_left(self.starts, time)
         size, next_microbatch = 0, {}

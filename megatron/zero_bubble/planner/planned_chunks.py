@@ -36,7 +36,7 @@ RULES = (
 """Pairs of rules: for gaps that are shorter than a W, and for gaps that are shorter than an F."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""How steeply the number of microbatches in flight falls from rank to rank; with 1 it falls to one on the last rank."""
+"""Slopes of the number of microbatches in flight over the ranks; with slope 1 the last rank has one microbatch."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
@@ -72,9 +72,9 @@ def _candidates(problem: Problem, group_size: int | None) -> list[Schedule]:
         portfolio = plan_chunks(problem, group_size)
         candidates, shortest = portfolio.schedules(problem), portfolio.cost
         is_best = not problem.varies and portfolio.cost <= problem.bound_if_fused * (1 + 1e-9)
-        # With `Recompute.PLANNED` the plan without R, if it fits in memory, was compared with the named schedules.
+        # With `Recompute.PLANNED` a plan without R that fits in memory was already compared with the named schedules.
         is_compared = problem.recompute is Recompute.PLANNED and problem.keeping_everything().is_feasible
-        # Without effort, inserting vocabulary shards into the named schedules would take too long.
+        # With an effort of zero, inserting vocabulary shards into the named schedules would take too long.
         is_quick = problem.has_shards and problem.budget == 0
         if candidates and (is_best or is_compared or is_quick):
             return candidates
@@ -157,7 +157,7 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
                 portfolio.run(InGroups(problem, choices[0], most_in_flight=in_flight))
     enough = portfolio.budget // 2
     for groups in choices[1:]:
-        # While no plan fits, more sizes are tried: the order with one microbatch at a time is several times as slow.
+        # While no plan fits, more group sizes are tried, because one microbatch at a time is several times as slow.
         needs_plan = not portfolio.plans and len(tried) < CHOICES_WITHOUT_PLAN
         if not needs_plan and (portfolio.finished or portfolio.budget < enough):
             break
@@ -170,11 +170,11 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
 
 
 def _slopes(problem: Problem) -> tuple[float, ...]:
-    """The slopes to try, the most promising first: numbers of F by which a rank's warmup exceeds the next rank's.
+    """The slopes to try, the most promising first: differences of the warmups of successive ranks, in numbers of F.
 
     The first slope is 2, as in Megatron: if F takes as long as B, then no rank is idle before its first B. Another
     slope follows from the durations and message times of the problem, and also leaves no idle time before the first B.
-    With a further slope the forwards of the warmup fill the memory of rank 0.
+    With the slope of `_filling_slope`, the activations of the warmup fill the memory of rank 0.
     """
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])

@@ -28,7 +28,7 @@ from megatron.zero_bubble.schedule.simulate import simulate
 NUM_PLANS = 3
 """Number of the best plans that are kept, to be improved by local search."""
 PARTS = 2
-"""Number of parts into which the budget is divided if the planner chooses what to recompute."""
+"""Number of parts into which the budget is divided if the planner chooses the recomputed microbatches."""
 LEAST_CANDIDATES = 12
 """Smallest number of candidate orders that a budget allows, for a problem of any size."""
 QUICK_CANDIDATES = 5
@@ -36,7 +36,7 @@ QUICK_CANDIDATES = 5
 INSERTED = 8
 """Divisor of the budget for plans that are made without vocabulary shards before operations on shards are inserted."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
-"""Factors of the memory limit under which plans without R are made, before some of their activations are dropped."""
+"""Factors of the memory limit for plans without recomputation, some of whose activations are then dropped."""
 IMPROVING = 0.5
 """Budget of the local search, as a fraction of the budget of all candidates together."""
 
@@ -49,7 +49,7 @@ def budget_of(problem: Problem) -> int:
 
 
 class Portfolio:
-    """The best plans of a search; the search ends when a plan reaches the aim of the problem or the budget is spent.
+    """The best plans of a search; the search ends when a plan reaches the target cost or the budget is spent.
 
     The budget counts planned operations, not seconds, so that every rank of a job computes the same schedule.
     """
@@ -73,7 +73,7 @@ class Portfolio:
 
     @property
     def finished(self) -> bool:
-        """Whether a plan reaches the aim of the problem, or the budget is spent."""
+        """Whether a plan reaches the target cost, or the budget is spent."""
         return self.budget <= 0 or self.cost <= self.aim
 
     def schedules(self, problem: Problem) -> list[Schedule]:
@@ -87,7 +87,7 @@ class Portfolio:
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:NUM_PLANS]
 
     def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
-        """Improve the best plans in turn by local search, with equal parts of the budget, until a plan reaches the aim.
+        """Improve the best plans in turn by local search, with equal parts of the budget, until a plan is good enough.
 
         Plans of a long problem are not improved.
 
@@ -112,7 +112,7 @@ class Portfolio:
         return plan.cost if plan is not None else inf
 
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
-        """Offer complete orders as a plan, if they keep the memory limits and do not deadlock."""
+        """Offer complete orders as a plan, if the orders keep the memory limits and do not deadlock."""
         self.budget -= problem.num_ops
         self.offer(run_in_order(problem, orders))
 
@@ -122,7 +122,7 @@ class Portfolio:
             self.in_order(problem, one_by_one(problem))
 
     def insert_shards(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
-        """Offer plans that `search` makes without vocabulary shards, after operations on shards are inserted into them.
+        """Plan without vocabulary shards by `search`, insert the operations on shards, and offer the resulting plans.
 
         Operations on shards delay the backwards, so that one more microbatch is in flight.
 
@@ -141,7 +141,7 @@ class Portfolio:
                         self.in_order(problem, orders_of_schedule(problem, inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
-        """Offer plans that `search` makes without R in more memory, with activations dropped so that the plans fit."""
+        """Plan without recomputation in more memory by `search`, drop activations to fit, and offer the plans."""
         for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -152,7 +152,7 @@ class Portfolio:
                         self.in_order(problem, orders)
 
     def drop_into_idle_time(self, problem: Problem) -> None:
-        """In the best plan, drop activations whose R fits in idle time, to free memory for other activations."""
+        """Drop activations of the best plan whose recomputation fits in idle time, so that other activations fit."""
         drops: frozenset[tuple[int, int]] = frozenset()
         while self.plans and not self.finished:
             before = self.cost
@@ -166,7 +166,7 @@ class Portfolio:
 
 
 def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozenset[tuple[int, int]]:
-    """(stage, microbatch) of all kept activations for which the idle time before their B is long enough for an R."""
+    """(stage, microbatch) of all kept activations for which the idle time before B is long enough for their R."""
     schedule = schedule_of_orders(problem, plan.orders)
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     idle = set()
@@ -181,12 +181,12 @@ def _recomputable_in_idle_time(problem: Problem, plan: PlannedOrders) -> frozens
 
 
 def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule]) -> Schedule:
-    """Plan a problem with `best`; with `Recompute.PLANNED`, also choose which microbatches have an R.
+    """Plan a problem with `best`; with `Recompute.PLANNED`, also choose the microbatches with an R (recomputation).
 
     With `Recompute.PLANNED` there are three candidate schedules: with no R, with an R for each microbatch, and with
     some R. The fastest candidate is taken; among equally fast candidates, the candidate with the fewest R is taken. The
-    candidate without R is taken at once if unlimited memory would not make it faster. With an effort of zero, the
-    candidate with an R for each microbatch is left out.
+    candidate without R is taken at once if unlimited memory would not make this candidate faster. With an effort of
+    zero, the candidate with an R for each microbatch is left out.
 
     Args:
         problem: the problem to plan.
@@ -229,7 +229,7 @@ def _cost(schedule: Schedule, problem: Problem) -> float:
 
 
 def judged(schedule: Schedule, problem: Problem) -> tuple[float, float]:
-    """Simulate a schedule; return the time that judges it, and the time that decides between equally fast schedules."""
+    """Simulate a schedule; return the time by which schedules are compared, and the time that breaks a tie."""
     timeline = simulate(schedule, problem.costs, overlap_communication=problem.overlap_communication)
     factor = slowdown(timeline, problem.spread, problem.time_between)
     return problem.judged(factor * timeline.cost, factor * timeline.makespan)
@@ -244,9 +244,9 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
     """Yield schedules with operations on vocabulary shards inserted.
 
-    A schedule of a long problem is first simulated with the time of the shards added to W. The schedule is left out if
-    it then exceeds the limits or takes longer than `shortest`, because the insertion of operations on shards only adds
-    waits and microbatches in flight.
+    A schedule of a long problem is first simulated with the time of the shards added to W. A schedule that exceeds the
+    limits or takes longer than `shortest` in this simulation is left out, because the insertion of operations on shards
+    only adds waits and microbatches in flight.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
@@ -255,7 +255,7 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
-    """The schedule with the shortest first time of `judged`; the second time decides between equally fast schedules."""
+    """The schedule with the shortest time; the second time of `judged` decides between equally fast schedules."""
     schedules = list(schedules)
     if len(schedules) == 1:
         return schedules[0]

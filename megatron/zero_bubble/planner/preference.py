@@ -1,4 +1,4 @@
-"""List scheduling for a V: each idle rank runs the ready operation with the highest priority."""
+"""List scheduling for a V-shaped placement: each idle rank runs the ready operation with the highest priority."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ByPriority(EventLoop):
     W runs in gaps, and before an F that needs the memory that W releases.
 
     Args:
-        problem: a problem of a V, without recomputation.
+        problem: a problem with a V-shaped placement and without recomputation.
         priorities: F0, F1, B1 and B0 (F and B of chunks 0 and 1), the highest priority first.
         leads: rank -> largest number of microbatches in flight at once. A microbatch is in flight from its F of chunk 0
             to its B of chunk 0.
@@ -26,7 +26,7 @@ class ByPriority(EventLoop):
 
     def __init__(self, problem: Problem, priorities: Sequence[str], leads: Sequence[int]) -> None:
         super().__init__(problem)
-        assert not problem.recomputes, "R has no place among these rules"
+        assert not problem.recomputes, "the policy does not plan recomputation"
         assert problem.placement.num_chunks == 2, "the priorities are for two chunks"
         self.leads = leads
         self.by_priority = [
@@ -55,7 +55,7 @@ class ByPriority(EventLoop):
         return -1, ready
 
     def may_begin(self, rank: int, f: int) -> bool:
-        """Whether `leads` allows the F `f`, and this F fits in memory once every W that is ready has run."""
+        """Whether `leads` allows one more microbatch in flight, and the F `f` fits in memory after all ready W."""
         first = self.problem.stages_of[rank][0]
         if f == first and self.done[f] - self.done[self.num_stages + f] >= self.leads[rank]:
             return False

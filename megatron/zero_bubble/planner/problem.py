@@ -20,8 +20,8 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
 
 LONG = 30_000
-"""A problem with more operations than this is long. For a long problem few candidates are tried, no local search runs,
-and a plan close to the lower bound is good enough."""
+"""Number of operations above which a planning problem is long. For a long problem few candidates are tried, no local
+search runs, and a plan close to the lower bound is good enough."""
 CLOSE = 5e-4
 """A plan of a long problem is good enough within this relative distance from the lower bound."""
 
@@ -39,9 +39,9 @@ class Problem:
     overlap_communication: bool = True
     """Whether ranks compute while messages are in flight, as in `simulate`."""
     recompute: Recompute = Recompute.NONE
-    """Which microbatches have an R."""
+    """Which microbatches have an R (recomputation)."""
     takes_makespan: bool = False
-    """Whether an iteration takes the makespan, because it does not interlock with the next iteration."""
+    """Whether an iteration takes the makespan, because the next iteration starts only after all ranks have finished."""
     budget: int = EFFORT
     """Largest number of operations that all candidate orders may have together; a few orders are tried in any case."""
     spread: float = 0.0
@@ -94,21 +94,21 @@ class Problem:
 
     @property
     def aim(self) -> float:
-        """The search ends when the cost of a plan is at most this large."""
+        """Cost of a plan at which the search for a better plan ends."""
         return self.bound * (1 + (CLOSE if self.is_long else 1e-9))
 
     @property
     def is_judged_by_makespan(self) -> bool:
         """Whether plans are compared by their makespans, instead of the longest span of a rank.
 
-        An iteration takes the makespan unless it interlocks with the next iteration. With `Recompute.PLANNED` plans are
-        compared by their makespans in any case, because recomputation could shorten the longest span and lengthen the
-        makespan.
+        An iteration takes the makespan unless ranks start the next iteration before all ranks have finished. With
+        `Recompute.PLANNED` plans are compared by their makespans in any case, because recomputation could shorten the
+        longest span and lengthen the makespan.
         """
         return self.recompute is Recompute.PLANNED or self.takes_makespan
 
     def judged(self, span: float, makespan: float) -> tuple[float, float]:
-        """The time by which a plan is judged, and the time that decides between equally fast plans."""
+        """The time by which plans are compared, and the time that decides between equally fast plans."""
         return (makespan, span) if self.is_judged_by_makespan else (span, makespan)
 
     @property
@@ -134,7 +134,7 @@ class Problem:
 
     @property
     def num_ops(self) -> int:
-        """The number of operations, without R."""
+        """The number of operations, without recomputations (R)."""
         num_on_shards = 4 * self.num_ranks + 1 if self.has_shards else 0
         return (3 * self.num_stages + num_on_shards) * self.num_microbatches
 
@@ -169,17 +169,17 @@ class Problem:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any microbatch may have an R."""
+        """Whether any microbatch may be recomputed (R)."""
         return self.recompute is not Recompute.NONE
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """Stage -> rank."""
+        """Stage -> rank that has the stage."""
         return tuple(self.placement.rank_of(stage) for stage in range(self.num_stages))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Code -> rank."""
+        """Code of an operation -> rank that runs the operation."""
         ranks = list(self.rank_of) * (self.codes.end // self.num_stages)
         ranks[self.codes.loss] = self.rank_of[-1]
         return tuple(ranks)
@@ -198,7 +198,7 @@ class Problem:
 
     @property
     def message(self) -> tuple[float, ...]:
-        """Stage s -> latency of a message between stages s and s + 1; 0 if messages occupy ranks."""
+        """Stage s -> latency of a message between stages s and s + 1; 0 without overlap of communication."""
         return self._messages[0]
 
     @cached_property
@@ -208,7 +208,7 @@ class Problem:
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """Code -> for each code that needs the result: (that code, latency of the result)."""
+        """Code of an operation -> (code, latency of the result) of each operation that needs its result."""
         users: list[list[tuple[int, float]]] = [[] for _ in range(self.codes.end)]
         for source, target, latency in self.links:
             users[source].append((target, latency))
@@ -216,26 +216,26 @@ class Problem:
 
     @cached_property
     def receiving(self) -> tuple[float, ...]:
-        """Code -> time for which the rank is occupied with receiving the input, right before the operation."""
+        """Code of an operation -> time for which receiving its input occupies the rank, right before the operation."""
         edges = self._messages[1]
         return self.codes.costs(f=(0, *edges), drop=(0, *edges), b=(*edges, 0))
 
     @cached_property
     def sending(self) -> tuple[float, ...]:
-        """Code -> time for which the rank is occupied with sending the result, right after the operation."""
+        """Code of an operation -> time for which sending its result occupies the rank, right after the operation."""
         edges = self._messages[1]
         return self.codes.costs(f=(*edges, 0), drop=(*edges, 0), b=(0, *edges))
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
-        """Code -> time from the start of an operation with ready input to the result of the operation."""
+        """Code of an operation -> time from the start of the operation, with ready input, to its result."""
         times = self.costs.times()
         compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
         return tuple(map(add, self.receiving, compute))
 
     @cached_property
     def duration(self) -> tuple[float, ...]:
-        """Code -> time for which the operation occupies its rank."""
+        """Code of an operation -> time for which the operation occupies its rank."""
         return tuple(map(add, self.latency, self.sending))
 
     @cached_property
@@ -245,7 +245,7 @@ class Problem:
 
     @cached_property
     def allocation(self) -> tuple[float, ...]:
-        """Code -> memory that the operation allocates (positive, F and R only) or releases (negative)."""
+        """Code of an operation -> allocated memory (positive, F and R only) or released memory (negative)."""
         f = tuple(each.whole for each in self.footprints)
         b = tuple(each.after_b - each.whole for each in self.footprints)
         w = tuple(each.after_w - each.after_b for each in self.footprints)
@@ -277,7 +277,8 @@ class Problem:
     def bound(self) -> float:
         """A lower bound on the longest span of a rank, or on the makespan if an iteration takes the makespan.
 
-        If messages occupy ranks, the span of a rank contains all its messages except the message before its first F.
+        Without overlap of communication, the span of a rank contains all its messages except the message before its
+        first F.
         """
         if_fused = self.bound_if_fused
         if self.recompute is Recompute.FULL:

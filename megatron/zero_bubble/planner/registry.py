@@ -45,7 +45,7 @@ class Entry:
     """Whether a request can set any kind of placement for the schedule; otherwise the schedule has a fixed
     placement."""
     is_slow: bool = False
-    """Whether planning takes seconds to minutes, so that commands make the schedule only if it is named."""
+    """Whether planning takes seconds to minutes, so that commands make the schedule only if the user names it."""
     has_pairs: bool = False
     """Whether the schedule always has pairs, that is, a forward and a backward that run as one operation."""
     has_own_limit: bool = True
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def takes_num_chunks(self) -> bool:
-        """Whether the number of model chunks a rank can be chosen; otherwise it is always `num_chunks`."""
+        """Whether the number of model chunks a rank can be chosen; otherwise a rank has `num_chunks` chunks."""
         return self.takes_placement or self.placement == "interleaved"
 
 

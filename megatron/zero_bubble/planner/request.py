@@ -15,8 +15,8 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 EFFORT = 300_000
-"""Default effort: number of operations that the search for one plan may place, over all candidate schedules. They
-take about a second."""
+"""Default effort: number of operations that the search for one plan may place, over all candidate schedules. Placing
+these operations takes about a second."""
 QUICK_EFFORT = 50_000
 """Number of operations to plan for a quick estimate."""
 MOST_CHUNKS = 64
@@ -78,7 +78,8 @@ class PlanRequest:
             placements; None to choose the size. For a schedule that is not planned from costs, None means groups of as
             many microbatches as ranks.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
-        post_validation: whether the optimizer step is validated in the next iteration, so that iterations interlock.
+        post_validation: whether the optimizer step is validated in the next iteration, which ranks then start at
+            different times.
         takes_makespan: whether plans are compared by their makespan. Otherwise plans are compared by the longest span
             of a rank, from which published bubble rates are computed. An iteration whose optimizer step waits for all
             ranks takes the makespan. Without post-validation interleaved placements are always compared by their
@@ -123,13 +124,13 @@ class PlanRequest:
     @property
     def placement(self) -> Placement:
         """The placement of a request with only one placement."""
-        assert len(self.placements) == 1, "a layout is still to be chosen"
+        assert len(self.placements) == 1, "the layout has not been chosen"
         return self.placements[0]
 
     @property
     def recompute(self) -> Recompute:
         """The recomputation of a request with only one value of `recomputes`."""
-        assert len(self.recomputes) == 1, "a layout is still to be chosen"
+        assert len(self.recomputes) == 1, "the layout has not been chosen"
         return self.recomputes[0]
 
     @property
@@ -153,7 +154,7 @@ class PlanRequest:
         )
 
     def capacity_of(self, layout: Layout) -> float | None:
-        """Memory of a rank for states and activations in the layout; None for no limit."""
+        """Memory of a rank for parameters, optimizer states and activations in the layout; None for no limit."""
         is_usual = self.usual is not None and replace(layout, recompute=self.usual.recompute) == self.usual
         return self.usual_capacity if is_usual and self.usual_capacity is not None else self.capacity
 
@@ -163,7 +164,7 @@ class PlanRequest:
         return not self.post_validation and (self.takes_makespan or self.placement.kind == "interleaved")
 
     def time_of(self, timeline: Timeline) -> float:
-        """The time of a step: the longest span of a rank if iterations interlock, otherwise the makespan."""
+        """The time of a step: with post-validation the longest span of a rank, otherwise the makespan."""
         return timeline.cost if self.post_validation else timeline.makespan
 
     @property
@@ -190,8 +191,8 @@ class PlanRequest:
         check_size(placement, self.num_microbatches)
         if self.group_size is not None and placement.kind != "interleaved":
             raise ScheduleError(f"schedule {name} has no microbatch groups, got a group size of {self.group_size}")
-        assert not isinstance(self.costs, ModelCosts), "a layout is still to be chosen"
-        assert self.vocabulary_parallel is not None, "a layout is still to be chosen"
+        assert not isinstance(self.costs, ModelCosts), "the layout has not been chosen"
+        assert self.vocabulary_parallel is not None, "the layout has not been chosen"
         costs = self.costs or default_costs(placement, self.recompute, vocabulary_parallel=self.vocabulary_parallel)
         if costs.num_stages != placement.num_stages:
             raise ScheduleError(

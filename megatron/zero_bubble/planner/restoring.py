@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.block_groups import in_groups
 
 SHORT = 2
 """A rank gains nothing from several groups of layers if this number of microbatches, with all activations, fits in its
-memory. A rank with enough memory runs R of the next microbatch before B of the current microbatch has ended."""
+memory. A rank with enough memory recomputes the next microbatch before the backward of the current microbatch."""
 
 Groups = tuple[int, ...]
 """Stage -> number of groups of layers, as in `Schedule`; empty if every stage has one group."""
@@ -27,7 +27,7 @@ def groupings(problem: Problem) -> list[Groups]:
         problem: a problem with memory limits.
 
     Returns:
-        The choices of numbers of groups; each choice gives every rank enough groups for a schedule to fit in memory.
+        Choices of the number of groups of each stage; with each choice, a schedule fits in the memory of every rank.
     """
     costs = problem.costs
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]

@@ -1,4 +1,4 @@
-"""Rules for gaps and for memory, which the policies of the event loop follow."""
+"""Rules for idle gaps and for dropped activations, which the scheduling policies of the event loop follow."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 
 class GapRule(Enum):
-    """Whether an operation fills a gap that is too short for it, and so delays the operation after the gap."""
+    """Whether an operation may run in a gap shorter than itself, and so delay the operation after the gap."""
 
     ALWAYS = "always"
     NEVER = "never"
     BALANCED = "balanced"
-    """The gap is filled only if idling would raise the longest span of a rank (arXiv 2401.10241, section 3.1)."""
+    """An operation fills a shorter gap only if idling would raise the longest span (arXiv 2401.10241, section 3.1)."""
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which microbatches keep their activations, in a problem with recomputation."""
+    """The choice of microbatches that keep their activations, in a problem with recomputation."""
 
     defers_weights: bool = False
     """Whether an F drops its activations rather than wait for a W to release memory."""
     drops: AbstractSet[tuple[int, int]] = frozenset()
-    """(stage, microbatch) of the activations that are dropped in any case."""
+    """(stage, microbatch) of activations that are dropped even if they fit in memory."""
     most_dropped: int | None = None
-    """Number of first microbatches, and of last microbatches, that may drop their activations; None if all may."""
+    """Number n: only the first n and the last n microbatches may drop their activations; None for all microbatches."""
 
     @classmethod
     def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
-        """The rules to try for dropping activations: one rule if no microbatch may have an R, otherwise several rules.
+        """The rules to try for dropping activations: a single rule if no microbatch may be recomputed.
 
-        With `Recompute.PLANNED` some rules drop the activations of the first microbatch, because R of the first
-        microbatch can run before any B is ready, and every later R can reuse the memory of this R. One rule drops
+        With `Recompute.PLANNED` some rules drop the activations of the first microbatch. The first microbatch's
+        recomputation (R) can run before any B is ready, and every later R can reuse its memory. One rule drops
         activations only in the warmup and in the cooldown, where ranks wait.
         """
         if not problem.recomputes:

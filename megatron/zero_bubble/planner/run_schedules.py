@@ -1,4 +1,4 @@
-"""The schedules of a training run, and their preparation for the ranks."""
+"""The schedules of a training run, and the function that lowers and validates schedules for the ranks."""
 
 from __future__ import annotations
 

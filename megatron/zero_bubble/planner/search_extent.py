@@ -42,12 +42,12 @@ class Extent:
     is_small: bool = False
 
 
-# `worth_moving` is large because one layer fewer on the fullest rank helps much when memory is short.
+# `worth_moving` is large because moving one layer off the fullest rank helps much when memory is short.
 _OF_SMALL = Extent(((12, 10), (3, 2)), PROMISING**2, num_moved=8, worth_moving=1.5, is_small=True)
 
 
 def extent_of(request: PlanRequest) -> Extent:
-    """How many layouts a search plans for a request; larger problems get fewer layouts."""
+    """The numbers of layouts that a search plans for a request; fewer layouts are planned for larger problems."""
     num_operations = 6 * request.num_ranks * request.num_microbatches
     if num_operations <= _SMALL:
         return _OF_SMALL

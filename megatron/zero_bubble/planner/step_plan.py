@@ -25,7 +25,7 @@ _FEWEST, _MOST = 12, 200
 
 
 class StepPlan(NamedTuple):
-    """A schedule, and the order in which it runs the microbatches of a step."""
+    """A schedule, and the order in which the schedule runs the microbatches of a step."""
 
     level: int
     """Memory level of the schedule: 0 for the run's usual schedule, otherwise as in `RunSchedules.in_less_memory`."""
@@ -45,7 +45,7 @@ class StepRules(NamedTuple):
     reorders: bool = True
     """Whether microbatches may run in another order than the order of the data."""
     interlocks: bool = False
-    """Whether iterations interlock, as with post-validation."""
+    """Whether a rank starts the next iteration before all ranks have finished, as with post-validation."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class StepProblem:
         return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
 
     def is_as(self, other: StepProblem) -> bool:
-        """Whether another problem has the same plan, because its sizes and rules are equal, and its costs identical."""
+        """Whether another problem has the same plan: equal sizes and rules, and identical costs and schedules."""
         same = self.costs is other.costs and self.rules.plan is other.rules.plan
         return same and self.sizes == other.sizes and self.rules[1:] == other.rules[1:]
 
@@ -106,7 +106,8 @@ def _num_tried(costs: Sequence[StageCosts]) -> int:
 
 
 def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: int = 0, **options: Any) -> StepPlan:
-    """Plan a step with the usual schedule if the microbatches fit in some order, else with one that needs less memory.
+    """Plan a step with the usual schedule if the microbatches fit in any order, otherwise with a schedule in less
+    memory.
 
     Args:
         plan: the schedules of the run.

@@ -47,7 +47,7 @@ RULE_VARIES = 0.15
 
 
 def best_in_v(problem: Problem) -> Schedule:
-    """Plan a schedule for a V within the memory limits.
+    """Plan a schedule for a V-shaped placement within the memory limits.
 
     Raises:
         Infeasible: no schedule fits in the memory limits.
@@ -73,10 +73,11 @@ def _with_r_beside_b(problem: Problem) -> list[Schedule]:
 
 
 def _search(problem: Problem) -> Portfolio:
-    """Plan a V, and return the best plans.
+    """Plan schedules for a V-shaped placement, and return the best plans.
 
-    While no plan fits in memory, the search goes on with one rule for each building block and with list scheduling,
-    whatever the budget. The order with one microbatch at a time always fits, but can take several times as long.
+    While no plan fits in memory, the search continues with one rule for each building block and with list scheduling,
+    even if the budget is spent. The order with one microbatch at a time always fits, but can take several times as
+    long.
     """
     portfolio = Portfolio(problem, budget_of(problem))
     rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), Keeping.choices(problem)))

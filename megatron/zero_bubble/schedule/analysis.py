@@ -31,17 +31,17 @@ class Bubble:
     warmup: float
     """Idle time before the first F of the rank, while the pipeline fills."""
     waiting_for_forward: float
-    """Idle time before an E, an S or an F, except the rank's first F, until the operation's input arrives."""
+    """Idle time until the input of an F, E (embedding) or S (output layer) arrives; the first F does not count."""
     waiting_for_backward: float
-    """Idle time before a B, BW, L, T or EW whose input has not arrived."""
+    """Idle time until the input of a backward, a loss or a weight gradient arrives."""
     waiting_for_validation: float
-    """Idle time before a VALIDATE, until the reductions over the previous iteration's gradients are complete."""
+    """Idle time of post-validation: the rank waits for the reduced norm of the previous iteration's gradients."""
     communication: float
-    """Time for which sends and receives occupy the rank; 0 if they run beside computation."""
+    """Time for which sends and receives block the rank; 0 if communication overlaps with computation."""
     tail: float
     """Idle time after the last operation of the rank, while the pipeline drains."""
     waiting_for_copy: float = 0
-    """Idle time before a D whose copy has not ended, or before a backward whose activations are still on the host."""
+    """Idle time until a copy to the host ends, or until the activations of a backward are back from the host."""
     streams: float = 0
     """Idle time because a message or launch waits behind another launch on the GPU (see `schedule.streams`)."""
 
@@ -82,7 +82,7 @@ BUBBLE_WORDS = (
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
 
-    Each of the causes validation, copies and streams is left out if it cannot occur in the timeline.
+    The causes validation, copies and streams are left out if such waits cannot occur in the timeline.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -137,9 +137,9 @@ def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
 def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The critical path of a timeline: the chain of operations that determines the makespan.
 
-    Each operation of the critical path waits for the previous operation of the path, which either keeps the rank busy
-    or produces an input of the waiting operation. If both end the wait at the same time, the critical path stays on the
-    rank. Waits on NCCL's streams are not part of the critical path.
+    Each operation of the critical path waits for the previous operation of the path. The previous operation either runs
+    on the same rank or produces an input of the waiting operation. If the rank becomes free at the same time as the
+    last input arrives, the critical path stays on the rank. Waits on NCCL's streams are not part of the critical path.
 
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.
@@ -171,13 +171,13 @@ class Input(NamedTuple):
     rank: int
     """Rank that produces the result."""
     position: int
-    """Position of the producing operation in the lane of its rank."""
+    """Position of the producing operation among the operations of its rank."""
     arrival: float
-    """Time at which the result arrives; if messages occupy ranks, the time at which the result is produced."""
+    """Time at which the result arrives; without overlap of communication, the time at which the result is produced."""
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:
-    """Return the results that each operation needs, by rank and by position of the operation in the rank's lane."""
+    """Return the results that each operation needs, by rank and by position of the operation on the rank."""
     positions = _positions(timeline)
     return tuple(
         tuple(_inputs(timeline, positions, rank, timed.op) for timed in lane)
@@ -214,7 +214,7 @@ def _arrivals(timeline: Timeline, positions: _Positions, rank: int, op: Op) -> I
 
 
 _Positions = dict[Node, tuple[int, int]]
-"""Result -> (rank, position in the rank's lane) of the operation that produces the result."""
+"""Result -> (rank, position on the rank) of the operation that produces the result."""
 
 
 def _positions(timeline: Timeline) -> _Positions:
@@ -254,6 +254,6 @@ def memory_over_time(timeline: Timeline, rank: int) -> Steps:
     memory = timeline.memory_held(rank)
     for timed, (_, during, after) in zip(timeline.lanes[rank], memory, strict=True):
         if steps[-1][0] == timed.start:
-            steps.pop()  # one operation releases memory at the time at which the next allocates
+            steps.pop()  # at this time one operation releases memory and the next operation allocates memory
         steps += [(timed.start, during), (timed.end, after)]
     return steps

@@ -1,4 +1,4 @@
-"""Costs of stages that recompute their activations in several groups of blocks of layers."""
+"""Costs of stages that divide their layers into groups and recompute the activations of one group at a time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megatron.zero_bubble.schedule.costs import COPY_COSTS, StageCosts
 
 
 def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
-    """The costs of a schedule whose stages recompute their activations in several groups of blocks.
+    """The costs of a schedule whose stages recompute their activations in several groups of layers.
 
-    In a stage with several groups of blocks, either F keeps the last group's activations or R recomputes them. B
-    recomputes every earlier group right before the backward of the group. B also computes the weight gradients of all
-    groups but the first, so that the activations of at most one group are in memory at a time. D copies only
-    activations that F keeps.
+    In a stage with several groups of layers, the activations of the last group are kept by F or recomputed by R. The
+    activations of every earlier group are recomputed inside of B, right before the backward of the group. B also
+    computes the weight gradients of all groups except the first, so that the activations of at most one group are in
+    memory at a time. D (offload) copies only activations that F keeps.
 
     Args:
-        groups: stage -> number of groups of blocks; empty for one group on every stage.
+        groups: stage -> number of groups of layers; empty for one group on every stage.
     """
     if max(groups, default=1) == 1:
         return costs
@@ -42,9 +42,9 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
 
 
 def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
-    """Convert costs whose memory was measured with `groups` to the costs of stages with one group of blocks each.
+    """Convert costs whose memory was measured with `groups` to the costs of stages with one group of layers each.
 
-    For memory and copies, this function is the inverse of `in_groups`. It does not change the times of computations.
+    For memory and copies, this function is the inverse of `in_groups`. The times of computations do not change.
     """
     if max(groups, default=1) == 1:
         return costs
@@ -53,7 +53,7 @@ def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> Stage
     for stage, number in enumerate(groups):
         last, first = _parts(costs, stage, number)
         restored = costs.memory_r[stage]
-        if number > 1 and not restored:  # without R, F keeps the last group for the B that follows at once
+        if number > 1 and not restored:  # without R, F keeps the last group's activations, because B follows at once
             restored = max(0, costs.memory_f[stage] - costs.memory_outside[stage])
         kept = costs.memory_f[stage] - restored
         pending = costs.memory_f[stage] + costs.memory_b[stage]
@@ -68,7 +68,7 @@ def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> Stage
 
 
 def _copy(costs: StageCosts, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
-    """Make `size` the memory that D and H of a stage copy, and scale the times of the copies in proportion."""
+    """Set the memory of the copies to and from the host to `size`; scale the times of the copies in proportion."""
     for name in COPY_COSTS if costs.memory_d[stage] else ():
         columns[name][stage] *= size / costs.memory_d[stage]
 

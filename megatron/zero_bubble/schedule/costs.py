@@ -20,7 +20,7 @@ VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
 _NO_SHARDS: Mapping[str, tuple[float, ...]] = MappingProxyType(dict.fromkeys(VOCABULARY_COSTS, ()))
 BLOCKS = ("num_blocks", "memory_outside")
-"""The fields of `StageCosts` for recomputation in groups of blocks."""
+"""The fields of `StageCosts` for recomputation in groups of layers."""
 COPY_COSTS = ("time_d", "time_h", "memory_d")
 """The fields of `StageCosts` for copies to and from the host."""
 OPTIONAL = ("time_r", "memory_r", *BLOCKS, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
@@ -36,9 +36,11 @@ class StageCosts:
     memory at its start, and B and W release memory at their end. `memory_b` and `memory_w` are therefore usually
     negative. BW costs as much as B and W together.
 
-    Recomputation: the F of a microbatch with an R allocates `memory_f - memory_r`, and the R allocates `memory_r`.
+    Recomputation: if a microbatch has an R (recomputation), its F allocates `memory_f - memory_r`, and its R allocates
+    `memory_r`.
 
-    Offload: D releases `memory_d`, and H allocates it again. The copies of D and H occupy the host link of the rank.
+    Offload: D releases `memory_d` after a copy to the host, and H allocates `memory_d` for the copy back. The copies
+    occupy the link between the device and the host of the rank.
 
     Vocabulary shards: a rank has one shard. The costs of the shard belong to the stage of the rank's first chunk. The
     stages of all other chunks have zeros in the fields for vocabulary shards.
@@ -53,25 +55,25 @@ class StageCosts:
     time_comm: tuple[float, ...]
     """Stage s -> time of one message between stages s and s + 1, in either direction; `num_stages - 1` entries."""
     memory_f: tuple[float, ...]
-    """Stage -> memory that F allocates if it keeps all activations."""
+    """Stage -> memory that F allocates if F keeps all activations."""
     memory_b: tuple[float, ...]
     """Stage -> change of memory by B."""
     memory_w: tuple[float, ...]
     """Stage -> change of memory by W."""
     time_r: tuple[float, ...] = ()
-    """Stage -> time of R."""
+    """Stage -> time of R, the recomputation of the activations that F drops."""
     memory_r: tuple[float, ...] = ()
     """Stage -> memory of the activations that F drops and R restores; 0 if nothing can be recomputed."""
     num_blocks: tuple[float, ...] = ()
     """Stage -> number of blocks of layers into which recomputation can be divided (`block_groups`); 0 if unknown."""
     memory_outside: tuple[float, ...] = ()
-    """Stage -> memory that layers outside of all blocks, such as the output layer, hold between B and W."""
+    """Stage -> memory that layers outside of recomputable blocks, such as the output layer, hold between B and W."""
     time_d: tuple[float, ...] = ()
     """Stage -> time for which the copy of activations to the host occupies the host link."""
     time_h: tuple[float, ...] = ()
     """Stage -> time for which the copy of activations back to the device occupies the host link."""
     memory_d: tuple[float, ...] = ()
-    """Stage -> memory that D releases and H allocates."""
+    """Stage -> memory that an offload (D) releases on the device and the reload (H) allocates again."""
     all_to_all_f: tuple[float, ...] = ()
     """Stage -> part of `time_f` in which the stage exchanges tokens between experts and does not compute."""
     all_to_all_b: tuple[float, ...] = ()
@@ -85,11 +87,11 @@ class StageCosts:
     time_t: tuple[float, ...] = ()
     """Stage -> time of T, the weight gradient of the output layer on the vocabulary shard of the stage's rank."""
     memory_s: tuple[float, ...] = ()
-    """Stage -> memory that S allocates."""
+    """Stage -> memory that S (output layer on a vocabulary shard) allocates."""
     memory_t: tuple[float, ...] = ()
-    """Stage -> change of memory by T."""
+    """Stage -> change of memory by T (weight gradient of the output layer on a vocabulary shard)."""
     latency_collective: tuple[float, ...] = ()
-    """Stage -> time of a collective of all ranks after S; 0 stands for the time of the slowest message."""
+    """Stage -> time of a collective for vocabulary shards; 0 stands for the time of the slowest message."""
 
     def __post_init__(self) -> None:
         num_stages = len(self.time_f)
@@ -159,7 +161,7 @@ class StageCosts:
     def times(self) -> Mapping[OpKind, Sequence[float]]:
         """Return the time on every stage for each kind of operation except sends and receives.
 
-        The times of STEP and VALIDATE are zeros, because the optimizer is not part of a schedule's time.
+        The times of STEP and VALIDATE are zeros, because the time of a schedule does not include the optimizer.
         """
         return {kind: self._sum(facts.time) for kind, facts in KINDS.items() if facts.message is None}
 
@@ -174,10 +176,10 @@ class StageCosts:
         }
 
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
-        """Return the time of a pair, whose forward or backward computes while the other operation exchanges tokens.
+        """Return the time of a pair: a forward and a backward, of which one computes while the other exchanges tokens.
 
-        The time of a pair is the longer of two sums over its two operations: the computation times and the exchange
-        times. A rank computes one operation at a time and has one network link.
+        The time of a pair is the larger of two sums over both operations: their computation times, and their exchange
+        times. A rank computes only one operation, and exchanges the tokens of only one operation, at a time.
 
         Args:
             forward: stage of the forward.
@@ -206,7 +208,7 @@ class StageCosts:
         )
 
     def recomputing_in_backward(self) -> StageCosts:
-        """Return the costs of a schedule that has no R, and in which B recomputes the activations that F drops."""
+        """Return the costs of a schedule in which B recomputes the activations that F drops, without a separate R."""
         return replace(
             self.keeping_everything(),
             time_b=tuple(map(add, self.time_b, self.time_r)),
@@ -229,8 +231,9 @@ class StageCosts:
     def with_whole_vocabulary(self) -> StageCosts:
         """Return these costs without shards: the embedding is on the first stage, and the output layer on the last.
 
-        Half of the total time of S is added to F of the last stage, and the other half to B of this stage, because the
-        output layer's F and B have the same number of multiplications.
+        S computes the forward and the input gradient of the output layer, which have the same number of
+        multiplications. Half of the total time of S is therefore added to F of the last stage, and half to B of the
+        last stage.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
@@ -252,7 +255,7 @@ class StageCosts:
         return int(self.num_blocks[stage] + 1e-6)
 
     def keeping_everything(self) -> StageCosts:
-        """Return the costs of a schedule that has no R, and in which every F keeps all activations."""
+        """Return the costs of a schedule without recomputation: every F keeps all activations."""
         return replace(self.at_once(), time_r=(), memory_r=())
 
     def at_once(self) -> StageCosts:
@@ -296,7 +299,7 @@ class StageCosts:
 
 
 def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
-    """Convert values that were measured for kinds of operations to values of F, B and W.
+    """Convert measured values of kinds of operations, such as the fused backward BW, to values of F, B and W.
 
     A fused backward counts half as B and half as W, unless B and W were measured separately.
 

@@ -9,8 +9,8 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 DROPPED = 15 / 16
-"""Default fraction of a layer's activations that full recomputation drops. Only the input of the layer is kept, 2 of 34
-bytes for each token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)."""
+"""Default fraction of a layer's activations that full recomputation drops. Full recomputation keeps only the input of
+the layer, 2 of 34 bytes for each token and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198)."""
 
 
 DEFAULT_SHARD = {"time_e": 0.02, "time_ew": 0.02, "time_s": 0.2, "time_t": 0.1}
@@ -26,8 +26,8 @@ def default_costs(
     """Costs with F = B = W = 1 on every stage, messages that take no time, and memory in M_B.
 
     Args:
-        placement: placement of the stages. The chunks of a rank together take 1 M_B.
-        recompute: whether the schedule has R. R takes as long as F.
+        placement: placement of the stages. One microbatch on all chunks of a rank takes 1 M_B of memory.
+        recompute: whether the schedule has R (recomputation). R takes as long as F.
         vocabulary_parallel: whether every rank has a vocabulary shard. `DEFAULT_SHARD` has the times of the operations
             on a shard.
     """
@@ -40,13 +40,13 @@ def default_costs(
 
 
 def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -> StageCosts:
-    """The given costs with times of copies to the host and back, which follow from the rate of the host link.
+    """The given costs with the times of copies to the host and back, computed from the rate of the host link.
 
     Args:
         costs: costs of the stages. If `memory_d` is above zero on any stage, `memory_d` does not change.
         rate: memory that the host link copies per unit of time.
-        stays: memory of a stage's input for one microbatch. The input is never copied. By default its memory is the
-            fraction `1 - DROPPED` of the memory of F.
+        stays: memory of a stage's input for one microbatch. The input is never copied to the host. By default the
+            memory of the input is the fraction `1 - DROPPED` of the memory of F.
     """
     copied = costs.memory_d
     if not any(copied):

@@ -31,7 +31,7 @@ class Infeasible(ScheduleError):
     """No schedule fits in the memory limit; `smallest_limit` is the smallest limit in which a schedule fits."""
 
     def __init__(self, message: str, smallest_limit: float) -> None:
-        # The base class also gets the limit, because pickling, which sends errors to other ranks, keeps only `args`.
+        # Pickling, with which errors are sent to other ranks, keeps only `args`. Therefore `args` contains the limit.
         super().__init__(message, smallest_limit)
         self.smallest_limit = smallest_limit
 

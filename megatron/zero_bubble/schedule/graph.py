@@ -1,7 +1,7 @@
 """Dependencies of operations, and messages between ranks.
 
-The table `KINDS` lists the needs and messages of each kind of operation. This module computes the stages and ranks of
-the results and messages of a schedule. Results are identified by stage (see `Node`), not by rank and chunk.
+The table `KINDS` lists the needs and messages of each kind of operation. This module computes the stages and ranks that
+make and use the results of operations. Results are identified by stage (see `Node`), not by rank and chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.zero_bubble.schedule.ir import MAX_STAGES, Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, MESSAGES, Need, OpKind, Place
 
 Node = tuple[OpKind, int, int]
-"""The result of an operation: (result, stage, microbatch). Results are named as in `KindFacts.makes`."""
+"""The result of an operation: (kind of result, stage, microbatch). `KindFacts.makes` lists the kinds of results."""
 
 
 class Arrival(NamedTuple):
@@ -23,7 +23,7 @@ class Arrival(NamedTuple):
 
     node: Node
     edge: int | None
-    """Stage s, if a message between stages s and s + 1 brings the result; None if a collective brings it."""
+    """The number s if a message between stages s and s + 1 carries the result; None for a collective."""
 
     @property
     def is_reduced(self) -> bool:
@@ -50,7 +50,7 @@ class Source(NamedTuple):
     is_remote: bool
     """Whether the stage that makes the result is on another rank."""
     edge: int | None
-    """Edge of the message that brings the result, as in `Arrival.edge`; used only if `is_remote`."""
+    """The number s of a message between stages s and s + 1, as in `Arrival.edge`; used only if `is_remote`."""
 
 
 @lru_cache(maxsize=MAX_STAGES)
@@ -69,7 +69,7 @@ def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...
 
 
 def dependencies(schedule: Schedule, rank: int, op: Op) -> list[Node]:
-    """The results that the compute operation `op` of `rank` needs before it starts."""
+    """The results that the compute operation `op` of `rank` needs at its start."""
     return [node for _, node in _needed(schedule, rank, op)]
 
 
@@ -144,9 +144,9 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
 
 
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
-    """The collective that brings the input of the compute operation `op` of `rank`; None if no collective does.
+    """The collective that brings the input of the compute operation `op` of `rank`; None without a collective.
 
-    The rank that broadcasts a result needs no collective, because it has the result already.
+    The rank that broadcasts a result needs no collective, because this rank has the result already.
     """
     placement = schedule.placement
     for kind in collective_kinds(schedule):
@@ -176,7 +176,7 @@ def collective_kinds(schedule: Schedule) -> tuple[OpKind, ...]:
 
 
 def collective_time(costs: StageCosts) -> float:
-    """Time of a collective of all ranks: `latency_collective` if it is given, else the time of the slowest message."""
+    """Time of a collective of all ranks: `latency_collective` if above zero, else the time of the slowest message."""
     return max(costs.latency_collective) or max(costs.time_comm, default=0)
 
 
@@ -197,7 +197,7 @@ def circle(waits_for: Mapping[int, int]) -> list[int]:
     """Return a cycle of ranks that wait for each other, or the chain of waiting ranks if there is no cycle.
 
     Args:
-        waits_for: waiting rank -> rank that it waits for.
+        waits_for: waiting rank -> awaited rank.
     """
     rank = min(waits_for)
     path: list[int] = []

@@ -1,7 +1,7 @@
-"""Hierarchical SGD: the groups of replicas that average their parameters, and the iterations after which they average.
+"""Hierarchical SGD: groups of replicas that average their parameters, and the iterations after which a group averages.
 
-Each replica steps on its own gradients. Small groups of replicas average their parameters often, and large groups
-seldom (Lin et al. 2020, Castiglia et al. 2020). A slow replica delays only the replicas of its group.
+Each replica takes optimizer steps on its own gradients. Small groups of replicas average their parameters often, and
+large groups seldom (Lin et al. 2020, Castiglia et al. 2020). A slow replica delays only the replicas of its group.
 """
 
 from __future__ import annotations

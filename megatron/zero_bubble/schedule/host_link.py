@@ -1,4 +1,4 @@
-"""Copies of activations between a rank's device and its host: their times, and passes that insert or remove them."""
+"""Copies of activations between a rank's device and its host: their times, and passes that insert or remove copies."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _Key = tuple[int, int]
 
 
 class LinkTimes:
-    """The host link of one rank. The link runs one copy at a time, in the order in which the copies are queued.
+    """The host link of one rank: the link between its device and its host. The link runs one copy at a time, in the
+    order in which the copies are queued.
 
-    A copy to the host is queued at the end of its F, and a copy from the host when the rank reaches H. At D the rank
-    waits for the end of the copy to the host, and at the backward for the end of the copy from the host.
+    A copy to the host is queued at the end of F, and the copy back to the device when the rank reaches H (reload). At D
+    (offload) the rank waits for the end of the copy to the host, and at the backward for the end of the copy back.
     """
 
     def __init__(self, schedule: Schedule, times: Mapping[tuple[OpKind, int], float], rank: int) -> None:
         self.copies: list[TimedOp] = []
-        """D and H with the times of their copies, in the order of the copies on the link."""
+        """Copies to the host (D) and back to the device (H) with their times, in the order on the link."""
         self._times = times
         self._free: float = 0
         self._offloaded = frozenset((op.microbatch, op.chunk) for op in schedule.ops[rank] if op.kind is OpKind.D)
@@ -63,7 +64,7 @@ class LinkTimes:
         return start
 
     def copy_after(self, op: Op, end: float) -> None:
-        """If the operation `op`, which ends at `end`, starts a copy, queue the copy."""
+        """Queue the copy, if any, that starts after the operation `op`, which ends at the time `end`."""
         key = op.microbatch, op.chunk
         if op.kind is OpKind.F and key in self._offloaded:
             self._out[key] = self._copy(op._replace(kind=OpKind.D), end)
@@ -86,10 +87,10 @@ def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
 
 
 def check_copies(schedule: Schedule, rank: int) -> None:
-    """Check that every D of a rank has an H, and that copied activations are neither recomputed nor part of a pair.
+    """Check that every offload (D) has a reload (H), and that copied activations are not recomputed or in a pair.
 
     Raises:
-        InvalidSchedule: an H is missing, or copied activations are recomputed or belong to a pair.
+        InvalidSchedule: a reload (H) is missing, or copied activations are recomputed or belong to a pair.
     """
     if not schedule.offloads:
         return
@@ -109,7 +110,7 @@ def check_copies(schedule: Schedule, rank: int) -> None:
 
 
 def without_copies(schedule: Schedule) -> Schedule:
-    """The given schedule without communication, D and H: every F keeps its activations on the device."""
+    """The given schedule without communication and without offload: every F keeps its activations on the device."""
     if not schedule.offloads:
         return schedule
     ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
@@ -117,10 +118,10 @@ def without_copies(schedule: Schedule) -> Schedule:
 
 
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
-    """The given schedule without communication, with exactly one D and one H in every stage, to measure copy costs.
+    """The given schedule without communication, with one offload (D) and reload (H) in every stage, to measure copies.
 
     The activations of the first microbatch of a stage are copied to the host right after F, and back right before the
-    backward. The R of the first microbatch is removed.
+    backward. The recomputation (R) of the first microbatch is removed.
     """
     schedule = without_copies(schedule.without_communication())
     if not BACKWARDS & schedule.kinds:
@@ -164,5 +165,5 @@ def _host_memory(schedule: Schedule, costs: StageCosts, rank: int) -> float:
 
 
 def num_offloaded(schedule: Schedule) -> int:
-    """The number of D operations on all ranks of a schedule."""
+    """The number of offloads (D) on all ranks of a schedule."""
     return sum(op.kind is OpKind.D for ops in schedule.ops for op in ops)

@@ -29,8 +29,8 @@ PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
 """Largest number of stages. The time to compute lower bounds grows with the square of the number of stages."""
 MAX_OPERATIONS = 4_000_000
-"""Largest total number of F, B and W in a schedule. Planning so many takes about a minute and some gigabytes of
-memory."""
+"""Largest total number of F, B and W in a schedule. Planning a schedule of this size takes about a minute and some
+gigabytes of memory."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
 """Word -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""
@@ -155,8 +155,8 @@ class Schedule:
     """Rank -> its operations in order."""
     groups: tuple[int, ...] = ()
     """Stage -> number of groups of layers in which the stage recomputes activations; empty if each stage has one group.
-    In a stage with several groups, R recomputes the last group, and B recomputes every other group right before B
-    computes the gradients of that group."""
+    In a stage with several groups, R (recomputation) recomputes the last group, and B recomputes every other group
+    right before B computes the gradients of that group."""
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:
@@ -213,7 +213,7 @@ class Schedule:
 
     @property
     def has_post_validation(self) -> bool:
-        """Whether the schedule has STEP and VALIDATE, so that ranks step before the state of all gradients is known."""
+        """Whether ranks take the optimizer step before the norm of all gradients is known (post-validation)."""
         return not self.kinds.isdisjoint(POST_VALIDATION)
 
     @cached_property

@@ -64,9 +64,9 @@ class OpKind(str, Enum):
     EMBEDDED_GRAD = "EMBEDDED_GRAD"
     """Broadcast of the gradient of the first stage's input to all ranks."""
     STEP = "STEP"
-    """The optimizer step of this rank, taken before the state of all gradients is known."""
+    """The optimizer step of this rank, taken before the norm of all gradients is known."""
     VALIDATE = "VALIDATE"
-    """Confirms or amends the optimizer step of the previous iteration, once the state of all gradients is known."""
+    """Confirms or amends the optimizer step of the previous iteration, once the norm of all gradients is known."""
 
     __str__ = str.__str__
     # The hash of Enum is slow, and kinds are hashed for every operation.
@@ -84,7 +84,7 @@ class Place(Enum):
     FIRST_RANK = "first rank"
     """The rank of the first stage."""
     LAST_RANK = "last rank"
-    """The rank of the last stage; in a V with two chunks a rank, it is also the first rank."""
+    """The rank of the last stage; in a V with two chunks a rank, the first stage is on the same rank."""
     ALL_RANKS = "all ranks"
     """Every rank: a collective combines the results, and no rank sends or receives a message."""
 
@@ -93,15 +93,15 @@ class Need(NamedTuple):
     """A result that an operation needs, unless the stage that would make the result does not exist."""
 
     result: OpKind
-    """The result, named by the kind of operation that makes this result alone."""
+    """The result, named after the kind of operation that makes only this result."""
     place: Place
     """The stage or rank that makes the result."""
     num_before: int = 0
     """Number of microbatches (for VALIDATE, of iterations) by which the result precedes the operation."""
     is_optional: bool = False
-    """Whether the operation needs the result only if the schedule has an operation that makes this result alone."""
+    """Whether the operation needs the result only in schedules with a separate operation for this result."""
     only_at: Place | None = None
-    """The only stage, first or last, whose operations need the result; None if operations of every stage need it."""
+    """The only stage, first or last, whose operations need the result; None for a result that every stage needs."""
 
 
 class Message(NamedTuple):
@@ -138,7 +138,7 @@ class KindFacts:
     makes: tuple[OpKind, ...] = ()
     """The results of the operation. The name of a result is the kind of the operation that makes only this result."""
     needs: tuple[Need, ...] = ()
-    """The results that the operation needs before it starts."""
+    """The results that the operation needs at its start."""
     receives: OpKind | None = None
     """Kind of the receive that brings the input of the operation from another rank."""
     sends: OpKind | None = None
@@ -156,8 +156,8 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation. If this operation runs for the same microbatch, the earlier operation does not
-    allocate the memory that this operation allocates. For R, the earlier operation is F."""
+    """Kind of an earlier operation: F for R (recomputation). If this operation follows for the same microbatch, the
+    earlier operation does not allocate the memory that this operation allocates."""
     waiting: str = ""
     """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""
@@ -165,11 +165,11 @@ class KindFacts:
     pairs_with: OpKind | None = None
     """Kind of the preceding operation with which this operation runs as one (see `pairs`); None outside of pairs."""
     runs_on: Place = Place.SAME_STAGE
-    """Where the operation runs: in every stage, on every rank, or on the last rank. On a rank its chunk is 0."""
+    """Where the operation runs: in every stage, or with chunk 0 on every rank or on the last rank."""
     adds_gradient: bool = False
     """Whether the operation adds to gradients. Operations that add to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether a rank may run the operation long before its first forward, without starting the span of the rank."""
+    """Whether a rank may run the operation long before its first forward; the span of the rank then starts later."""
     is_per_iteration: bool = False
     """Whether a rank runs the operation once an iteration; its `microbatch` is then the iteration number."""
     colour: str = ""

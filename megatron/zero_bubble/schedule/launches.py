@@ -1,4 +1,4 @@
-"""Streams of NCCL messages, and the launches of each rank on them."""
+"""Streams of NCCL messages, and the launches of each rank on these streams."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from megatron.zero_bubble.schedule.pairs import times_in_pairs
 
 
 class Stream:
-    """The messages of a channel, or the collectives of all ranks, in the order in which every rank starts them."""
+    """An NCCL stream: the messages from one rank to another, or the collectives of all ranks, in order."""
 
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
         self.complete: list[float] = []
-        """Message -> time at which the message is complete; the list ends before the first incomplete message."""
+        """Number of a message -> time of its completion, for all messages before the first incomplete message."""
         self.waiting: list[int] = []
         """The ranks that wait until the first incomplete message is complete."""
         self._num_started: list[int] = []
-        """Message -> number of its ends that have started."""
+        """Number of a message -> number of its ends (one per rank) that have started."""
         self._last_start: list[float] = []
-        """Message -> latest start of one of its ends."""
+        """Number of a message -> latest start of any of its ends."""
 
     def start(self, index: int, start: float, time: float) -> bool:
         """Start one end of a message; return whether all ends of the message have now started.
 
         Args:
             index: number of the message on the stream.
-            start: time at which the end starts.
+            start: time at which this end of the message starts.
             time: duration of the message after its last end has started.
         """
         if index == len(self._num_started):
@@ -51,7 +51,7 @@ class Streams:
 
     def __init__(self, num_ranks: int) -> None:
         self.validation = Stream(num_ranks)
-        """The reductions of the state of all gradients. STEP starts a reduction, and VALIDATE waits for it."""
+        """The reductions of the norm of all gradients. STEP starts a reduction, and VALIDATE waits for its result."""
         self.collectives = Stream(num_ranks)
         """The collectives of vocabulary shards."""
         self._channels: dict[tuple[int, int], Stream] = {}
@@ -92,7 +92,7 @@ class Host:
         self.schedule, self.rank, self.ops = schedule, rank, schedule.ops[rank]
         self._costs, self._streams = costs, streams
         self.reduction = End(streams.validation, sends=False)
-        """Stream end of this rank for the reductions of the state of all gradients."""
+        """Stream end of this rank for the reductions of the norm of all gradients."""
         self._ends: dict[Stream, End] = {}
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
         """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
@@ -115,7 +115,7 @@ class Host:
         return StreamLaunch(self._compute_time(op), self._end(input_message), True, self._numbers(input_message))
 
     def times_in_pairs(self) -> dict[Op, float]:
-        """Operation in a pair -> its time; empty without costs."""
+        """Operation in a forward-backward pair -> its time; empty without costs."""
         if self._costs is None:
             return {}
         return times_in_pairs(self.schedule, self._costs, self.rank)

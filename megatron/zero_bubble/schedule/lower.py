@@ -34,16 +34,16 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
 
     Every ordered pair of ranks (source, destination) is a channel for activations and gradients. A send comes right
     after the operation that makes the tensor. The receives of a channel have the order of its sends. A receive only
-    posts the message, and the consumer waits for the message. Neighbouring stages on the same rank need no message. All
-    ranks run the collectives of vocabulary shards in the same order (see `place_collectives`).
+    posts the message; the operation that uses the tensor waits for the message. Neighbouring stages on the same rank
+    need no message. All ranks run the collectives of vocabulary shards in the same order (see `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer, or earlier if the order of its channel demands
-    an earlier place. If ranks deadlock or lose time on a GPU with one hardware queue (see `streams`), `lower` also
-    tries receives at places that exclude deadlocks (see `_between_makers`), and returns the faster schedule. A lowered
-    schedule deadlocks only if the schedule deadlocks even without communication.
+    an earlier place. If ranks deadlock or lose time on GPUs with one hardware queue (see `streams`), `lower` also tries
+    receives at places that exclude deadlocks (see `_between_makers`). The faster of the two schedules is returned. A
+    lowered schedule deadlocks only if the schedule deadlocks even without communication.
 
-    If the sender sends a message after a VALIDATE, the receiver posts the receive after the same VALIDATE, because a
-    failed validation repeats only the messages that were sent before VALIDATE.
+    If the sender sends a message after a VALIDATE (post-validation), the receiver posts the receive after the same
+    VALIDATE, because a failed validation repeats only the messages that were sent before VALIDATE.
 
     Lowering is idempotent, because `lower` first removes existing communication.
 
@@ -103,8 +103,9 @@ class _Place(NamedTuple):
     before: int
     """Position of the computation before which the receive is posted."""
     turn: int
-    """Sort key of receives before the same computation: the place in the serial order of the maker of the channel's
-    previous message. With this key, a rank posts receives in the order in which their channels become free."""
+    """Sort key of receives that are posted before the same computation: the place in the serial order of the
+    computation that makes the previous message of the channel. With this key, a rank posts receives in the order in
+    which their channels become free."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -153,7 +154,7 @@ class _Route(NamedTuple):
 
 
 def _route(placement: Placement, costs: StageCosts, source: int, op: Op) -> _Route | None:
-    """Return the route of the results of `op` on rank `source`; None if no other rank needs them."""
+    """Return the route of the results of `op` on rank `source`; None if no other rank needs the results."""
     send = send_after(placement, source, op)
     if send is None:
         return None
@@ -202,12 +203,12 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Return the place in the serial order of the maker of each message's predecessor; -1 for the first message."""
+    """Message -> place in the serial order of the computation that makes the channel's previous message; -1 if none."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
 def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
-    """Place every receive `receive_ahead` computations before its consumer, within the phase of the consumer."""
+    """Place every receive `receive_ahead` computations before its consumer, but not before an earlier VALIDATE."""
     phases = order.phases[channel.destination]
     places: list[_Place] = []
     for message, turn in reversed(list(zip(channel.messages, _turns(channel, order), strict=True))):
@@ -219,11 +220,11 @@ def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_P
 def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
     """Place the receives of a channel so that ranks cannot deadlock, however long the operations take.
 
-    Consider a run of all computations one at a time, in `order`. A receive is posted after the maker of the previous
-    message of its channel, so that the receive blocks no launch of its own rank. A receive is posted before the maker
-    of the next message of its channel, because the send of the next message waits for the receive. By induction, when a
-    computation starts, no channel has an incomplete message apart from its last message, and no launch before the
-    computation waits.
+    Consider a run of all computations one at a time, in `order`. A receive is posted after the computation that makes
+    the previous message of its channel, so that the receive blocks no launch of its own rank. A receive is posted
+    before the computation that makes the next message of its channel, because the send of the next message waits for
+    the receive. By induction, when a computation starts, every message of a channel except the last is complete, and no
+    earlier launch waits.
 
     The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later if
     the previous message of its channel is still in flight, and earlier if the received tensor would otherwise arrive

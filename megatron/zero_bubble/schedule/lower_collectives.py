@@ -24,7 +24,7 @@ class PlacedCollective(NamedTuple):
     before: tuple[int, ...]
     """Rank -> position of the computation before which the rank joins the collective."""
     turn: int
-    """Place in the serial order of the computation after which the previous collective is complete."""
+    """Place in the serial order of all computations at which the previous collective is complete."""
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
@@ -32,15 +32,15 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
     rank joins a collective before the computation that is running when the collective can start. With one hardware
-    queue, a rank that joins while the previous collective is in flight delays its own next computation. Such a rank
-    joins after its next computation, unless the collective would then lose more time than the computation loses if the
-    rank joins first.
+    queue, a rank that joins while the previous collective is in flight delays its own next computation. A rank avoids
+    this delay by joining after its next computation, unless joining late delays the collective by more than joining
+    early delays the computation.
 
     Collectives cannot cause a deadlock, however long the operations take. Consider a run of all computations one at a
     time, in `order`. Every rank joins a collective before the first operation that needs this collective or a later
-    one, and no rank joins a collective before all ranks have joined the previous collective. When a computation starts,
-    its inputs, and the inputs of all launches before it, are therefore complete. All ranks join a collective on the
-    same side of VALIDATE.
+    collective, and no rank joins a collective before all ranks have joined the previous collective. When a computation
+    starts, its inputs and the inputs of all earlier launches are therefore complete. Either all ranks join a collective
+    before VALIDATE, or all ranks join the collective after VALIDATE.
 
     Args:
         schedule: schedule without communication.
@@ -72,10 +72,11 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 def joined_early(schedule: Schedule) -> Schedule:
     """Let every rank join each collective as early as possible.
 
-    Joining early delays no computation if the collectives wait in a separate thread. If a rank reaches its place from
-    `place_collectives` late, the other ranks wait. With `joined_early`, a rank joins a collective after the rank's last
-    operation that contributes to the collective, after the previous collective, and on the same side of STEP and
-    VALIDATE as before. The order of the collectives stays the same, so that ranks cannot deadlock.
+    Joining early delays no computation if the collectives wait in a separate thread. If a rank is late at the place
+    that `place_collectives` has chosen, the other ranks wait for this rank. With `joined_early`, a rank joins a
+    collective after the rank's last operation that contributes to the collective, after the previous collective, and on
+    the same side of STEP and VALIDATE as before. The order of the collectives stays the same, so that ranks cannot
+    deadlock.
 
     Args:
         schedule: lowered schedule.
@@ -85,7 +86,7 @@ def joined_early(schedule: Schedule) -> Schedule:
 
 def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
     made_after: dict[Op, int] = {}
-    """Collective -> place of the rank's last operation that contributes to it."""
+    """Collective -> place of the rank's last operation that contributes to the collective."""
     keys: list[tuple[int, int, tuple[Op, ...]]] = []
     """(place, order at this place, operation or pair), to be sorted."""
     earliest = -1

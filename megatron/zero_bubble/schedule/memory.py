@@ -17,18 +17,18 @@ _ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
     for facts in KINDS.values()
     if facts.undoes_memory_of is not None
 }
-"""Kind of operation -> kinds of later operations that allocate a part of its memory if the schedule has them."""
+"""Kind of operation -> kinds of later operations that allocate a part of its memory, such as R for F."""
 
 
 def memory_held(
     schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[float] = ()
 ) -> Iterator[tuple[Op, float, float]]:
-    """Yield (operation, memory during it, memory after it) for every compute operation of `rank`.
+    """Yield every compute operation of `rank` with the memory during and the memory after the operation.
 
     An operation allocates memory at its start, and releases memory at its end.
 
     Args:
-        schedule: schedule, lowered or not.
+        schedule: schedule with or without communication.
         costs: costs of the stages; the yielded memory has the unit of the costs.
         rank: rank whose memory is computed.
         lengths: microbatch -> factor of the costs, as in `simulate`.
@@ -70,7 +70,7 @@ def _changes(
 
 
 class PeakMemory(NamedTuple):
-    """The peak memory of a rank, and the first operation that reaches it."""
+    """The peak memory of a rank, and the first operation that reaches this peak."""
 
     amount: float
     """Peak memory, in the unit of the costs."""

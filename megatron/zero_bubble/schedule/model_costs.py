@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Time of an operation on a vocabulary shard, as a field of `StageCosts` -> number of collectives around the operation.
-A collective with at most one number a token counts as half a collective."""
+"""Field of `StageCosts` with the time of an operation on a vocabulary shard -> number of collectives around the
+operation. A collective that carries at most one number for each token counts as half a collective."""
 
 Partition = tuple[int, ...]
 """Stage -> number of layers, in model order. The first stage also has the embedding, and the last stage the output."""
@@ -31,7 +31,7 @@ class UnitCosts:
     time_r: float = 0
     memory_r: float = 0
     num_blocks: float = 0
-    """Number of blocks that can be recomputed separately: 1 for a layer with recomputation, 0 for other units."""
+    """Number of separately recomputable blocks of layers: 1 for a layer with recomputation, 0 for other units."""
     state: float = 0
     """Memory of the parameters, gradients and optimizer states of the unit."""
     all_to_all_f: float = 0
@@ -54,7 +54,7 @@ NOTHING = UnitCosts(0, 0, 0)
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Costs of the units of a model in model order, from which the costs of any stages are computed."""
+    """Costs of a model's units (embedding, layers, output), from which the costs of any stages are computed."""
 
     embedding: UnitCosts
     layers: tuple[UnitCosts, ...]
@@ -70,12 +70,12 @@ class ModelCosts:
     shard_state: float = 0
     """Memory of the parameters, gradients and optimizer states of a vocabulary shard."""
     time_exchange: float = 0
-    """Time by which sending one message and receiving another delays a rank that computes meanwhile."""
+    """Time by which sending one message and receiving another message delays a rank that computes at the same time."""
     time_collective: float = 0
-    """Time by which a collective of all ranks, with as much data as one message, delays a rank that computes
-    meanwhile."""
+    """Time by which a collective of all ranks, with as much data as one message, delays a rank that computes at the
+    same time."""
     latency_collective: float = 0
-    """Time of a collective on a rank that waits for it while the other ranks compute; 0 stands for `time_comm`."""
+    """Time of a collective for a rank that waits while the other ranks compute; 0 stands for `time_comm`."""
     time_between: float = 0
     """Additional time between two consecutive operations of a rank."""
     spread: float = 0
@@ -99,7 +99,8 @@ class ModelCosts:
         """The costs of the same model with the embedding and the output layer in equal shards on all ranks.
 
         S computes the forward and the input gradient of the output layer for the rows of a shard, and T computes the
-        weight gradient of these rows. The activations of the output layer stay in memory from S to T.
+        weight gradient of these rows. The activations of the output layer stay in memory until its weight gradient (T)
+        is computed.
         """
         embedding, output = self.embedding, self.output
         shard = {
@@ -144,7 +145,7 @@ class ModelCosts:
     def check(self, partition: Partition, placement: Placement) -> None:
         """Check that a partition divides the layers of the model into the stages of a placement.
 
-        Every stage needs a layer. Without vocabulary shards, the stages of the embedding and the output need none.
+        Every stage needs a layer; without vocabulary shards, the first and the last stage do not need a layer.
 
         Raises:
             ScheduleError: the partition does not fit the model and the placement.
@@ -230,8 +231,8 @@ def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, 
         Number of layers of each stage.
 
     Raises:
-        ScheduleError: there are fewer layers than stages. The embedding and the loss count as layers if they take the
-            place of one.
+        ScheduleError: there are fewer layers than stages. The embedding counts as a layer if `embedding` is set, and
+            the loss if `loss` is set.
     """
     few, num_more = divmod(num_layers + embedding + loss, num_stages)
     if few == 0:

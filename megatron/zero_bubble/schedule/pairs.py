@@ -1,4 +1,4 @@
-"""Pairs: a rank runs an F and the `&B` or `&BW` right after the F as one operation.
+"""Pairs: a rank runs an F and the backward right after the F (`&B` or `&BW`) as one operation.
 
 A pair runs layers of the forward and layers of the backward in turn. One of the two operations computes while the other
 exchanges tokens between experts (megatron-core's combined 1F1B). The forward and the backward belong to different

@@ -1,4 +1,4 @@
-"""Recomputation: which microbatches have an R, and the passes that insert and remove R."""
+"""Recomputation: the choice of microbatches with the operation R, and the passes that insert and remove R."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, OpKind
 
 
 class Recompute(str, Enum):
-    """Which microbatches of a schedule have an R. F drops the activations of a microbatch that has an R."""
+    """Which microbatches of a schedule have an R (recomputation). If a microbatch has an R, its F drops activations."""
 
     NONE = "none"
-    """No microbatch has an R: every F keeps its activations."""
+    """No microbatch is recomputed: every F keeps its activations."""
     FULL = "full"
-    """Every microbatch has an R, unless its backward follows its F at once."""
+    """Every microbatch has an R (recomputation), unless its backward follows its F at once."""
     PLANNED = "planned"
-    """The planner chooses the microbatches that have an R, within the memory limit."""
+    """The planner chooses the microbatches that have an R (recomputation), within the memory limit."""
 
     __str__ = str.__str__
 
 
 def recomputes_blocks(settings: Any) -> bool:
-    """Whether a model recomputes whole blocks of layers, so that R can be separated from the backward.
+    """Whether a model recomputes whole blocks of layers, so that recomputation (R) can be separated from the backward.
 
-    With fp8 or fp4, Transformer Engine recomputes inside of its backward, so that a schedule cannot contain R.
+    With fp8 or fp4, Transformer Engine recomputes inside of its backward, so that R cannot be a separate operation.
 
     Args:
         settings: flags of a job, or megatron-core's config. Older versions of the config have no `fp4`.
@@ -36,7 +36,7 @@ def recomputes_blocks(settings: Any) -> bool:
 
 
 def with_recomputation(schedule: Schedule) -> Schedule:
-    """Insert an R right before every backward of a schedule, and remove communication.
+    """Insert an R (recomputation) right before every backward of a schedule, and remove communication.
 
     R does not need the gradient from the next stage, and runs while the gradient is in flight. R needs no more memory
     than a recomputation inside of the backward, because no operation runs between R and the backward. A microbatch
@@ -47,7 +47,7 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 
 
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
-    """Insert R like `with_recomputation`, but at least one R on every stage, so that a run measures the costs of R.
+    """Insert R like `with_recomputation`, but at least one R on every stage, to measure the costs of recomputation.
 
     A stage without an R gets an R for its first microbatch. No other choice of R needs less memory, so that a run can
     measure a model whose activations would not all fit in memory.
@@ -63,14 +63,14 @@ def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
 
 
 def without_recomputation(schedule: Schedule) -> Schedule:
-    """The given schedule without communication, R and groups of blocks: every F keeps its activations."""
+    """The given schedule without communication and without recomputation: every F keeps its activations."""
     ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
     kept = tuple(tuple(op for op in ops if op.kind is not OpKind.R) for ops in ranks)
     return replace(schedule, ops=kept, groups=())
 
 
 def num_recomputed(schedule: Schedule) -> int:
-    """The number of R operations on all ranks of a schedule."""
+    """The number of recomputations (R) on all ranks of a schedule."""
     return sum(op.kind is OpKind.R for ops in schedule.ops for op in ops)
 
 

@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
 def unit_costs(num_stages: int) -> StageCosts:
-    """Costs with which F, B, W, E, EW, S and T take 1 each, and messages and all other operations take no time."""
+    """Unit costs: F, B, W and the shard operations E, EW, S and T take 1 each; messages and other operations take 0."""
     times = (name for name in VOCABULARY_COSTS if name.startswith("time"))
     return replace(StageCosts.uniform(num_stages), **dict.fromkeys(times, (1,) * num_stages))
 
@@ -36,9 +36,9 @@ class SerialOrder:
     """The computations of all ranks in an order that respects their dependencies.
 
     Computations are sorted by phase (see `Phases`), then by their end in the timeline, then by rank. Operations that
-    take no time come after all other operations with the same end, in the order of their dependencies. A pair is one
-    computation. `starts` and `ends` are the times of the timeline, shifted so that every phase starts after the
-    previous phase has ended on all ranks.
+    take no time come after all other operations with the same end, in the order of their dependencies. A forward and a
+    backward that run as a pair are one computation. `starts` and `ends` are the times of the timeline, shifted so that
+    every phase starts after the previous phase has ended on all ranks.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -58,7 +58,7 @@ class SerialOrder:
             self.starts.append(starts)
             self.ends.append(ends)
         self.numbers = self._numbered(timeline)
-        """Rank -> position of a computation in its lane -> place of the computation in the serial order."""
+        """Rank -> position of a computation on the rank -> place of the computation in the serial order."""
         begins = zip_longest(*(here.starts[1:] for here in self.phases))
         self.first_of_phase = [
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)

@@ -2,8 +2,9 @@
 
 The embedding and the output layer are spread over all ranks, and every rank has the same number of rows of each weight
 ("Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, algorithm 2). The backward of the last
-stage waits for S of all ranks, so that all backwards are delayed. If S delays the backwards by the time that a rank
-takes for one microbatch, one more microbatch is in flight, and the steady state of the schedule does not change.
+stage waits for the output layer (S) of all ranks, so that all backwards are delayed. If the output layer delays the
+backwards by the time that a rank takes for one microbatch, one more microbatch is in flight, and the steady state of
+the schedule does not change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 LEAD = 2
-"""Number of microbatches by which E precedes the F that uses the embedding, so that no rank waits for embeddings."""
+"""Number of microbatches by which an embedding (E) precedes its F, so that no rank waits for embeddings."""
 
 
 def interval(schedule: Schedule, costs: StageCosts) -> float:
@@ -29,18 +30,18 @@ def interval(schedule: Schedule, costs: StageCosts) -> float:
 
 
 def shortest_delay(costs: StageCosts) -> float:
-    """The least time between F and B of the last stage: the time of two collectives and of the slowest S."""
+    """The least time between F and B of the last stage: two collectives and the slowest S (output layer)."""
     return 2 * collective_time(costs) + max(costs.time_s)
 
 
 def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequence[float]) -> list[Schedule]:
-    """Insert E, S, L, T and EW, remove communication, and return one schedule for each delay of the backwards.
+    """Insert the operations on vocabulary shards; return one schedule without communication for each given delay.
 
-    The operations of a rank are sorted by planned start times. The planned starts of F are those in a simulation in
-    which W includes the operations on shards. Backwards and W start later than in the simulation, by the given delay. E
-    starts `LEAD` microbatches before the F of its microbatch, and S when the output of the last stage arrives. T and EW
-    start with the W of their microbatch, or later if their inputs arrive later. Pairs are split, because operations on
-    shards may come between the forward and the backward of a pair.
+    The operations of a rank are sorted by planned start times. The planned start of F comes from a simulation in which
+    W includes the operations on shards. Backwards and W start later than in the simulation, by the given delay. E
+    (embedding) starts `LEAD` microbatches before the F of its microbatch. S (output layer) starts when the output of
+    the last stage arrives. The weight gradients T and EW start with the W of their microbatch, or later if their inputs
+    arrive later. Pairs are split, because operations on shards may come between the forward and the backward of a pair.
 
     Args:
         schedule: schedule into which operations are inserted.
@@ -118,7 +119,7 @@ class _Times:
         """Microbatch -> planned time at which the gradient of the embedding is ready."""
 
     def of_rank(self, rank: int) -> Iterator[_Timed]:
-        """Yield all operations of `rank`; among equal starts, operations for which other ranks wait sort first."""
+        """Yield sort keys of a rank's operations: planned start, then operations for which other ranks wait first."""
         order = [OpKind.E, OpKind.S, OpKind.L, *(kind for kind in KINDS if kind not in VOCABULARY), OpKind.T, OpKind.EW]
         starts = {**self._starts[rank], **self._of_shard(rank)}
         return ((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())

@@ -33,20 +33,21 @@ def simulate(
     """Simulate the compute operations of a schedule with given costs.
 
     Every rank runs its operations in order, each as soon as the rank is free and the inputs of the operation have
-    arrived. A message between ranks takes `costs.time_comm`. VALIDATE waits for the reduction of the state of all
-    gradients. The reduction takes the time of a collective (`collective_time`) and occupies no rank. Copies to and from
-    the host occupy only the host link of their rank (see `LinkTimes`). The simulation computes only sums and maxima, so
-    that integers and fractions give exact results.
+    arrived. A message between ranks takes `costs.time_comm`. VALIDATE waits for the reduction of the norm of all
+    gradients. This reduction takes the time of a collective (`collective_time`) and occupies no rank. Copies to and
+    from the host occupy only the host link of their rank (see `LinkTimes`). The simulation computes only sums and
+    maxima, so that integers and fractions give exact results.
 
     Args:
         schedule: schedule with or without communication.
         costs: costs of the stages.
         overlap_communication: whether ranks compute while messages are in flight. Without overlap, a message occupies
-            the sender right after the operation that makes the tensor, and the receiver right before its consumer.
-        hardware_queues: number of hardware queues of a GPU. If it is given, a lowered schedule is simulated on NCCL's
-            streams. On streams a message also waits until its receive is posted and the previous message of its channel
-            is complete. With one hardware queue a computation also waits for all earlier launches of its rank. By
-            default streams are not simulated.
+            the sender right after the operation that makes the tensor, and the receiver right before the operation that
+            uses the tensor.
+        hardware_queues: number of hardware queues of a GPU. If this number is given, a lowered schedule is simulated on
+            NCCL's streams. On streams a message also waits until its receive is posted and the previous message of its
+            channel is complete. With one hardware queue a computation also waits for all earlier launches of its rank.
+            By default streams are not simulated.
         lengths: microbatch -> factor of the times and the memory of `costs`; by default 1 for every microbatch.
 
     Returns:
@@ -160,7 +161,7 @@ class _Simulation:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """Slot -> 1 if the result is optional and the schedule has an operation that makes only this result, else 0."""
+        """Index of an end time -> 1 if the result is optional and an operation makes only this result, else 0."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):
@@ -229,7 +230,7 @@ class _Simulation:
         blocked: dict[int, list[int]],
         runnable: deque[int],
     ) -> float:
-        """Run operations of `rank` until one lacks an input; return the time from which the rank is free."""
+        """Run operations of `rank` until an operation lacks an input; return the time from which the rank is free."""
         ends, is_made, ops, in_pairs = self._ends, self._is_made, self._schedule.ops[rank], self._pairs[rank]
         link, lengths = self._links[rank] if self._links else None, self._lengths
         for position in range(len(lane.ends), len(ops)):

@@ -40,7 +40,7 @@ class SizedCosts:
     """Costs of the operations of every stage, as functions of the size of a microbatch.
 
     Attributes:
-        usual: costs of a microbatch of the usual size. A field without a curve has this cost for every size.
+        usual: costs of a microbatch of the usual size; a cost without a curve is the same for every size.
         curves: name of a field of `StageCosts` -> curve of every stage.
         inside: stage -> curve of the largest temporary memory of an operation; empty if no memory was measured.
     """

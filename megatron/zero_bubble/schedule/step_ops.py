@@ -1,9 +1,10 @@
 """Adds the STEP and VALIDATE of post-validation to a schedule, and repeats the iterations of a schedule.
 
 Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With post-validation a rank
-steps as soon as its own gradients are complete (STEP), and starts the next iteration. Before its first backward of the
-next iteration the rank receives the state of all gradients (their norm, and whether they are finite), and confirms or
-amends its optimizer step (VALIDATE). If the optimizer step is amended, the forwards before VALIDATE are run again.
+takes its optimizer step (STEP) as soon as its own gradients are complete, and starts the next iteration. Before its
+first backward of the next iteration the rank receives the state of all gradients (their norm, and whether they are
+finite), and confirms or amends its optimizer step (VALIDATE). If the optimizer step is amended, the forwards before
+VALIDATE are run again.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def operation_name(op: Op, num_microbatches: int, num_steps: int) -> str:
     Args:
         op: operation of the repeated schedule.
         num_microbatches: number of microbatches of one iteration.
-        num_steps: number of iterations of the repeated schedule; with several, the name states the iteration.
+        num_steps: number of iterations of the repeated schedule; if above 1, the name states the iteration.
     """
     is_marker = op.kind in POST_VALIDATION
     step, microbatch = (op.microbatch, 0) if is_marker else divmod(op.microbatch, num_microbatches)
@@ -80,7 +81,8 @@ def iteration_time(
 
     Without post-validation an iteration starts when all ranks have finished the previous iteration, and takes the
     makespan of one iteration. With post-validation a rank starts an iteration as soon as the rank itself has finished
-    the previous iteration. One iteration then takes the makespan of three iterations minus the makespan of two.
+    the previous iteration. With post-validation the returned time is the makespan of three iterations minus the
+    makespan of two.
 
     Args:
         schedule: schedule of one iteration.
@@ -101,15 +103,15 @@ def iteration_time(
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     """Return the schedule without communication, with STEP at the end and VALIDATE in the warmup of every rank.
 
-    VALIDATE comes later than the arrival of the state of all gradients of the previous iteration, by the time of a
-    forward, so that a slightly late rank does not delay the others. Only the few forwards before VALIDATE are run again
-    if the validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait
-    for the state of all gradients. VALIDATE also comes before every forward whose input another rank makes after the
-    VALIDATE of that other rank.
+    VALIDATE comes one forward later than the arrival of the norm of the previous iteration's gradients, so that a
+    slightly late rank does not delay the other ranks. Only the few forwards before VALIDATE are run again if the
+    validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the
+    norm of all gradients. VALIDATE also comes before every forward whose input another rank makes after the VALIDATE of
+    that other rank.
 
     Args:
         schedule: schedule of one iteration.
-        costs: costs of the stages, from which the arrival time of the state of all gradients is simulated.
+        costs: costs of the stages, from which the arrival time of the norm of all gradients is simulated.
     """
     schedule = without_post_validation(schedule)
     stepped = replace(schedule, ops=tuple((*ops, _STEP) for ops in schedule.ops))
@@ -140,7 +142,7 @@ def without_post_validation(schedule: Schedule) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """Rank -> number of forwards before VALIDATE: `counts`, reduced until no forward needs a result after VALIDATE."""
+    """Rank -> number of forwards before VALIDATE: `counts`, reduced until all inputs come from before VALIDATE."""
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
         results = _results(schedule, early)
@@ -159,7 +161,7 @@ def _results(schedule: Schedule, ops: Sequence[Iterable[Op]]) -> set[Node]:
 
 
 def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The operations of `rank` before VALIDATE, including communication; they are run again if the validation fails."""
+    """The operations of `rank` before VALIDATE, with communication, that run again if the validation fails."""
     ops = schedule.ops[rank]
     return ops[: next((k for k, op in enumerate(ops) if op.kind is OpKind.VALIDATE), 0)]
 
@@ -194,8 +196,8 @@ def check_post_validation(schedule: Schedule) -> None:
     """Check that STEP and VALIDATE of a schedule are in allowed places.
 
     Every rank has one STEP, which is its last operation, and one VALIDATE. The operations before VALIDATE can be run
-    again: they are forwards whose inputs are made before a VALIDATE, receives of messages that are sent before a
-    VALIDATE, sends, and collectives that come before VALIDATE on all ranks.
+    again: forwards whose inputs are made before a VALIDATE, receives of messages that are sent before a VALIDATE,
+    sends, and collectives that come before VALIDATE on all ranks.
 
     Raises:
         InvalidSchedule: STEP, VALIDATE or an operation before VALIDATE is not in an allowed place.

@@ -139,7 +139,7 @@ class _Device:
         return timed_ops(self._computed, self._starts, self._ends)
 
     def go_on(self, runnable: deque[int]) -> None:
-        """Run launches until one has to wait; add to `runnable` each rank whose awaited message becomes complete."""
+        """Run launches until a launch has to wait; add ranks whose awaited message becomes complete to `runnable`."""
         self.blocked_by = None
         ops, by_kind, in_line = self._ops, self._by_kind, self._in_line
         for position in range(self._position, len(ops)):
@@ -155,7 +155,7 @@ class _Device:
             time, end, computes, indices = launch
             start = self._issued if self._issued > self._free else self._free
             if end is not None and (computes or in_line):
-                # With one queue an end of a message leaves the queue when the previous message is complete.
+                # With one queue, a send or receive leaves the queue when the channel's previous message is complete.
                 index = indices.get(microbatch) if computes else end.num_posted - 1
                 if index is None:
                     raise self._launches.missing(op)
@@ -194,7 +194,7 @@ class _Device:
                 stream.waiting.clear()
 
     def _wait_for_sends(self) -> bool:
-        """Let the compute stream wait for all sends and collectives; return False if one cannot complete yet."""
+        """Let the compute stream wait for all sends and collectives; return False if a message cannot complete yet."""
         start = max(self._free, self._issued)
         for end in self._launches.sending():
             if end.num_posted > len(end.stream.complete):
@@ -208,7 +208,7 @@ class _Device:
         return True
 
     def missing_end(self, stream: Stream) -> Op | None:
-        """The operation that will start this rank's end of the next message of `stream`; None if no operation does."""
+        """The operation that starts this rank's end of the next message of `stream`; None if no operation does."""
         number = None
         for op in self._ops[self._position :]:
             end = None if op is None else self._launches.posted_by(op)

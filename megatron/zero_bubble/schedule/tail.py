@@ -2,10 +2,11 @@
 
 The gradient of a parameter can be reduced over the data-parallel replicas after the last W of the parameter. In
 microbatch order, all parameters have their last W at the end of the iteration. The W after the last B of a rank need no
-further input, so that they can run parameter by parameter. The gradient of one parameter is reduced while the W of the
-next parameter run ("Zero Bubble Pipeline Parallelism", appendix A). Each gradient is the same, bit for bit, as in
-microbatch order, because its terms are added in the same order. On a rank with a vocabulary shard, the last T come
-before the last W. The last EW, which wait for the first rank, come after the last W.
+further input, so that these W can run parameter by parameter. The gradient of one parameter is reduced while the W of
+the next parameter run ("Zero Bubble Pipeline Parallelism", appendix A). Each gradient is the same, bit for bit, as in
+microbatch order, because its terms are added in the same order. On a rank with a vocabulary shard, the last weight
+gradients of the output layer (T) come before the last W. The last weight gradients of the embedding (EW), which wait
+for the first rank, come after the last W.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def _reorder(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _turn(op: Op) -> tuple[int, int, int]:
-    """Sort key of the last weight gradients: T, W from the last chunk to the first, EW."""
+    """Sort key of the last weight gradients: output layer (T), W from the last chunk to the first, embedding (EW)."""
     return (OpKind.T, OpKind.W, OpKind.EW).index(op.kind), -op.chunk, op.microbatch
 
 
 def _tail(ops: Sequence[Op]) -> tuple[int, int]:
-    """(start, end): positions of the last weight gradients of a rank; only STEP may come after position `end`."""
+    """(start, end): range of positions of the last weight gradients of a rank, after which only STEP may come."""
     end = len(ops) - sum(op.kind is OpKind.STEP for op in ops[-1:])
     start = end
     while start > 0 and ops[start - 1].kind in _GRADIENTS | _LAST_COLLECTIVES:

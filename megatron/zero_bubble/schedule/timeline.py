@@ -75,7 +75,7 @@ class Idle:
 
 
 def num_ahead(lane: Sequence[TimedOp]) -> int:
-    """The number of operations at the start of a lane that run ahead of the first forward, such as embeddings."""
+    """The number of a rank's first operations that run ahead of the first forward, such as embeddings."""
     return next((k for k, timed in enumerate(lane) if not KINDS[timed.op.kind].runs_ahead), max(0, len(lane) - 1))
 
 
@@ -93,13 +93,13 @@ class Timeline:
     hardware_queues: HardwareQueues | None = None
     """Hardware queues of the simulated GPUs; None for a simulation without streams."""
     copies: tuple[tuple[TimedOp, ...], ...] = ()
-    """Rank -> D and H with the times of their copies on its host link; empty without offload."""
+    """Rank -> copies to the host (D) and back (H) on its host link, with their times; empty without offload."""
     lengths: tuple[float, ...] = ()
     """Microbatch -> factor by which its times and memory differ from the costs; empty if every factor is 1."""
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
-        """The lanes without the forwards of pairs, so that each pair is one entry."""
+        """Rank -> its timed operations without the forwards of pairs, so that each pair is one entry."""
         in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
         return tuple(
             [timed for timed in lane if timed.op not in forwards] if forwards else lane
@@ -110,8 +110,8 @@ class Timeline:
     def spans(self) -> tuple[float, ...]:
         """Rank -> span: time from the start of its first operation to the end of its last operation.
 
-        STEP and VALIDATE do not count towards the span, because a rank may validate long before its first forward.
-        Embeddings before the first forward add only their own time to the span.
+        The span leaves out STEP and VALIDATE, because a rank may validate the optimizer step long before its first
+        forward. Embeddings before the first forward add only their own time to the span.
         """
         spans = []
         for lane in self.lanes:
@@ -125,7 +125,7 @@ class Timeline:
 
     @property
     def cost(self) -> float:
-        """The longest span of a rank: an iteration's time if ranks do not wait for each other between iterations."""
+        """The longest span of a rank, which is the time of an iteration if ranks do not wait for each other."""
         return max(self.spans)
 
     @property
@@ -169,7 +169,7 @@ class Timeline:
         return peak_memory(self.schedule, self.costs, self.lengths)
 
     def memory_held(self, rank: int) -> Iterator[tuple[Op, float, float]]:
-        """Yield (operation, memory during it, memory after it) for every operation of `rank`."""
+        """Yield every operation of `rank` with the memory during and the memory after the operation."""
         return memory_held(self.schedule, self.costs, rank, self.lengths)
 
     @cached_property

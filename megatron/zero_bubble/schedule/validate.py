@@ -45,15 +45,15 @@ def validate(schedule: Schedule) -> None:
     """Check that a schedule can run and gives correct gradients, in time linear in the number of operations.
 
     - A schedule is complete: every stage runs F once for every microbatch, and either BW or both B and W once. A
-      forward-only schedule has no backward. With vocabulary shards, every rank also runs E, S, T and EW once for every
-      microbatch, and the last rank runs L.
+      forward-only schedule has no backward. With vocabulary shards, every rank also runs the shard operations E, S, T
+      and EW once for every microbatch, and the last rank runs L (loss).
     - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights
       (W, BW) in microbatch order, so that sums of gradients are the same, bit for bit.
-    - The results that an operation needs from its own rank are made before the operation or its pair.
-    - In a lowered schedule, every tensor for another rank is sent after it is made, and received before it is used. The
-      sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
+    - The results that an operation, or a pair of operations, needs from its own rank are made earlier on the rank.
+    - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
+      The sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
       same order.
-    - Activations that are copied to the host are copied back; they are not recomputed, and do not belong to a pair.
+    - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a pair.
     - STEP and VALIDATE keep the rules of `check_post_validation`.
     - The ranks do not deadlock. A lowered schedule is checked on NCCL's streams with one hardware queue and with many.
 
@@ -109,7 +109,7 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """Length of a row of `_Rows`; n + 1 microbatches suffice for n operations, because one of them has no operation."""
+    """Length of a row of `_Rows`: n operations cannot cover n + 1 microbatches, so that n + 1 entries suffice."""
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 
@@ -209,7 +209,7 @@ def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[in
 
 
 def _check_messages(schedule: Schedule, rank: int, rows: _Rows) -> None:
-    """Check that a rank receives every remote input before its use, and sends every result after it is made."""
+    """Check that a rank receives every remote input before its use, and sends every result after its computation."""
     placement, none = schedule.placement, [-1] * schedule.num_microbatches
     unused = {key: list(row) for key, row in rows.items() if key[0] in COMMUNICATION}
     for (kind, chunk), row in rows.items():

@@ -49,7 +49,7 @@ def to_chrome_trace(timeline: Timeline, *, microseconds: float = 1000, steps: in
 
 
 def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, steps: int) -> dict[str, Any]:
-    """The event of one operation: a slice, or an instant if the operation takes no time."""
+    """The trace event of one operation: a slice, or an instant if the operation takes no time."""
     op, start, end = timed
     num_microbatches = schedule.num_microbatches // steps
     name = operation_name(op, num_microbatches, steps)
@@ -64,7 +64,7 @@ def _event(schedule: Schedule, rank: int, timed: TimedOp, microseconds: float, s
 
 
 def _flows(timeline: Timeline, microseconds: float) -> Iterator[dict[str, Any]]:
-    """For every message, yield an arrow from the operation that makes the tensor to the operation that uses it.
+    """For every message, yield an arrow from the operation that makes the tensor to the operation that uses the tensor.
 
     Each end of an arrow lies between the start and the end of an operation, so that viewers attach the arrow to the
     operation.

@@ -23,9 +23,9 @@ LEFT, RIGHT, TOP = 76, 60, 82
 CURVE_HEIGHT, CURVE_GAP = 72, 42
 _SMALLEST_TYPE, _LARGEST_TYPE = 6, 11
 _LABEL_MARGIN = 2
-"""Width in pixels that a label leaves free on its operation."""
+"""Pixels of an operation's width that a label on the operation leaves free."""
 _SHORTEST_WITH_LABEL = 0.1
-"""Fraction of the longest operation's time. Labels of shorter operations do not affect the width of a drawing."""
+"""Labels of operations shorter than this fraction of the longest operation do not affect the width of a drawing."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Drawing:
 
     @cached_property
     def has_memory(self) -> bool:
-        """Whether the timeline has memory costs; a timeline of a measured step has none without a profile."""
+        """Whether the timeline has memory costs, which a measured step lacks if there is no profile."""
         return max(self.timeline.peak_memory, default=0) > 0
 
     @property
@@ -107,7 +107,7 @@ class Drawing:
 
     @cached_property
     def _label_sizes(self) -> dict[OpKind, float]:
-        """Kind -> font size in which nine of ten labels of the kind fit; only kinds with a readable size."""
+        """Kind of operation -> font size in which nine of ten labels fit, for kinds whose labels are then readable."""
         scale = (self.width - LEFT - RIGHT) / self.duration
         sizes: dict[OpKind, list[float]] = defaultdict(list)
         for kind, time, width in self._labels():
@@ -142,7 +142,7 @@ class Drawing:
 
     @property
     def width_for_labels(self) -> float:
-        """Width in which nine of ten labels fit in the largest font size; labels of short operations do not count."""
+        """Width in which nine of ten labels fit in the largest font size; labels of short operations are ignored."""
         labels = [(time, width) for _, time, width in self._labels()]
         shortest = _SHORTEST_WITH_LABEL * max((time for time, _ in labels), default=0)
         scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for time, width in labels if time > shortest)

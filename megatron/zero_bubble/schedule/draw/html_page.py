@@ -24,8 +24,8 @@ th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #8888; }
 button { font-size: 14px; min-width: 2em; }
 """
 
-# The titles of SVG elements become a tooltip that appears at once. Zooming scales the whole image and hides text that
-# is too small to read.
+# The script shows the titles of SVG elements as a tooltip without delay. Zooming scales the whole image and hides text
+# that is too small to read.
 _SCRIPT = """
 const svg = document.querySelector('#drawing svg'), tip = document.getElementById('tip');
 const tips = new Map();
@@ -78,7 +78,7 @@ def to_html(timeline: Timeline, **options: Unpack[Options]) -> str:
     """Draw a timeline as an HTML page, with a table of the ranks.
 
     By default the drawing is wide enough for readable labels. If the drawing is wider than the window, the page shrinks
-    it to fit, but to no less than 75% of its width.
+    the drawing to fit, but to no less than 75% of its width.
 
     Args:
         timeline: timeline to draw.

@@ -59,7 +59,7 @@ def style(drawing: Drawing) -> str:
 
 
 def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
-    """Yield the background of a lane, and the rank's name and idle time in percent; a tooltip has the causes."""
+    """Yield the background of a lane, the rank's name, and its idle time in percent with a tooltip of the causes."""
     timeline = drawing.timeline
     top, height = drawing.lane_top(rank), drawing.lane_height
     size = max(8, min(11, height - 3))
@@ -123,7 +123,7 @@ def _copies(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
 
 
 def _is_mark(op: Op, start: float, stop: float) -> bool:
-    """Whether an operation is drawn as a mark, because it belongs to the whole iteration or takes no time."""
+    """Whether an operation is drawn as a mark: STEP, VALIDATE, or an operation that takes no time."""
     return op.kind in POST_VALIDATION or start == stop
 
 

@@ -41,14 +41,14 @@ __all__ = [
 
 
 def schedule_from_text(text: str, name: str) -> Schedule:
-    """Read a schedule from text in any format; the first characters of the text tell the format.
+    """Read a schedule from text in any format; the first characters of the text decide the format.
 
     Args:
         text: JSON, a CSV grid, or PyTorch's CSV.
         name: name of a schedule that is read from PyTorch's CSV, because this CSV contains no name.
 
     Raises:
-        ScheduleError: the text is in none of these formats.
+        ScheduleError: the text is neither JSON, nor a CSV grid, nor PyTorch's CSV.
     """
     start = text.lstrip()
     if start.startswith(("{", "[")):

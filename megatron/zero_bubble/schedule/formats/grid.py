@@ -1,10 +1,10 @@
 """Schedules as a grid for readers and spreadsheets: a row for each rank, a column for each time slot.
 
-F, B, W and R take one time slot each, and BW takes two. In a pair, the backward takes the time slots of both
-operations. Cells of idle time slots are empty. Operations that take no time, such as STEP and D, have columns of their
-own between two time slots. If stages recompute activations in groups, the first two lines of the CSV have another
-column with the number of groups of each stage. The grid contains no sends, receives or collectives; `lower` adds them
-again.
+F, B, W and R take one time slot each, and BW (fused backward) takes two time slots. In a pair of a forward and a
+backward that run as one operation, the backward takes the time slots of both. Cells of idle time slots are empty.
+Operations that take no time, such as STEP and D, have columns of their own between two time slots. If stages recompute
+activations in groups of layers, the first two lines of the CSV have another column with the number of groups of each
+stage. The grid contains no sends, receives or collectives; `lower` adds this communication again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
 
     A cell is the operation that starts in its time slot, `-` if an operation continues, and empty if the rank is idle.
     """
-    # With several groups of blocks, operations would take fractions of a time slot.
+    # With several groups of layers, operations would take fractions of a time slot.
     timeline = simulate(replace(schedule, groups=()), StageCosts.uniform(schedule.num_stages, time_r=1))
     timed_ops = [timed for lane in timeline.lanes for timed in lane]
     instants = sorted({int(timed.start) for timed in timed_ops if timed.start == timed.end})
@@ -96,13 +96,13 @@ def schedule_from_csv(text: str) -> Schedule:
         raise ScheduleError(f"not CSV: {error}") from None
     heads = tuple(rows[0]) if rows else ()
     if len(rows) < 2 or heads not in (_HEADER, (*_HEADER, _GROUPS)) or len(rows[1]) != len(heads):
-        raise ScheduleError(f"expected a first line {','.join(_HEADER)} and a second with their values")
+        raise ScheduleError(f"expected a first line {','.join(_HEADER)} and a second line with their values")
     name, kind, *sizes = rows[1][: len(_HEADER)]
     groups = rows[1][len(_HEADER) :]
     if not all(re.fullmatch("[0-9]{1,9}", size) for size in sizes):
         raise ScheduleError(f"ranks, chunks and microbatches must be whole numbers, got {', '.join(sizes)}")
     num_ranks, num_chunks, num_microbatches = map(int, sizes)
-    placement = Placement(kind, num_ranks, num_chunks)  # type: ignore[arg-type]  # it checks the kind
+    placement = Placement(kind, num_ranks, num_chunks)  # type: ignore[arg-type]  # `Placement` checks the kind
     ops = tuple(tuple(Op.parse(word) for cell in row for word in cell.split() if word.strip("-")) for row in rows[2:])
     if groups and not re.fullmatch("[0-9]{1,9}( [0-9]{1,9})*", groups[0]):
         raise ScheduleError(f"groups must be whole numbers, one a stage, got {groups[0]!r}")

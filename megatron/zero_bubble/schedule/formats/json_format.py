@@ -7,10 +7,10 @@
     {"format": "megatron-zero-bubble costs", "version": 1, "time_f": [1.5, 2], "time_b": [1.5, 2],
      "time_w": [1, 1], "time_comm": [0.1], "memory_f": [1, 1], "memory_b": [-0.5, -0.5], "memory_w": [-0.5, -0.5]}
 
-A schedule whose stages recompute activations in groups also has `groups`, the number of groups of each stage. Costs may
-have the optional fields of `StageCosts`: for recomputation (`time_r`, `memory_r`, `num_blocks`, `memory_outside`),
-offload, experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`, `memory_s`, `memory_t`). The readers
-refuse JSON with another format, a later version, an unknown key or a missing key.
+A schedule whose stages recompute activations in groups of layers also has `groups`, the number of groups of each stage.
+Costs may have the optional fields of `StageCosts`: for recomputation (`time_r`, `memory_r`, `num_blocks`,
+`memory_outside`), offload, experts, and vocabulary shards (`time_e`, `time_ew`, `time_s`, `time_t`, `memory_s`,
+`memory_t`). The readers refuse JSON with another format, a later version, an unknown key or a missing key.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ VERSION = 1
 _SCHEDULE = "megatron-zero-bubble schedule"
 _COSTS = "megatron-zero-bubble costs"
 _MOST_DIGITS = 60
-"""Largest number of digits of an integer. No cost or count needs more digits, and every such integer is a finite
-float."""
+"""Largest number of digits of an integer. No cost or count needs more digits, and an integer with this many digits is a
+finite float."""
 
 
 def schedule_to_json(schedule: Schedule) -> str:

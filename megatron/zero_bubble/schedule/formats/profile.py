@@ -33,7 +33,7 @@ class Profile:
     """Model settings on which the costs depend."""
     inside: tuple[float, ...] = ()
     """Stage -> largest temporary memory of an operation in bytes: the peak of the operation beyond the memory before
-    and after it. Empty if the run measured no temporary memory."""
+    and after the operation. Empty if the run measured no temporary memory."""
 
     @property
     def inside_ranks(self) -> tuple[float, ...]:
@@ -53,7 +53,7 @@ class Profile:
         Args:
             placement: placement of the run.
             model: settings of the model in the run.
-            recompute: the microbatches of the run that have an R.
+            recompute: which microbatches of the run have an R (recomputation).
 
         Raises:
             ScheduleError: the profile does not fit the run. The message names the first difference.

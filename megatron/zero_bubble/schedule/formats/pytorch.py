@@ -2,8 +2,8 @@
 
 The CSV has a row for each rank and a cell for each action. A cell contains the stage, the letters of the action and the
 microbatch, as in `3F0`. PyTorch writes I for the gradient of the input (our B), W for the gradient of the weights, and
-B for both (our BW). An empty cell is an idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair. `schedule_from_pytorch_csv` leaves
-out sends, receives and the actions of FSDP.
+B for both (our BW). An empty cell is an idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair: a forward and a backward that run
+as one operation. `schedule_from_pytorch_csv` leaves out sends, receives and the actions of FSDP.
 """
 
 from __future__ import annotations

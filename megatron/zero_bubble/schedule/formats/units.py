@@ -1,4 +1,4 @@
-"""Costs of the units of a model as JSON, which jobs write and `zero-bubble plan` reads."""
+"""Costs of a model's units (embedding, layers, output) as JSON, which jobs write and `zero-bubble plan` reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DualPipeV: two chunks a rank in a V, with pairs of a forward and a backward (see `schedule.pairs`)."""
+"""DualPipeV: two chunks a rank in a V-shaped placement, with pairs of a forward and a backward (`schedule.pairs`)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class _Lane:
             self._forward(1)
         for number in range(num_microbatches - 2 * num_ranks + before):
             self._forward(0)
-            # On the last rank the first backward needs the forward right before it, so that the two cannot be a pair.
+            # On the last rank the first backward needs the result of the preceding forward, so that these two
+            # operations cannot be a pair.
             self._backward(OpKind.BW if number == 0 and after == 0 else OpKind.PBW, 1)
             self._forward(1)
             self._backward(OpKind.PBW, 0)

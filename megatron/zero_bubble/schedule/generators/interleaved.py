@@ -1,4 +1,4 @@
-"""Interleaved 1F1B as in megatron-core, and two variants: one has pairs, and the other splits W from B."""
+"""Interleaved 1F1B as in megatron-core, and two variants: with forward-backward pairs, and with W split from B."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def interleaved_pairs(
 ) -> Schedule:
     """Generate megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`.
 
-    The warmup has one forward more than in interleaved 1F1B. In the steady state, each forward and the backward right
-    after it belong to different microbatches or stages, and run as a pair (see `schedule.pairs`).
+    The warmup has one forward more than in interleaved 1F1B. In the steady state, each forward runs as a pair with the
+    backward right after the forward (see `schedule.pairs`). The forward and the backward of a pair belong to different
+    microbatches or stages.
 
     Args:
         num_ranks: number of ranks p.
@@ -112,7 +113,7 @@ def _interleaved(
 
 
 def _check(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int) -> None:
-    """Check the conditions with which megatron-core prevents deadlocks; raise `ScheduleError` if one is broken."""
+    """Check the conditions with which megatron-core prevents deadlocks; raise `ScheduleError` if any is broken."""
     if num_chunks < 2:
         raise ScheduleError(f"schedule {name} needs at least 2 chunks a rank, got {num_chunks}")
     if num_microbatches < num_ranks:

@@ -25,9 +25,9 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def split_backward(ops: Sequence[Op], delay: int) -> tuple[Op, ...]:
-    """Split every BW into a B in its place and a W that comes `delay` backwards later; the last W come at the end.
+    """Split every BW into a B at the same position and a W `delay` backwards later; the last W come at the end.
 
-    When the rank starts a forward, at most `delay` of its B have run without their W.
+    When the rank starts a forward, at most `delay` microbatches have completed B but not W.
 
     Args:
         ops: operations of a rank, in order.
