@@ -103,7 +103,7 @@ def test_our_own_pretrain_gpt_may_be_named_like_a_script():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--", "torchrun", SCRIPT, *ON_CPU], "torchrun is not a file: what follows -- are flags, or a script"),
+        (["--", "torchrun", SCRIPT, *ON_CPU], "torchrun is not a file: give flags after --, or a script"),
         (["--", SCRIPT, *FLAGS], "--zero-bubble-cpu: required after --"),
         (["--losses", "--", SCRIPT, *ON_CPU], "--losses: not allowed with a script"),
         (["--pipeline-size", "2", "--num-microbatches", "4", "--", SCRIPT, *ON_CPU], "--pipeline-size: not allowed"),
@@ -123,7 +123,9 @@ def test_a_script_that_is_not_megatron_lms_is_named_in_one_line(tmp_path, capsys
     script.write_text("print('done')")
     assert main(["--launch", sys.executable, "--world-size", "2", "--", str(script), *FLAGS]) == 1
     *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith(f"zero-bubble benchmark: error: {BASELINE}: it printed no line with 'elapsed time per iter")
+    assert last.startswith(
+        f"zero-bubble benchmark: error: {BASELINE}: the training printed no line with 'elapsed time per iter"
+    )
 
 
 def test_json_has_the_advice_and_null_for_what_is_unknown(monkeypatch, capsys):

@@ -119,7 +119,7 @@ def test_a_backward_before_its_copy_back_is_an_error():
         loss = x.exp().sum()
     store.wait_until_copied(0, 0)
     store.release(0, 0)
-    with pytest.raises(AssertionError, match="before its activations are back"):
+    with pytest.raises(AssertionError, match="before its activations were copied back"):
         loss.backward()
 
 

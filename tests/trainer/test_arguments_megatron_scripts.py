@@ -122,5 +122,7 @@ def test_a_first_start_of_a_script_that_resumes_itself_begins_anew(tmp_path: Pat
     ("script", "flag"), [(GPT3, "--tensorboard-dir"), (LLAMA3, "--train-samples"), (MIXTRAL, "--tensorboard-dir")]
 )
 def test_the_trainer_refuses_flags_that_it_leaves_to_megatron(script: str, flag: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{flag}: pretrain_gpt.py does without it: leave it out, or train with"):
+    with pytest.raises(
+        ValueError, match=rf"^{flag}: pretrain_gpt.py does not support this flag: leave it out, or train with"
+    ):
         parse_arguments([*script.split(), "--zero-bubble"])

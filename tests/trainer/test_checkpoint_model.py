@@ -138,7 +138,7 @@ def test_what_the_state_brings_with_it_is_not_what_a_flag_says(optimizer, flag, 
     args = checked({**PLAIN, "--optimizer": optimizer, name: value})
     saved = saved_by_us(checked({**PLAIN, "--optimizer": optimizer}))
     assert refusal(check_optimizer, args, saved) == (
-        f"{flag}: the optimizer's state in --load folder was saved with {was} and keeps that: "
+        f"{flag}: the optimizer's state in --load folder was saved with {was} and keeps this value: "
         f"give {name} {was}, or --no-load-optim"
     )
 
@@ -161,8 +161,8 @@ def test_another_learning_rate_schedule(change, said):
     check_schedule(checked(PLAIN), SCHEDULE, {**SCHEDULE, "num_steps": 8})
     assert refusal(check_schedule, checked(PLAIN), SCHEDULE, {**SCHEDULE, **change}) == (
         f"--load folder: the learning rate's schedule differs: {said}: give the flags of that run, "
-        "--override-opt-param-scheduler to take the flags', or --use-checkpoint-opt-param-scheduler to take the "
-        "checkpoint's"
+        "--override-opt-param-scheduler to use the flags, or --use-checkpoint-opt-param-scheduler to use the "
+        "checkpoint's schedule"
     )
     for flag in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
         check_schedule(checked({**PLAIN, flag: None}), SCHEDULE, {**SCHEDULE, **change})

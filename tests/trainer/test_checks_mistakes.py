@@ -51,7 +51,7 @@ MISTAKES = {
     "learned positions of two stages in one checkpoint": (
         {"--save": "FOLDER", "--mtp-num-layers": "1", "--pipeline-model-parallel-size": "2"},
         "--save FOLDER with --mtp-num-layers 1 needs --position-embedding-type rope: the first and the last stage "
-        "learn positions of their own, of which a checkpoint holds one",
+        "learn separate positions, but a checkpoint holds only one of both",
     ),
     "heads do not divide the width": (
         {"--hidden-size": "66"},
@@ -72,8 +72,8 @@ MISTAKES = {
     ),
     "documents apart in attention that knows no mask": (
         {"--reset-attention-mask": None, "--transformer-impl": "transformer_engine"},
-        "--reset-attention-mask needs --transformer-impl local: attention of transformer_engine is causal, "
-        "whatever mask it is given",
+        "--reset-attention-mask needs --transformer-impl local: attention of transformer_engine ignores "
+        "the mask, and is always causal",
     ),
     "ranks that make no whole replica": (
         TENSOR_2 | {"--pipeline-model-parallel-size": "3"},
@@ -112,7 +112,8 @@ MISTAKES = {
     ),
     "instances of an optimizer that is not sharded": (
         {"--num-distributed-optimizer-instances": "2"},
-        "--num-distributed-optimizer-instances 2 needs --use-distributed-optimizer, whose state it copies",
+        "--num-distributed-optimizer-instances 2 needs --use-distributed-optimizer: each instance shards the "
+        "optimizer's state",
     ),
     "instances that do not divide the replicas": (
         {"--num-distributed-optimizer-instances": "2", "--use-distributed-optimizer": None},
@@ -132,11 +133,12 @@ MISTAKES = {
     ),
     "fully sharded, optimizer sharded again": (
         FULLY_SHARDED | {"--use-distributed-optimizer": None},
-        "--use-distributed-optimizer does not work with --use-torch-fsdp2: it shards the optimizer too: leave it out",
+        "--use-distributed-optimizer does not work with --use-torch-fsdp2: FSDP already shards the optimizer: leave it "
+        "out",
     ),
     "fully sharded, fp16": (
         FULLY_SHARDED | {"--fp16": None},
-        "--fp16 does not work with --use-torch-fsdp2: its loss scale is not shared by the shards: use --bf16",
+        "--fp16 does not work with --use-torch-fsdp2: the shards would not share one loss scale: use --bf16",
     ),
     "fully sharded, post-validation": (
         FULLY_SHARDED | {"--zero-bubble-post-validation": None},
@@ -162,7 +164,7 @@ MISTAKES = {
     ),
     "a ramp of nothing": (
         {"--global-batch-size": "8", "--rampup-batch-size": "2 2 0"},
-        "--rampup-batch-size 2 2 0: all three must be at least 1",
+        "--rampup-batch-size 2 2 0: all three numbers must be at least 1",
     ),
     "a ramp in parts of a microbatch": (
         {"--global-batch-size": "8", "--rampup-batch-size": "2 3 100"},
@@ -261,7 +263,7 @@ MISTAKES = {
     ),
     "experts computed together without a GPU": (
         {"--num-experts": "4", "--disable-bias-linear": None, "--moe-grouped-gemm": None},
-        "--moe-grouped-gemm needs CUDA: its kernel computes a rank's experts together; leave it out",
+        "--moe-grouped-gemm needs CUDA, because it is a CUDA kernel: leave it out",
     ),
     "a model without positions": (
         {"--no-position-embedding": None},
@@ -269,7 +271,7 @@ MISTAKES = {
     ),
     "masks within one document": (
         {"--variable-seq-lengths": None, "--reset-attention-mask": None},
-        "--reset-attention-mask does not go with --variable-seq-lengths: a sample is one document",
+        "--reset-attention-mask does not work with --variable-seq-lengths: each sample is one document",
     ),
     "masks that nobody makes": (
         {"--reset-attention-mask": None, "--no-create-attention-mask-in-dataloader": None},

@@ -54,14 +54,14 @@ def test_changes_that_the_data_lasts_for(changes: dict[str, int]) -> None:
 def test_a_smaller_batch_makes_less_data_than_is_used_up_already() -> None:
     assert refusal(config(global_batch_size=4), 50, used_by(config(eval_iters=0), 50)) == (
         "--global-batch-size 4: the train data has 400 samples for this, of which the run in --load has used 400, and "
-        "200 more are needed: give what that run had"
+        "200 more are needed: give that run's values"
     )
 
 
 def test_fewer_evaluations_make_less_validation_data_than_is_used_up_already() -> None:
     assert refusal(config(eval_interval=30), 50, used_by(config(), 50)) == (
         "--eval-interval 30 --eval-iters 2 --global-batch-size 8: the valid data has 64 samples for this, of which the "
-        "run in --load has used 80, and 32 more are needed: give what that run had, or --eval-iters 0"
+        "run in --load has used 80, and 32 more are needed: give that run's values, or --eval-iters 0"
     )
 
 

@@ -43,7 +43,9 @@ def test_the_pattern_says_how_many_tokens_are_predicted_further() -> None:
         ((PATTERN, "*-D-"), "no layer D"),
         ((PATTERN, "*-ME", "--num-experts", "4", "--mtp-num-layers", "1"), "but --mtp-num-layers is 1"),
         pytest.param((PATTERN, "*-G-"), r"has no layer G \(a gated delta net\)", marks=EARLIER),
-        pytest.param((PATTERN, "*-*-/*-"), "no multi-token prediction, those of 0.17 and later have", marks=EARLIER),
+        pytest.param(
+            (PATTERN, "*-*-/*-"), "no multi-token prediction, which 0.17 and later versions have", marks=EARLIER
+        ),
         pytest.param((PATTERN, "*-*-/*-/*"), "must be the same symbols, at least one", marks=LATER),
         pytest.param((PATTERN, "*-*-/*-/"), "must be the same symbols, at least one", marks=LATER),
         ((PATTERN, "*-*-", "--multi-latent-attention"), r"give --multi-latent-attention if it has a layer \+"),
@@ -54,7 +56,7 @@ def test_the_pattern_says_how_many_tokens_are_predicted_further() -> None:
         pytest.param(
             (PATTERN, "*-*-", "--zero-bubble", "--zero-bubble-recompute", "planned"), "does not recompute", marks=OLDER
         ),
-        ((PATTERN, "*-*-", "--hybrid-override-pattern", "*-*-"), "are one flag"),
+        ((PATTERN, "*-*-", "--hybrid-override-pattern", "*-*-"), "are names of one flag"),
         ((PATTERN, "*|-|*-", "--zero-bubble-schedule", "zb-h1"), "has 3 stages, but 2 pipeline ranks"),
         ((PATTERN, "*-*", "--zero-bubble-schedule", "zb-h1"), "not a multiple of the 2 stages"),
     ],

@@ -11,7 +11,7 @@ _COMMANDS = {
     "estimate": "predict memory and throughput of a training under every schedule",
     "benchmark": "train under several schedules in turn and compare them with megatron-core's 1F1B",
     "check": "compare numerics, times, memory and messages on one CUDA device",
-    "playground": "play with schedules in a browser",
+    "playground": "change and compare schedules in a browser",
 }
 _HELP = f"""\
 usage: zero-bubble COMMAND ...
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names; return the command's exit status, or 130 after Ctrl-C."""
     try:
         return _run(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:  # during an import; a command that runs returns its own status
+    except KeyboardInterrupt:  # raised during an import; a running command handles Ctrl-C itself
         return 130
 
 
@@ -57,7 +57,7 @@ def _run(words: list[str]) -> int:
     if words[0] not in _COMMANDS:
         print(f"zero-bubble: error: {words[0]!r} is not one of {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    # Import this command's modules alone: modules of `schedule` load in a tenth of a second, other commands need torch.
+    # Only this command is imported: `schedule` then loads in a tenth of a second, because it does not need torch.
     command = import_module(f"megatron.zero_bubble.cli.{words[0]}_command")
     status: int = command.main(words[1:])
     return status

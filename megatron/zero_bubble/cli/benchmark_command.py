@@ -8,16 +8,16 @@ megatron-core's interleaved schedule with 2 and with 4 chunks a rank, and under 
 recommends a schedule and shows its speedup. The trainings of the benchmark load no checkpoint, save nothing and
 evaluate nothing. If the training refuses an interleaved schedule, the benchmark leaves the schedule out and prints the
 reason. Zero-bubble flags after `--` apply only to the training under --zero-bubble. A script after `--` must train with
-Megatron-LM's loop, and runs under the launcher (`python -m megatron.zero_bubble`); its times are read from
-Megatron-LM's log. Values that Megatron-LM does not print are shown as `-`, and as null in JSON. With `--json`, the
-benchmark prints the recommendation in addition to the results.
+Megatron-LM's loop, and runs under the launcher (`python -m megatron.zero_bubble`). The benchmark reads the script's
+times from Megatron-LM's log. Values that Megatron-LM does not print are shown as `-`, and as null in JSON. With
+`--json`, the benchmark prints the recommendation in addition to the results.
 
     zero-bubble benchmark --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p -- \\
         --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 2 --mock-data --vocab-size 4095
 
 With --pipeline-size, --schedule names the schedules that the benchmark compares. For every schedule, the benchmark runs
-pretrain_gpt.py as a job of its own, with the flags that follow `--`; zero-bubble flags among them apply only to the
+pretrain_gpt.py as a separate job with the flags that follow `--`. Zero-bubble flags after `--` apply only to the
 schedules of --schedule. megatron-core's own 1F1B always runs, as the baseline. Every schedule runs once in each round.
 The column `to 1F1B` is the median over rounds of a schedule's speed divided by 1F1B's speed in the same round, with a
 bootstrap interval. `--schedule chosen` trains with --zero-bubble alone, which chooses the layout; the progress line of
@@ -60,7 +60,7 @@ def benchmark(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> None:
     from megatron.zero_bubble.cli.benchmark.rounds import compare_trainings
     from megatron.zero_bubble.cli.benchmark.training_results import loss_agreement, train_table
 
-    # SIGTERM raises an exception, so that the running training is ended too.
+    # SIGTERM raises an exception, so that the benchmark also ends the running training.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     is_own_training = flags.pipeline_size is None
     if is_own_training:

@@ -9,14 +9,14 @@ After `--` come the flags of pretrain_gpt.py for the job; flags that change neit
 Flags have Megatron-LM's defaults; without --transformer-impl local, layers are therefore Transformer Engine's.
 
 The table shows memory and speed of each schedule. Times are measured (--profile), or computed: the number of operations
-is divided by the speed that layers reach, which is --device-tflops times --mfu. Memory is shown for the rank that needs
-the most memory. The memory of a rank is the sum of its model states (parameters, gradients and the optimizer's states,
+is divided by the layers' speed, which is --device-tflops times --mfu. Memory is shown for the rank that needs the most
+memory. The memory of a rank is the sum of its model states (parameters, gradients and the optimizer's states,
 sharded as --zero-stage says), its activations at the peak of the simulated schedule, and --reserved-memory. If no
 schedule fits, lines below the table show whether a schedule fits with recomputation. If the training's flags leave the
 layout of the layers to --zero-bubble, a second table shows the layout that the training would choose, and the flags
 that fix this layout.
 
-docs/estimate.md says what the estimate counts. `zero-bubble estimate stragglers --help` is about slow replicas.
+docs/estimate.md describes the estimate in detail. `zero-bubble estimate stragglers --help` is about slow replicas.
 
 A mistake in the flags ends the command with a one-line message and exit status 2.
 """
@@ -40,7 +40,7 @@ def _run(argv: list[str]) -> None:
         estimate_stragglers(argv[1:])
         return
     flags = read_flags(EstimateFlags, argv, "zero-bubble estimate", __doc__ or "")
-    # megatron-core and torch warn of what an estimate does not use.
+    # megatron-core and torch print warnings about features that an estimate does not use.
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category)
     # Imported here, so that --help does not need torch.

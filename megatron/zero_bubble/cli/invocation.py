@@ -100,7 +100,7 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
 
 @contextmanager
 def reading(name: str, path: Path) -> Iterator[None]:
-    """Name the flag and the file in every error that reading the file raises.
+    """Add the names of the flag and of the file to any error that reading the file raises in the `with` block.
 
     Args:
         name: the flag, such as `--costs`.
@@ -118,7 +118,7 @@ def reading(name: str, path: Path) -> Iterator[None]:
 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
-    """Return the flags of `arguments` under the title of the class that adds them, the command's own flags first."""
+    """Return title of a class -> the flags that this class adds to `arguments`; the command's own flags come first."""
     groups: dict[str, list[Field[Any]]] = {}
     bases = arguments.__mro__
     for base in bases:
@@ -130,7 +130,7 @@ def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
 
 
 def _join_negative(words: Sequence[str]) -> list[str]:
-    """Join `--memory-b -0.5,-1` to `--memory-b=-0.5,-1`, as argparse takes a list with a leading minus for a flag."""
+    """Join `--memory-b -0.5,-1` to `--memory-b=-0.5,-1`, because argparse would read the word `-0.5,-1` as a flag."""
     joined: list[str] = []
     for word in words:
         if joined and joined[-1].startswith("--") and re.match(r"-[\d.]", word):

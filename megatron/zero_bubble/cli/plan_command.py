@@ -8,9 +8,9 @@
 The file of --costs has the costs of the embedding, of every layer and of the output (docs/commands.md); a training
 writes this file with --zero-bubble-unit-costs-output. The table shows the chosen plan first, then the best plan of
 every other combination of placement, recomputation and vocabulary sharding. The last rows show Megatron's split of the
-layers, with a schedule of this planner and with megatron-core's own schedule. With --own-layers your own layout takes
-the place of Megatron's split, and is chosen unless another layout is at least 2% faster. Times and memory have the
-units of the file of costs. `zero-bubble plan` trains nothing and does not need torch.
+layers, with a schedule of this planner and with megatron-core's own schedule. With --own-layers, your own layout
+replaces Megatron's split, and is chosen unless another layout is at least 2% faster. Times and memory have the units of
+the file of costs. `zero-bubble plan` trains nothing and does not need torch.
 
 A mistake in the flags ends the command with a one-line message and exit status 2.
 """
@@ -65,22 +65,22 @@ class PlanFlags(TableFlags):
     pipeline_size: int = flag("pipeline ranks; required", None, parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration; required", None, parse=at_least(1), metavar="M")
     memory_limit: MemoryLimit = flag(
-        "memory of a rank: a multiple of the activations of 1F1B (or interleaved 1F1B) on Megatron's split or your own "
-        "layout, beside the states of its fullest rank (1.5), or bytes for states and activations (40GiB), or auto for "
-        "no limit",
+        "memory limit of a rank: a multiple (1.5) of the activations of 1F1B, or interleaved 1F1B, on Megatron's split "
+        "or your own layout, added to the fullest rank's states; or bytes (40GiB) for states and activations; or auto "
+        "for no limit",
         "1",
         parse=_memory_limit,
         metavar="L",
     )
     placement: PlacementKind | None = flag(
-        "where the stages of a rank are (default: the best)", None, parse=str, choices=get_args(PlacementKind)
+        "placement of the stages on ranks (default: the fastest)", None, parse=str, choices=get_args(PlacementKind)
     )
     num_chunks: int | None = flag(
-        "model chunks a rank (default: the best)", None, parse=at_least(1, MOST_CHUNKS), metavar="V"
+        "model chunks per rank (default: the fastest number)", None, parse=at_least(1, MOST_CHUNKS), metavar="V"
     )
     recompute: str | None = flag(
-        "what is recomputed: nothing, everything, or what the memory limit leaves no room for (default: the best of "
-        "none and planned)",
+        "none: keep all activations; full: recompute all layers; planned: recompute as much as the memory limit "
+        "requires (default: the faster of none and planned)",
         None,
         choices=[recompute.value for recompute in Recompute],
     )
@@ -89,14 +89,14 @@ class PlanFlags(TableFlags):
     )
 
     own_layers: tuple[int, ...] | None = flag(
-        "layers of each stage of your own layout, in model order, such as 9,8,8,7; with several stages a rank they are "
-        "interleaved, unless --own-placement says v",
+        "layers of each stage of your own layout, in model order, such as 9,8,8,7; several stages per rank are "
+        "interleaved, unless --own-placement is v",
         None,
         parse=_layers,
         metavar="N,...",
     )
     own_placement: PlacementKind | None = flag(
-        "where the stages of your own layout are (default: as Megatron has them)",
+        "placement of the stages of your own layout (default: linear or interleaved, as in Megatron)",
         None,
         parse=str,
         choices=get_args(PlacementKind),
@@ -111,7 +111,7 @@ class PlanFlags(TableFlags):
             raise ValueError(f"argument --own-placement {self.own_placement} needs --own-layers")
 
     def usual_layout(self, num_layers: int, recompute: Recompute) -> Layout:
-        """The layout of --own-layers; without that flag, Megatron's layout."""
+        """Return the layout of --own-layers or, without this flag, Megatron's layout."""
         if self.own_layers is None:
             try:
                 return megatrons_layout(num_layers, self.pipeline_size, recompute=recompute)
@@ -136,7 +136,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """The candidate placements, `usual` included, that --placement and --num-chunks allow."""
+        """Return the candidate placements that --placement and --num-chunks allow; `usual` is a candidate, too."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:
@@ -186,11 +186,11 @@ def request_of(flags: PlanFlags) -> PlanRequest:
     """Return the plan request that the flags describe, with --own-layers or Megatron's split as the usual layout.
 
     Raises:
-        ValueError: the file of costs cannot be read, or the layers cannot be divided among ranks as the flags ask.
+        ValueError: the file of costs cannot be read, or the flags divide the layers among ranks in an impossible way.
     """
     with reading("--costs", flags.costs):
         model = units_from_json(flags.costs.read_text(encoding="utf-8"))
-    # Pairs work neither with recomputation nor with vocabulary shards: flags for either give a plan without pairs.
+    # Pairs of F and B work neither with recomputation nor with vocabulary shards, whose flags exclude pairs.
     pairs = model.has_all_to_all and flags.recompute in (None, "none") and flags.vocabulary_parallel != "on"
     by_default = (Recompute.NONE,) if pairs else (Recompute.NONE, Recompute.PLANNED)
     recompute = by_default if flags.recompute is None else (Recompute(flags.recompute),)

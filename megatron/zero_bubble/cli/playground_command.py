@@ -1,4 +1,4 @@
-"""Play with schedules in a browser: change times, memory and messages, and see the effect.
+"""Change the times, memory and messages of schedules in a browser, and see the effect.
 
 The playground's page runs this package in the browser. The page needs no network: `zero-bubble playground` serves the
 page's files to this machine alone, until Ctrl-C. With `--output DIR`, `zero-bubble playground` writes the page's files
@@ -30,12 +30,12 @@ class PlaygroundFlags(CommandFlags):
     """the page"""
 
     port: int | None = flag(
-        "port on 127.0.0.1; 0 takes a free one (default: 0)", None, parse=at_least(0, 65535), metavar="PORT"
+        "port on 127.0.0.1; 0 takes a free port (default: 0)", None, parse=at_least(0, 65535), metavar="PORT"
     )
     no_browser: bool = flag("open no browser, only print the address", False)
     output: Path | None = flag("write the page to DIR instead of serving it", None, parse=Path, metavar="DIR")
     pyodide: Path | None = flag(
-        "folder of the npm package pyodide (default: the one in this package)", None, parse=Path, metavar="DIR"
+        "folder of the npm package pyodide (default: the copy in this package)", None, parse=Path, metavar="DIR"
     )
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ def _run(argv: list[str]) -> None:
         write_site(flags.output, flags.pyodide or PYODIDE)
         print(f"wrote {flags.output}")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the files are removed then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exception removes the temporary files
     with tempfile.TemporaryDirectory(prefix="zero-bubble-playground-") as folder:
         write_site(Path(folder), flags.pyodide or PYODIDE)
         with PlaygroundServer(folder, flags.port or 0) as server:
@@ -85,7 +85,7 @@ class PlaygroundServer(ThreadingHTTPServer):
 
     Args:
         folder: the folder that is served.
-        port: the port; 0 takes a free one.
+        port: the port; 0 takes a free port.
 
     Raises:
         ValueError: the port is in use, or this user may not open it.
@@ -95,7 +95,7 @@ class PlaygroundServer(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), partial(_Handler, directory=folder))
         except OSError as error:
-            raise ValueError(f"argument --port {port}: {error.strerror}: --port 0 takes a free one") from None
+            raise ValueError(f"argument --port {port}: {error.strerror}: --port 0 takes a free port") from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print the traceback of an error other than a closed connection."""

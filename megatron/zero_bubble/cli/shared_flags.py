@@ -54,7 +54,7 @@ class ResultFlags(FileFlags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.output is not None and not self.draws and self.output.suffix in (".svg", ".html", ".png", ".pdf"):
-            raise ValueError(f"argument --output: {self.output} would be no picture: this command writes text or JSON")
+            raise ValueError(f"argument --output: {self.output} is not possible: this command writes text or JSON")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class SizeFlags(CommandFlags):
     pipeline_size: int = flag("pipeline ranks", parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration", parse=at_least(1), metavar="M")
     num_chunks: int | None = flag(
-        "model chunks on a rank, where schedules allow a choice", None, parse=at_least(1, MOST_CHUNKS), metavar="V"
+        "model chunks per rank, for schedules that allow a choice", None, parse=at_least(1, MOST_CHUNKS), metavar="V"
     )
     microbatch_group_size: int | None = flag(
         "interleaved schedules: microbatches that pass a chunk before the next chunk's turn (default: P)",
@@ -93,8 +93,8 @@ def _cost_flag(text: str, metavar: str = "T", at_least: float = 0) -> Any:
 def host_bandwidth_flag(of: str) -> Any:
     """Return the flag --host-bandwidth for the host link; `of` describes the flag that --host-bandwidth requires."""
     return flag(
-        f"speed of a device's link to its host in each direction, in GB/s: with {of}, copies take what it says, in "
-        "place of what was measured",
+        f"speed of a device's link to its host in each direction, in GB/s: with {of}, the times of copies follow from "
+        "this speed instead of a measurement",
         None,
         parse=positive,
         metavar="X",
@@ -103,15 +103,15 @@ def host_bandwidth_flag(of: str) -> Any:
 
 @dataclass(frozen=True)
 class CostFlags(CommandFlags):
-    """costs of a whole rank, all its chunks together: one number, or a comma-separated list with one for each rank"""
+    """costs of a whole rank with all its chunks: one number for all ranks, or a comma-separated list for the ranks"""
 
     time_f: tuple[float, ...] | None = time_flag("forward")
     time_b: tuple[float, ...] | None = time_flag("the gradient of the input")
     time_w: tuple[float, ...] | None = time_flag("the gradient of the weights")
     time_r: tuple[float, ...] | None = _cost_flag("time of the recomputation of a microbatch (default: as F)")
     all_to_all_f: tuple[float, ...] | None = _cost_flag(
-        "part of F's time in which tokens are exchanged between experts (default: 0); with it, plans may run a forward "
-        "and a backward as one, and each computes while the other exchanges"
+        "part of F's time in which tokens are exchanged between experts (default: 0); above 0, plans may run a forward "
+        "and a backward as one operation, in which exchanges overlap with computation"
     )
     all_to_all_b: tuple[float, ...] | None = _cost_flag("the same part of B's time (default: 0)")
     time_comm: tuple[float, ...] | None = _cost_flag(
@@ -121,31 +121,31 @@ class CostFlags(CommandFlags):
     memory_b: tuple[float, ...] | None = _cost_flag("change of memory by B (default: -0.5)", "D", -math.inf)
     memory_w: tuple[float, ...] | None = _cost_flag("change of memory by W (default: -0.5)", "D", -math.inf)
     memory_r: tuple[float, ...] | None = _cost_flag(
-        "part of F's change of memory that R makes instead, where there is an R (default: 15/16 of it)", "D"
+        "memory that F drops and R allocates again, if there is an R (default: 15/16 of --memory-f)", "D"
     )
     time_d: tuple[float, ...] | None = _cost_flag(
         "time of the copy of a microbatch's activations to the host (default: 0)"
     )
     time_h: tuple[float, ...] | None = _cost_flag("time of the copy back (default: as --time-d)")
     memory_d: tuple[float, ...] | None = _cost_flag(
-        "part of F's change of memory that is copied to the host, where there is a D (default: 15/16 of it)", "D"
+        "memory that D copies to the host and frees, if there is a D (default: 15/16 of --memory-f)", "D"
     )
     num_blocks: tuple[float, ...] | None = _cost_flag(
-        "blocks of layers that can be recomputed one after the other (default: not known, all at once)", "N"
+        "blocks of layers that can be recomputed one after the other (default: unknown; all at once)", "N"
     )
     vocabulary_parallel: float | None = flag(
-        "spread embedding and output layer over all ranks; T is the time of the whole output layer's F, and its B "
-        "and W take as long each",
+        "spread embedding and output layer over all ranks; T is the time of the output layer's F on one rank, and also "
+        "of its B and of its W",
         None,
         parse=positive,
         metavar="T",
     )
     costs: Path | None = flag("read all costs from a JSON file (docs/commands.md)", None, parse=Path, metavar="FILE")
     host_bandwidth: float | None = host_bandwidth_flag("--costs FILE, a profile of a run")
-    no_overlap_communication: bool = flag("sender and receiver compute nothing while a message is on its way", False)
+    no_overlap_communication: bool = flag("sender and receiver compute nothing during a message", False)
 
     default_time: ClassVar[float] = 1
-    """Default time of F, of B and of W, where no flag gives the operation's time."""
+    """Default time of each of F, B and W, unless a flag gives the operation's time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +161,7 @@ class CostFlags(CommandFlags):
 
     @property
     def has_times(self) -> bool:
-        """Whether the flags give times, which pictures show in milliseconds; otherwise one F is the unit of time."""
+        """Whether the flags give times, in milliseconds; otherwise the time of one F is the unit of time."""
         names = ("costs", *(name for name in COSTS_OF_FLAGS if name.startswith("time_")))
         return any(getattr(self, name) is not None for name in names)
 
@@ -184,7 +184,8 @@ class RecomputeFlags(CommandFlags):
     """recomputation"""
 
     recompute: str | None = flag(
-        "what is recomputed: nothing, everything, or what the memory limit leaves no room for (default: none)",
+        "none: keep all activations; full: recompute all layers; planned: recompute as much as the memory limit "
+        "requires (default: none)",
         None,
         choices=[recompute.value for recompute in Recompute],
     )
@@ -199,7 +200,7 @@ class OffloadFlags(CommandFlags):
     """offload"""
 
     offload: str | None = flag(
-        "auto: copy activations to the host and back where that makes a plan within --memory-limit faster (default: "
+        "auto: copy activations to the host and back if such copies make a plan within --memory-limit faster (default: "
         "off)",
         None,
         choices=("off", "auto"),
@@ -215,7 +216,7 @@ class PlacementFlags(SizeFlags):
     """the pipeline"""
 
     placement: PlacementKind | None = flag(
-        "where the schedule auto has the stages of a rank (default: one chunk is linear, several are interleaved)",
+        "placement of the stages under the schedule auto (default: linear for one chunk per rank, else interleaved)",
         None,
         parse=str,
         choices=get_args(PlacementKind),
@@ -232,7 +233,7 @@ class PostValidationFlags(CommandFlags):
     """iterations"""
 
     post_validation: bool = flag(
-        "post-validation: step before the norm of all gradients is known, check in the next warmup "
+        "post-validation: run optimizer steps before the global gradient norm is known, and check in the next warmup "
         "(docs/post_validation.md)",
         False,
     )

@@ -36,7 +36,7 @@ def complete_training(
     Raises:
         ValueError: the training would refuse the flags; the message is the training's own error message.
     """
-    # The trainer's flags are fields of megatron-core, which `zero-bubble check` may have yet to provide.
+    # Imported here, because these modules import megatron-core, without which other parts of this module work.
     from megatron.zero_bubble.trainer.arguments import parse_arguments
     from megatron.zero_bubble.trainer.checks import complete_and_check
     from megatron.zero_bubble.trainer.defaults import with_vocabulary
@@ -86,7 +86,7 @@ def one_process(args: Arguments) -> Iterator[None]:
         with initialized(alone, Placement("linear", 1)):
             yield
     finally:
-        # The groups are destroyed after an error too, because no other rank waits for this rank.
+        # Process groups are destroyed even after an error, because no other rank waits for this rank.
         unset_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -98,8 +98,8 @@ def rank_model(
 ) -> list[torch.nn.Module]:
     """Build the model chunks of one pipeline rank as training does; call this function within `one_process`.
 
-    The pipeline size is the number of ranks of `placement`, whatever `args` says. Tied embeddings are not supported,
-    because they need the other ranks. Without a `store`, the backward of the layers is not split into B and W.
+    The pipeline size is the number of ranks of `placement`, not the size in `args`. Tied embeddings are not supported,
+    because their gradients need the other ranks. Without a `store`, the backward is not split into B and W.
     """
     from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer.model import build_model, transformer_config

@@ -1,1 +1,1 @@
-"""Runs one rank's operations; uses torch, but nothing of megatron-core."""
+"""Runs the operations of one pipeline rank; this package imports torch, but not megatron-core."""

@@ -1,4 +1,4 @@
-"""Opens a pipeline's channels and measures the device memory that they take, which torch's allocator does not count."""
+"""Opens the channels between pipeline ranks, and measures their device memory, which torch's allocator ignores."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def open_channels(
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of the whole device, as its driver counts it; None for a CPU."""
+    """Return the free memory of a GPU in bytes, as counted by the GPU's driver; None for a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 _LEAST_BYTES = 32 * 2**20
-"""Smallest number of bytes of the evicting buffer; a core's caches and page-translation table cover fewer bytes."""
+"""Least size, in bytes, of the buffer that evicts the caches; a CPU core's caches and TLB cover fewer bytes."""
 
 
 class ColdCaches:
-    """Fills the caches of a device by reading and writing a buffer.
+    """Evicts the contents of a device's caches by reading and writing a buffer.
 
     In a training, other layers and other microbatches have filled the caches before an operation begins. An operation
     that is repeated alone finds its parameters, its code and its last results in the caches: on a CPU, layers of 128 to
@@ -23,5 +23,5 @@ class ColdCaches:
         self._buffer = torch.zeros(num_bytes // 4, device=device)
 
     def evict(self) -> None:
-        """Fill the caches by reading and writing a buffer; on a GPU, a kernel on the current stream does this."""
+        """Evict the contents of the caches; on a GPU, by a kernel on the current stream."""
         self._buffer.add_(1)

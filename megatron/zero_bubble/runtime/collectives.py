@@ -54,7 +54,7 @@ class Collectives(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group; this rank must have no collective under way, and later collectives of other ranks fail."""
+        """Leave the group, so that later collectives of other ranks fail; no collective may be under way."""
         ...
 
 
@@ -117,14 +117,14 @@ class TorchCollectives:
     def close(self) -> None:
         if self._group is not None:
             self._group.shutdown()
-        self._group = None  # gloo's connections end with their last reference
+        self._group = None  # gloo closes its connections when the group is deleted
 
 
 class InMemoryCollectives:
     """Collectives between threads of one process.
 
     Args:
-        network: the channels of the group; nothing else may use them.
+        network: the channels of the group; no other code may use these channels.
         rank: this thread's index in the group.
         size: the number of ranks in the group.
     """
@@ -165,7 +165,7 @@ class InMemoryCollectives:
 
 
 def sum_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Fill `result` with the sum of `parts`, added in their order; return `result`."""
+    """Add `parts` one after the other in the given order, write the sum to `result`, and return `result`."""
     result.copy_(parts[0])
     for part in parts[1:]:
         result += part

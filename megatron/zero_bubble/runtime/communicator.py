@@ -100,7 +100,7 @@ class PairGroup(Protocol):
 
 
 class Mark(Protocol):
-    """A mark: a point of a device's computation, for which a process can wait."""
+    """A point in the work queued on a device; a process can wait until the device has reached this point."""
 
     def synchronize(self) -> None:
         """Wait until the device has reached the mark."""
@@ -110,12 +110,12 @@ class Mark(Protocol):
 class RunAhead:
     """Keeps the process that launches work on a GPU at most `limit` messages ahead of the GPU.
 
-    A message takes memory as soon as the process posts it, although the GPU needs it only after all work launched
-    before. Without a limit the process would post all messages of a step within the time of a few operations.
+    A posted message takes memory at once, although the GPU uses this memory only after all work launched earlier.
+    Without a limit the process would post all messages of a step within the time of a few operations.
 
     Args:
-        new_mark: function that makes a mark after all work launched so far.
-        limit: largest number of posted messages that the GPU has not reached. With this many, the GPU still has
+        new_mark: function that queues a mark on the GPU after all work launched so far.
+        limit: largest number of posted messages that the GPU has not reached. With the default, 8, the GPU still has
             operations to compute while the process waits.
     """
 
@@ -146,7 +146,7 @@ class TorchCommunicator:
     Args:
         pipeline_ranks: global rank of each pipeline rank.
         rank: this process's pipeline rank.
-        placement: tells which ranks are neighbours.
+        placement: assigns stages to ranks, and so determines which ranks exchange messages.
         device: device of the messages.
         timeout: time after which a send or receive fails if the other rank does not take part.
         connect: function that makes the process group of a channel on one of the channel's two ranks; by default the
@@ -197,11 +197,12 @@ class TorchCommunicator:
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         self._hold_back()
-        # The memory of a lazy conjugate, as of `Tensor.conj`, holds the values that are not conjugated yet.
+        # The result of `Tensor.conj` is lazy: its memory holds values that are not conjugated yet.
         is_sent_as_it_is = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         message = tensor if is_sent_as_it_is else tensor.detach().resolve_conj().resolve_neg().contiguous()
         work = self._groups[self._rank, destination].send([message], _DESTINATION, 0)
-        # Detached, because the sender may free its tensor's values; after the send, because the receiver waits for it.
+        # A detached tensor keeps the message alive although the caller may free the values of `tensor`. The tensor is
+        # detached only after the send is posted, because the receiver waits for the send.
         return _TorchSend(work, message.detach())
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:

@@ -1,4 +1,4 @@
-"""Copies tensors between a device and its host in the background, over the host link of a rank."""
+"""Copies tensors between a device and host memory in the background."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CopyPair(NamedTuple):
 
 
 class PendingCopy(Protocol):
-    """Copies that have been queued."""
+    """Queued copies between a device and its host."""
 
     def wait(self) -> None:
         """Make all later computation of this process wait until the copies have ended."""

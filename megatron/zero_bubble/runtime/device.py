@@ -1,4 +1,4 @@
-"""The device that this process computes on, and the part of the device's memory that operations may take."""
+"""The device of this process, and the part of the device's memory that operations may use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def own_device() -> torch.device:
 
 
 MARGIN = 0.9
-"""Share of the free memory that the memory limit `auto` gives to activations; the rest is left to fragmentation."""
+"""Share of the free memory that the memory limit `auto` gives to activations; the rest allows for fragmentation."""
 
 
 def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
@@ -29,7 +29,7 @@ def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple
 
 
 def least_free_bytes(device: torch.device) -> float:
-    """Return the bytes that can still be allocated on the job's fullest device; a collective call of the whole job."""
+    """Return the free bytes of the device with the least free memory; a collective call of all ranks of the job."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     available = torch.tensor([float(free + unused)], dtype=torch.float64, device=device)

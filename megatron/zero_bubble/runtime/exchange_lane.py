@@ -26,12 +26,12 @@ class PendingExchange(Protocol):
         ...
 
     def wait(self) -> None:
-        """Make the computation after this call wait for the collective; raise the collective's error if it failed."""
+        """Make all later computation wait for the collective; raise the collective's error if the collective failed."""
         ...
 
 
 class ExchangeLane(Protocol):
-    """Runs submitted exchanges in order, without autograd. An exchange waits for the computation launched before it."""
+    """Runs collectives in the order of submission, without autograd, each after the computation launched earlier."""
 
     @property
     def waits_in_thread(self) -> bool:
@@ -39,7 +39,7 @@ class ExchangeLane(Protocol):
         ...
 
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
-        """Start `exchange` once the exchanges before it are complete; return at once."""
+        """Queue `exchange` to run after all exchanges submitted earlier; return at once."""
         ...
 
     def close(self) -> None:

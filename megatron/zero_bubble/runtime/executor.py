@@ -45,9 +45,9 @@ class Executor:
         rank: this process's pipeline rank.
         communicator: the channels to the neighbouring ranks.
         weight_grad_store: holds the weight gradients that B defers.
-        recomputation_store: holds the forwards that R runs again; needed for a schedule with R.
+        recomputation_store: holds the forwards that recomputation (R) repeats; needed if the schedule has R.
         tail_by_parameter: whether the W at the end of a step run parameter by parameter (see `schedule.tail`).
-        offload_store: holds the activations that are copied to the host; needed for a schedule with D and H.
+        offload_store: holds the activations that are copied to the host (D) and back (H); needed if the schedule has D.
         exchange_lane: runs collectives; needed for a schedule with operations on vocabulary shards.
     """
 
@@ -70,7 +70,7 @@ class Executor:
         self._recomputation = recomputation_store or RecomputationStore()
         self._recomputation.weights = weight_grad_store
         self._recomputed = self._passed_by(OpKind.R)
-        # A schedule without D puts nothing in the OffloadStore.
+        # Without offload (D) in the schedule, the OffloadStore stays empty.
         self._offload = offload_store or OffloadStore(ThreadLink())
         self._offloaded = self._passed_by(OpKind.D)
         assert offload_store is not None or not self._offloaded, "a schedule with D needs an OffloadStore"
@@ -126,7 +126,8 @@ class Executor:
             self._messages.finish_sends()
             unused = self._exchanges.finish()
         except Exception as error:
-            # A collective that failed on this rank is the cause: other ranks end, and this rank's messages fail.
+            # If a collective has failed on this rank, that failure has caused `error`: the other ranks ended, and so
+            # this rank's messages failed.
             cause = self._exchanges.forget()
             if cause is None or cause is error:
                 raise
@@ -162,10 +163,10 @@ class Executor:
         self._end_forward(stage, op, input_tensor, output)
 
     def _offloading(self, op: Op, input_tensor: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return a context for a forward; the context copies the activations to the host if the forward has a D."""
+        """Return the context of a forward; the context copies the activations to the host if the schedule has a D."""
         if (op.chunk, op.microbatch) not in self._offloaded:
             return nullcontext()
-        # A message of plain layers has several tensors.
+        # Between stages of plain PyTorch layers, one message may contain several tensors.
         kept = getattr(input_tensor, "tensors", (input_tensor,))
         return self._offload.forward(op.chunk, op.microbatch, kept)
 

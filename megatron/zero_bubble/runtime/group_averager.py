@@ -17,7 +17,7 @@ _ELEMENTS_AT_ONCE = 40_000_000
 def groups_of_replicas(
     places: Sequence[Sequence[int]], sizes: Iterable[int], timeout: timedelta
 ) -> dict[int, dist.ProcessGroup]:
-    """Make this rank's process group of each size; a collective call of all ranks of the job.
+    """Return this rank's process group of replicas for each group size; a collective call of all ranks of the job.
 
     With several pipelines, the ranks at the same place in each pipeline are replicas of each other.
 
@@ -54,7 +54,7 @@ class GroupAverager:
             _average(tensors, self._groups[size])
 
     def average_over_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Average `tensors` over all replicas, whatever the iteration."""
+        """Average `tensors` over all replicas, regardless of the iteration."""
         _average(tensors, self._groups[self._hierarchy.num_replicas])
 
 

@@ -1,11 +1,11 @@
-"""Sends messages within one process: between threads that form a pipeline, or from made-up neighbours."""
+"""Sends messages within one process: between threads that form a pipeline, or from simulated neighbours."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one from Python 3.11 on
+from concurrent.futures import TimeoutError as FutureTimeoutError  # from Python 3.11 on, the builtin TimeoutError
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,8 @@ from megatron.zero_bubble.runtime.communicator import Arrived, PendingReceive, P
 class InMemoryNetwork:
     """The channels between the threads of one process.
 
-    As on a real network, messages go to the receives in the order in which the receives were posted, and not in the
-    order of the waits.
+    As with torch.distributed, messages arrive in the order in which their receives were posted, whatever the order of
+    the waits.
 
     Args:
         num_ranks: number of pipeline ranks.
@@ -37,7 +37,7 @@ class InMemoryNetwork:
         self._channels[source, destination].put(tensor)
 
     def post(self, source: int, destination: int) -> Future[torch.Tensor]:
-        """Post a receive, which takes the channel's first message that no earlier receive takes."""
+        """Post a receive; the n-th posted receive of a channel takes the channel's n-th message."""
         return self._channels[source, destination].post()
 
     def close(self, error: BaseException) -> None:
@@ -51,7 +51,7 @@ class InMemoryNetwork:
 
 
 class _InMemoryChannel:
-    """Holds messages that wait for a receive, or receives that wait for a message; never both."""
+    """A channel: a queue of messages that wait for a receive, or a queue of receives that wait for a message."""
 
     def __init__(self) -> None:
         self.messages: deque[torch.Tensor] = deque()

@@ -18,9 +18,9 @@ def jointly(action: Callable[[], T]) -> T:
     """Run `action` on every rank and return this rank's result; a collective call of all ranks.
 
     Raises:
-        ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank raises this error, so that
-            no rank waits for a failed rank. If several ranks fail, every rank raises the error of the lowest failed
-            rank.
+        ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank raises the error, so that no
+            rank waits for a failed rank. If `action` fails on several ranks, every rank raises the error of the lowest
+            failed rank.
     """
     outcome, error = attempt(action)
     errors: list[Exception | None] = [None] * dist.get_world_size()

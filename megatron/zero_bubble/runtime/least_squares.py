@@ -6,7 +6,7 @@ import numpy as np
 
 
 def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Solve a least-squares problem; while an entry is negative, set the lowest entry to zero and solve again.
+    """Solve a least-squares problem; while the solution has a negative entry, fix its lowest entry at 0 and repeat.
 
     Args:
         matrix: of shape [equations, unknowns].

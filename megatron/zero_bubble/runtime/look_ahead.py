@@ -1,4 +1,4 @@
-"""An iterator whose next items can be seen before they are taken."""
+"""An iterator that can show its next items without consuming them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LookAhead(Iterator[T]):
-    """An iterator that can show the next items of an iterable before they are taken.
+    """An iterator over an iterable that can show its next items without consuming them.
 
     If the data of a training step is a `LookAhead`, the next step is planned during this step, from the lengths of the
     next microbatches. All steps have to use the same `LookAhead`.
@@ -28,6 +28,6 @@ class LookAhead(Iterator[T]):
         return self._seen.popleft() if self._seen else next(self._source)
 
     def peek(self, count: int) -> list[T]:
-        """Return the next `count` items without taking them; fewer if fewer are left."""
+        """Return the next `count` items, or fewer at the end of the iterable, without consuming the items."""
         self._seen.extend(islice(self._source, max(0, count - len(self._seen))))
         return list(islice(self._seen, count))

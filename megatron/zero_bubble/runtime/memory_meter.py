@@ -80,8 +80,8 @@ def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) 
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
         return tensor
-    # Detached, because a node that saves its own output would otherwise keep itself alive until its backward, and a
-    # forward that is undone has no backward.
+    # Autograd saves a detached tensor: a graph node that saves its own output would otherwise keep itself alive until
+    # its backward, and a forward that is undone has no backward.
     kept = tensor.detach().requires_grad_(tensor.requires_grad)
     saved.append(weakref.ref(kept))
     return kept
@@ -90,7 +90,7 @@ def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) 
 def _held_bytes(saved: Sequence[weakref.ref[torch.Tensor]]) -> int:
     """Return the bytes of the saved tensors that are still alive.
 
-    A dropout whose input needs no gradient has already freed its mask, which therefore does not count.
+    The mask of a dropout whose input needs no gradient does not count, because autograd has already freed the mask.
     """
     tensors = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]

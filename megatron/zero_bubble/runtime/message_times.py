@@ -20,9 +20,9 @@ from megatron.zero_bubble.schedule import Placement
 _IDLE_TRIPS = 7
 """Number of round trips between idle ranks; the median of their times is used."""
 _BUSY_TRIPS = 16
-"""Number of messages that each rank sends while it computes; the mean time is used, because each delays a step."""
+"""Number of messages that each rank sends while it computes; their mean time is used, as each of them delays a step."""
 _COLLECTIVES = 16
-"""Least number of measured collectives; each rank waits for the result of at least one of them."""
+"""Least number of collectives to measure; each rank waits for the result of at least one collective."""
 _PRODUCTS = 1000
 """Number of small matrix products that keep a rank busy during a measurement: about 5 ms on a CPU core."""
 
@@ -45,8 +45,8 @@ def measure_edges(
         if here != there:
             edges_of.setdefault((min(here, there), max(here, there)), []).append(edge)
     measured = {}
-    # All ranks take the pairs in one order, so that they never wait in a circle. Pairs (0, 1), (2, 3), ... come first,
-    # and then (1, 2), (3, 4), ...: in a linear pipeline each half is disjoint.
+    # All ranks measure the pairs in the same order, so that ranks never wait for each other in a circle: first the
+    # pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), .... In a linear pipeline, the pairs of each half are disjoint.
     for ends, edges in sorted(edges_of.items(), key=lambda item: (item[0][0] % 2, item[0])):
         if rank in ends:
             peer = ends[1] if rank == ends[0] else ends[0]
@@ -96,11 +96,10 @@ def _round_trip(
 
 
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
-    """Measure the milliseconds for which a rank waits for the result of the collective after S.
+    """Measure the milliseconds of a rank's wait for the collective after the output layer on vocabulary shards (S).
 
     `measure_collective` is a collective call of the whole job, with the same result on every rank. As in training, the
-    measured collective runs in an `ExchangeLane`: it gathers three numbers per token, and sums a message over the
-    ranks.
+    measured collective gathers three numbers per token, sums a message over the ranks, and runs in an `ExchangeLane`.
 
     Args:
         collectives: collectives of this pipeline's ranks.

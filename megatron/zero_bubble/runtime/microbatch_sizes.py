@@ -35,7 +35,7 @@ def size_of(item: Any) -> MicrobatchSize | None:
 def _size_of_mapping(item: Mapping[str, Any]) -> MicrobatchSize | None:
     offsets = item.get("cu_seqlens")
     if isinstance(offsets, torch.Tensor):
-        # Some data pads `cu_seqlens` to a fixed number of entries.
+        # In some data sets, `cu_seqlens` is padded to a fixed number of entries.
         lengths = offsets.flatten().diff()
         return MicrobatchSize.of(lengths[lengths > 0].tolist())
     mask = item.get("attention_mask")

@@ -1,4 +1,4 @@
-"""Holds the activations that a schedule copies to the host after F (D), and back before the backward (H)."""
+"""Holds the activations that a schedule copies to the host after the forward, and back before the backward."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 SMALLEST = 4096
 """Size in bytes of the smallest storage that is copied to the host; smaller storages stay on the device."""
 _SAMPLES = 256
-"""For each kind of copy and chunk, the times of this many most recent copies are kept."""
+"""Number of the most recent copies whose times are kept, for each kind of copy and each model chunk."""
 
 
 class OffloadStore:
     """The activations that the schedule of one pipeline rank offloads, by model chunk and microbatch.
 
-    Within `forward`, autograd's saved tensors are replaced by entries of this store. Each storage is copied once,
-    however many views and tensors of it are saved. Parameters, other tensors that collect a gradient, tensors that the
+    Within `forward`, autograd's saved tensors are replaced by entries of this store. A storage that several saved
+    tensors share is copied once. Parameters, other tensors that collect a gradient, tensors that the
     caller keeps anyway, and small tensors stay on the device. `release` frees the storages on the device, and
     `bring_back` allocates new storages. After `wait_until_back`, a backward finds tensors of the same sizes and strides
     in the new storages.
@@ -80,18 +80,18 @@ class OffloadStore:
                 assert storage.host is not None
                 storage.device = torch.empty(storage.host.nbytes, dtype=torch.uint8, device=storage.place)
                 pairs.append(CopyPair(storage.host, storage.device))
-                # A later copy to this host buffer is queued behind the copy from it.
+                # Copies run in order: this copy reads the host buffer before a later copy overwrites the buffer.
                 self._give_back(storage)
         bundle.copy = self._start(OpKind.H, chunk, pairs)
 
     def wait_until_back(self, chunk: int, microbatch: int) -> None:
-        """Wait until the activations of a microbatch are on the device, if they were offloaded."""
+        """If the activations of a microbatch were offloaded, wait until these activations are on the device again."""
         bundle = self._bundles.get((chunk, microbatch))
         if bundle is not None:
             self._wait(bundle)
 
     def forget(self, chunk: int, microbatch: int) -> None:
-        """Forget the activations of a microbatch, whose backward has run."""
+        """Forget the activations of a microbatch after the microbatch's backward has run."""
         self._bundles.pop((chunk, microbatch), None)
 
     def device_bytes(self, chunk: int, microbatch: int) -> int:
@@ -169,7 +169,7 @@ class _Bundle:
 
     def __init__(self, kept: Sequence[torch.Tensor | None]) -> None:
         self.storages: list[_Storage] = []
-        """The storages that D releases; empty until F has ended."""
+        """The storages that offload (D) frees on the device; the list is empty until F has ended."""
         self.copy: PendingCopy | None = None
         """The most recent copy of the storages; None once the rank has waited for this copy."""
         self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept if tensor is not None)
@@ -183,9 +183,9 @@ class _Bundle:
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, torch.nn.Parameter):
             return tensor
-        is_leaf = base.is_leaf and base.requires_grad  # a gradient is added to this very tensor
+        is_leaf = base.is_leaf and base.requires_grad  # autograd adds the gradient to this tensor object
         if not is_leaf:
-            # Detached, because a node that saves its own output would otherwise keep itself alive.
+            # Autograd saves a detached tensor: a graph node that saves its own output would keep itself alive.
             tensor = tensor.detach()
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
@@ -202,7 +202,7 @@ class _Bundle:
         return _Saved(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def close(self) -> None:
-        """Find the storages that autograd still holds at the end of F; without a gradient, autograd holds none."""
+        """Find the storages that autograd still holds at the end of F; there are none if no gradient is needed."""
         self.storages = [entry for known in self._collected.values() if (entry := known()) is not None]
         self._collected.clear()
 
@@ -215,7 +215,7 @@ def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
     storage, dtype, size, stride, offset = saved
-    assert storage.device is not None, "a backward before its activations are back from the host"
+    assert storage.device is not None, "a backward ran before its activations were copied back from the host"
     tensor = torch.empty(0, dtype=dtype, device=storage.place)
     return tensor.set_(storage.device.untyped_storage(), offset, size, stride)
 

@@ -9,9 +9,9 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import ScheduleError
 
 SMALL_GAIN = 1.05
-"""A run measures both orders if the planned order's predicted gain over megatron-core's order is below this factor."""
+"""A run also tries megatron-core's order if the planned order's predicted gain over that order is below this factor."""
 WORTHWHILE = 1.005
-"""Least gain at which a plan's order replaces another order; predicted after a correction, measured in a trial."""
+"""A planned order of operations replaces another order only if a step is faster by at least this factor."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class OrderTrial:
     planned_span: float
 
     def result(self, own_span: float) -> TrialResult:
-        """Return the result of the trial, in which a step in megatron-core's own order took `own_span` milliseconds."""
+        """Return the result of a trial in which a step took `own_span` milliseconds in megatron-core's own order."""
         return TrialResult(self.own.name, own_span, self.planned_span)
 
 

@@ -18,10 +18,10 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
 from megatron.zero_bubble.schedule.pairs import pairs
 
 LEAST_GAIN = 0.02
-"""A pair counts as saving nothing if it saves less than this share of the time of its parts, run separately."""
+"""A pair is treated as saving no time if it saves less than this share of the time of its two separate operations."""
 
 _Times = Mapping[tuple[int, OpKind], float]
-"""Chunk and kind -> milliseconds."""
+"""(model chunk, kind of operation) -> milliseconds of one operation."""
 
 
 class PairTime(NamedTuple):
@@ -87,7 +87,7 @@ class PairTimes:
 
 
 def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
-    """Return the operations that compute the same as a backward in a pair but ran alone; empty if there are none."""
+    """Return separate operations that compute the same gradients as a paired backward; empty if none were measured."""
     results = KINDS[kind].makes
     same = [(chunk, alone) for alone in BACKWARDS if KINDS[alone].makes == results and (chunk, alone) in times]
     return same[:1] or [(chunk, result) for result in results if all((chunk, each) in times for each in results)]

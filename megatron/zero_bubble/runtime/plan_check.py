@@ -95,7 +95,7 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
         if abs(after - before) > max(TOLERANCE * before, matters / planned.num_stages):
             yield Difference(f"{kind.name} of stage {stage} takes", before, after)
     far = [pair for pair in zip(planned.time_comm, corrected.time_comm, strict=True) if any(pair)]
-    if 2 * sum(after - before for before, after in far) > matters:  # a message each way
+    if 2 * sum(after - before for before, after in far) > matters:  # every edge carries one message in each direction
         before, after = (sum(values) / len(far) for values in zip(*far, strict=True))
         yield Difference("ranks wait as if a message took", before, after)
 

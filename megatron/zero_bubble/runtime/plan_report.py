@@ -20,7 +20,7 @@ class PlanningOptions:
 
     Attributes:
         first_step, last_step: the first and the last step to be profiled, unless `profile` is given.
-        model: those settings of the model on which the costs depend.
+        model: the settings of the model that determine the costs.
         memory_limit: the memory limit of the run; None for the schedule's own limit.
         profile: costs to plan with before the first step.
         threshold: relative change of a stage's time above which the run plans again; 0 for never.
@@ -28,8 +28,8 @@ class PlanningOptions:
             override `memory_limit`.
         megatrons: the step time with Megatron's split of layers; reports compare this time with the step time of the
             chosen layout.
-        tries_own_order: whether a plan with a small predicted gain is compared with megatron-core's own order by
-            running both.
+        tries_own_order: whether a run with a plan of small predicted gain also runs megatron-core's own order, to
+            compare the measured times of both orders.
     """
 
     first_step: int
@@ -64,4 +64,4 @@ class Report:
     ratio_of_pairs: float | None = None
     """Time of F and B run as a pair, divided by their time run one after the other; None without measured pairs."""
     trial: TrialResult | None = None
-    """Measured times of the planned order and of megatron-core's own order; None if the two were not compared."""
+    """Measured times of the planned order and of megatron-core's own order; None if no trial of both orders ended."""

@@ -18,7 +18,7 @@ A posted receive occupies its blocks until the message has arrived.
 
 @dataclass(frozen=True)
 class Membership:
-    """The data from which one member creates a process group together with the other members."""
+    """The arguments with which one member of a process group creates the group."""
 
     name: str
     members: tuple[int, ...]
@@ -38,7 +38,7 @@ def connect(membership: Membership) -> Any:
     """
     rank, size = membership.rank, len(membership.members)
     store = dist.PrefixStore(membership.name, dist.distributed_c10d._get_default_store())
-    # All members count their groups of this name, so that a second group does not read the first one's keys.
+    # Each member counts its groups of this name, so that a second group does not read the keys of the first group.
     generation = store.add(f"generation of {rank}", 1)
     store = dist.PrefixStore(str(generation), store)
     if membership.device.type == "cuda":
@@ -47,7 +47,7 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    """Return NCCL options for few thread blocks, and for priority over computation because other ranks wait.
+    """Return NCCL options that use few thread blocks and a high-priority stream, because other ranks wait.
 
     The options contain the name and the ranks under which PyTorch's flight recorder shows the group.
     """

@@ -35,7 +35,7 @@ class ChunkCosts:
     memory: Mapping[OpKind, float]
     """Kind -> usual change of memory; for F, the change if F keeps all activations, as in `StageCosts.memory_f`."""
     noise: float
-    """Largest relative spread, half the interquartile range over the median, of the times that are not negligible."""
+    """Largest relative spread of the times that are not negligible: half the interquartile range over the median."""
     inside: int = 0
     """Largest temporary memory of an operation: its peak beyond the memory in use before and after the operation."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class ChunkCosts:
 
 
 _MATTERS = 0.02
-"""The spread of operations, such as E, that take less than this share of the longest operation's time is ignored."""
+"""The spread of an operation's times is ignored if its time is below this share of the longest operation's time."""
 
 
 class Profiler:
@@ -193,7 +193,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
-    """Return each stage's shortest exchange time over its replicas, as longer times contain waits for late replicas."""
+    """Return each stage's shortest exchange time over its replicas; longer times contain waits for late replicas."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
     )
@@ -215,7 +215,7 @@ def combine_costs(
     memory = [[by_result(chunk.memory) for chunk in replicas] for replicas in stages]
 
     def most(values: list[list[dict[OpKind, float]]], kind: OpKind) -> tuple[float, ...]:
-        # R and operations on shards may be missing: where nothing was recomputed or no vocabulary is sharded.
+        # Times of R are missing without recomputation, and times of operations on shards without vocabulary shards.
         return tuple(max(replica.get(kind, 0.0) for replica in replicas) for replicas in values)
 
     def held_after(*kinds: OpKind) -> tuple[float, ...]:
@@ -225,7 +225,8 @@ def combine_costs(
     kept = held_after(OpKind.F)
     waiting = held_after(OpKind.F, OpKind.B)
     left = held_after(OpKind.F, OpKind.B, OpKind.W)
-    # T frees the memory that S keeps; a part of it is freed in a collective between S and T, which is not measured.
+    # T (the weight gradient of a vocabulary shard) frees the memory that S (the shard's output layer) keeps. A part of
+    # this memory is freed between S and T, in a collective, where memory is not measured.
     softmax = [max(0.0, kept) for kept in held_after(OpKind.S)]
     by_name = {name: most(times, kind) for name, kind in TIMES.items()}
     costs = StageCosts(

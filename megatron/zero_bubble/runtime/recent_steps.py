@@ -1,4 +1,4 @@
-"""Decides from the last optimizer steps whether the next step waits for its validation."""
+"""Decides, under post-validation, whether the next optimizer step waits for the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _TOO_OFTEN = 2
 class RecentSteps:
     """The validated steps of post-validation, which predict whether the next step will be wrong.
 
-    To amend a wrong step takes about the time that a right step saves. A step that waits for its validation saves
-    nothing and loses nothing. If at least two of the last four steps were wrong, the next step waits. All ranks of a
-    pipeline record the same steps, and so decide alike.
+    Amending a wrong step takes about the time that a correct step saves. A step that waits for its validation saves
+    no time and loses none. If at least two of the last four steps were wrong, the next step waits. All ranks of a
+    pipeline record the same steps, and therefore make the same decision.
     """
 
     def __init__(self) -> None:
@@ -25,5 +25,5 @@ class RecentSteps:
 
     @property
     def next_waits(self) -> bool:
-        """Whether the next step waits for its validation."""
+        """Whether the next optimizer step waits for its validation."""
         return sum(self._were_wrong) >= _TOO_OFTEN

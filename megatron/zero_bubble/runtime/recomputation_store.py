@@ -14,11 +14,11 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule.kinds import OpKind
 
 Recomputation = Callable[[], None]
-"""Runs the forward of one block of layers again, under autograd, and keeps the result for the block's backward."""
+"""Function that repeats the forward of one block of layers under autograd, and keeps the result for the backward."""
 
 
 def untimed(kind: OpKind) -> AbstractContextManager[None]:
-    """A context in which nothing is measured."""
+    """Return a context that measures nothing."""
     return nullcontext()
 
 
@@ -35,8 +35,8 @@ class ForwardMode(Enum):
 class RecomputationStore:
     """The blocks of layers of one pipeline rank whose activations F has dropped, by model chunk and microbatch.
 
-    The executor runs each F inside `forward`, which says whether the F drops its activations, and runs R with
-    `recompute`. Outside of an F, `mode` is None, and a block runs as if there were no store.
+    The executor runs each F inside `forward`, whose arguments decide whether the F drops its activations, and runs R
+    with `recompute`. Outside of an F, `mode` is None, and a block runs as if there were no store.
 
     The blocks of a chunk may form several groups. R restores the activations of the chunk's last group; in a schedule
     without R, F keeps these activations. B restores the activations of each earlier group right before the group's
@@ -140,7 +140,7 @@ class _Blocks:
         self._dropped: dict[int, Recomputation] = {}
         """Number of a block -> its recomputation; an entry is removed when the recomputation runs."""
         self._entered: tuple[int, int] | None = None
-        """(number of the block whose backward runs, number of W deferred before it runs); None between two blocks."""
+        """(number of the block whose backward runs, number of W deferred earlier in B); None between two blocks."""
         self.number = 0
         """Number of blocks that the F has run so far."""
 
@@ -164,8 +164,8 @@ class _Blocks:
         number = self.number
         self.number += 1
         if self._num_groups > 1:
-            # The gradient of the output exists before the block's backward starts, the gradient of the input after it
-            # ends.
+            # The gradient of a block's output exists before the block's backward starts, and the gradient of the
+            # block's input exists after the block's backward has ended.
             _call_with_gradient(outputs, lambda grad: self._enter(number))
             _call_with_gradient(inputs, lambda grad: self._leave(number))
 

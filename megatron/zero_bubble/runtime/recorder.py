@@ -1,4 +1,4 @@
-"""Records which operations one rank ran, and when."""
+"""Records the operations that one rank runs, and the time of each operation."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Clock(Protocol):
     def mark(self) -> Any: ...
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Return the time at which each mark was reached, in the marks' order; may wait until all marks are reached."""
+        """Return the time at which each mark was reached; this call may wait until all marks are reached."""
         ...
 
     def lag(self) -> float:
-        """Return the seconds by which this clock lags behind the host's clock; may wait until the device is idle."""
+        """Return the seconds by which this clock lags behind the host's clock, perhaps after a wait for the device."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
-        """Count the marks that have been reached, without waiting; None if marks are always reached at once."""
+        """Count the marks that the device has reached, without waiting; None if marks are always reached at once."""
         ...
 
 
@@ -51,9 +51,9 @@ class HostClock:
 
 
 class CudaClock:
-    """A clock for a GPU. Marks are events on the current stream, so that no launch of an operation has to wait.
+    """A clock for a GPU. Marks are CUDA events on the current stream; the process does not wait for an event.
 
-    CUDA gives the time between two events in milliseconds, as a float32 number; after a day, its resolution is 8 ms.
+    CUDA returns the time between two events in milliseconds as a float32, whose resolution is 8 ms after a day.
     Each mark is therefore measured from the previous mark, and the times are added up in a Python float.
     """
 
@@ -122,7 +122,7 @@ class MemoryMeter(Protocol):
 
 
 class _MemoryUse(NamedTuple):
-    """The memory of one operation, or of several operations run as one; the fields are those of `MeasuredOp`."""
+    """The memory of one operation, or of several operations run as one; `MeasuredOp` describes the fields."""
 
     held: int | None
     inside: int = 0
@@ -156,7 +156,7 @@ class OpRecorder:
         self._begun = self._clock.mark()
 
     def end(self, *ops: Op) -> None:
-        """Record that `ops`, one operation or several that run as one, are complete (on a GPU: launched)."""
+        """Record that `ops` are complete (on a GPU: launched); `ops` are one operation or several that run as one."""
         self._marks += (self._begun, self._clock.mark())
         metered = self._meter is not None and ops[0].kind not in POST_VALIDATION
         self._ops.append((ops, self._memory_use(ops, self._meter) if self._meter and metered else _MemoryUse(None)))
@@ -181,10 +181,7 @@ class OpRecorder:
         self._parts.append((len(self._ops), kind, begin, self._clock.mark()))
 
     def num_reached(self) -> int | None:
-        """Count the starts and ends of operations that a GPU has passed; None without a GPU.
-
-        Any thread may call this.
-        """
+        """Count the starts and ends of operations that a GPU has passed; None without a GPU. Callable on any thread."""
         return self._clock.num_reached(self._marks) if self._marks else None
 
     def is_over(self) -> bool:
@@ -224,7 +221,7 @@ def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp
 def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
     """Split time and memory equally among operations that ran as one; each operation gets the whole of `inside`.
 
-    In a pair, the backward gets all of the time, as in a simulation, and the forward all of the memory.
+    In a pair, the backward gets all of the time, as in a simulation, and the forward gets all of the memory.
     """
     if ops[-1].kind in PAIRED:
         forward, backward = ops
@@ -251,8 +248,8 @@ class StepTime:
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
     """Compute the span and the work of a step, which has run at least one operation.
 
-    Span and work exclude the optimizer's work. An operation that ran twice, after a failed validation, counts once as
-    work.
+    Span and work exclude the optimizer's work. An operation that ran again after a failed validation counts as work
+    only once.
     """
     computed = {measured.op: measured for measured in ops if measured.op.kind not in POST_VALIDATION}
     last = max(measured.end for measured in computed.values())

@@ -1,4 +1,4 @@
-"""Measures a run's costs over some steps, plans a schedule from them, and plans again if the costs prove wrong."""
+"""Plans a schedule from costs measured over some steps of a run, and plans again if the costs prove wrong."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from megatron.zero_bubble.schedule.pairs import PAIRED, half_apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 _DRIFT_STEPS = 20
-"""Number of steps between two checks of whether the times have drifted."""
+"""Number of steps between two checks for drift of the measured times of operations."""
 CHECK_AFTER = 8
-"""After this many steps with a plan from measured costs, the plan is compared with the steps' measured times."""
+"""Number of steps after which a plan made from measured costs is compared with the measured times of these steps."""
 _UNSETTLED = 2
-"""The comparison of a new plan with measured times leaves out this many steps right after the plan starts."""
+"""Number of steps, right after a new plan starts, that the comparison of the plan with measured times leaves out."""
 
 
 class Replanner:
-    """Decides, between two steps, with which plan the run continues.
+    """Decides between two steps of a run whether a new plan replaces the current plan.
 
     Args:
         plan: the plan that the run starts with. A plan that adapts to costs is replaced by a plan from measured costs.
         measured: the measured costs of the run.
         report: called with each decision, on every rank.
-        device: this rank's device, whose free memory is used for the memory limit `auto`.
+        device: this rank's device, whose free memory determines the memory limit `auto`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Replanner:
         self._checked_numbers: set[int] = set()
         """The numbers of microbatches that occur in the steps that are compared with the plan."""
         self._current = plan
-        """The plan that was made from the present profile."""
+        """The plan that was made from the profile `self._profile`, or the first plan of the run."""
         self._planned_for: set[int] = set()
         """The numbers of microbatches for which a plan was made from the present profile."""
         self._groups: dict[int, tuple[int, ...]] = {}
@@ -86,7 +86,7 @@ class Replanner:
         return self._profile if self._planned_for else None
 
     def let_microbatches_differ(self) -> None:
-        """Because microbatch shapes vary, plan for mean measured costs, without a trial of megatron-core's order."""
+        """If microbatch shapes vary: plan for mean measured costs, and do not try megatron-core's own order."""
         self._measured.center = statistics.fmean
         self._options = replace(self._options, tries_own_order=False)
 
@@ -96,9 +96,9 @@ class Replanner:
     def to_measure(self, schedule: Schedule) -> Schedule:
         """Return a variant of `schedule` that measures all costs, or `schedule` itself once the costs are known.
 
-        In the measuring variant, every stage has an R if the model recomputes, and copies if offload is allowed. In
-        addition, every chunk has some forwards and backwards outside of pairs. `to_measure` is called for every
-        schedule that runs.
+        In the measuring variant, every stage recomputes if the model may recompute, and copies activations to the host
+        if offload is allowed. In addition, every chunk has some forwards and backwards outside of pairs. `to_measure`
+        is called for every schedule that runs.
         """
         self._groups[schedule.num_microbatches] = schedule.groups
         if self._profile is not None:
@@ -110,10 +110,11 @@ class Replanner:
         return with_copies_everywhere(schedule) if self._plan.offloads else schedule
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
-        """Return a plan if the present profile has none for this many microbatches, else None; a collective call.
+        """Return a new plan if no plan for `num_microbatches` was made from the present profile, else None.
 
-        Each number of microbatches needs a plan of its own, because the memory limit may depend on this number. If the
-        user gives a profile, this function makes the first plan from it, before the first step.
+        This is a collective call. Each number of microbatches needs a plan of its own, because the memory limit may
+        depend on this number. If the user gives a profile, the first plan is made from this profile before the first
+        step.
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
@@ -131,7 +132,7 @@ class Replanner:
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
         if not self._current.schedule(num_microbatches).kinds.isdisjoint(PAIRED):
-            return None  # operations in pairs are not measured separately
+            return None  # a forward and a backward that run as a pair are not measured separately
         if self._is_checked(step):
             self._checked_numbers.add(num_microbatches)
         if step == self._check_at:
@@ -166,7 +167,7 @@ class Replanner:
         schedule = plan.schedule(num_microbatches)
         ratio = self._measured.ratio_of_pairs
         self._report(Report(self.predict(schedule), self._plan.adapts, limit, self._step, ratio_of_pairs=ratio))
-        # A plan that does not adapt goes on, but no longer with the schedule that measured the costs.
+        # A plan that does not adapt continues, but without the variant of its schedule that measured the costs.
         measured_another = self._plan.recompute is not Recompute.NONE or self._plan.offloads
         measured_another = measured_another or not schedule.kinds.isdisjoint(PAIRED)
         return plan if self._plan.adapts or measured_another else None
@@ -197,9 +198,9 @@ class Replanner:
         self._planned_for.add(num_microbatches)
 
     def _check(self, num_microbatches: int) -> RunSchedules | None:
-        """Compare the plan with measured steps, correct the plan, and try megatron-core's own order; a collective call.
+        """Compare the plan with measured steps, and correct the plan; a collective call.
 
-        The trial of megatron-core's own order begins only if this order may be faster than the plan.
+        A trial of megatron-core's own order begins if that order may be faster than the plan.
         """
         span = self._measured.add_checked(self._checked)
         new, span = self._corrected(span, num_microbatches)
@@ -239,7 +240,7 @@ class Replanner:
         return (plan, span * after / before) if is_new else (None, span)
 
     def _begin_trial(self, span: float, num_microbatches: int) -> RunSchedules | None:
-        """Begin a trial of megatron-core's own order and return this order, or return None if no trial is worthwhile.
+        """Begin a trial of megatron-core's own order and return that order; None if the trial is not worthwhile.
 
         Args:
             span: milliseconds of a step with the current plan.
@@ -257,10 +258,11 @@ class Replanner:
         return own
 
     def _end_trial(self, trial: OrderTrial) -> RunSchedules | None:
-        """Return the planned order if the run returns to this order after the trial, else None; a collective call.
+        """End a trial of megatron-core's own order; a collective call.
 
-        If a step of the trial has another number of microbatches, the run returns to the planned order without a
-        result.
+        Returns:
+            The planned order if the run returns to it: if the planned order is faster, or if the steps of the trial
+            differ in their numbers of microbatches. None if the run continues with megatron-core's own order.
         """
         old, self._trial = self._profile, None
         assert old is not None
@@ -275,7 +277,7 @@ class Replanner:
             self._plan = self._current = trial.own
         prediction = self.predict(self._current.schedule(trial.num_microbatches))
         if result.keeps_planned:
-            # The measured ratio of both orders replaces the predicted ratio.
+            # From now on, the measured ratio of the two orders' step times replaces the predicted ratio.
             milliseconds = prediction.milliseconds * result.own_span / result.planned_span
             self._megatrons = MegatronsTime(milliseconds, work_of_stages(old.costs), is_same_layout=True)
             prediction = replace(prediction, megatrons=self._megatrons)
@@ -303,7 +305,7 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def _limits_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
-        """Return, for every rank, the bytes that the rank's operations may need; None for the schedule's own limit."""
+        """Return the memory limit of every rank in bytes; None for the schedule's own limit."""
         limit = self._options.memory_limit
         if self._options.limits is not None or limit is None:
             return self._options.limits

@@ -1,4 +1,4 @@
-"""Measures for how long the replicas of a pipeline wait for each other."""
+"""Measures how long the replicas of a pipeline wait for each other."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Waits:
 class ReplicaWaits:
     """Measures the time that this rank spends in reductions with its replicas.
 
-    The last rank to arrive at a reduction spends only the time of the communication there, which is the same for all
-    ranks. The waiting time of any other rank is that rank's time in the reduction minus this communication time.
+    The last rank that begins a reduction does not wait: its time in the reduction is the communication time, which all
+    ranks share. The waiting time of any other rank is that rank's time in the reduction minus the communication time.
 
     Args:
         group: this rank and the ranks at the same place in the other replicas of the pipeline.
-        clock: the clock of the rank's device; on a GPU, its marks wait for nothing.
+        clock: the clock of the rank's device.
     """
 
     def __init__(self, group: dist.ProcessGroup, clock: Clock, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class ReplicaWaits:
         if not sizes:
             return None
         times = iter(self._clock.seconds(marks))
-        # Marks come in pairs, of the beginning and the end of a reduction.
+        # Marks come in pairs: one at the beginning and one at the end of a reduction.
         spent = [sum(next(times) * sign for sign in (-1, 1) * (count // 2)) for count in counts]
         own = torch.tensor(spent, dtype=torch.float64, device=self._device)
         gathered = [torch.empty_like(own) for _ in range(self._group.size())]
@@ -72,7 +72,12 @@ class ReplicaWaits:
 
 
 def mean_waits(spent: Sequence[Sequence[float]], group_sizes: Sequence[int]) -> Waits:
-    """Compute the mean waits from each replica's seconds in reductions and the group size, both for each iteration."""
+    """Compute the mean waits of replicas.
+
+    Args:
+        spent: for each replica, its seconds in reductions in each iteration.
+        group_sizes: for each iteration, the number of consecutive replicas that waited for each other.
+    """
     totals = [0.0] * len(spent)
     for iteration, size in enumerate(group_sizes):
         for start in range(0, len(spent), size):

@@ -24,9 +24,9 @@ class Rollback(Protocol):
         ...
 
     def undo(self) -> None:
-        """Restore the values at `before_step` of parameters, optimizer states and settings of parameter groups.
+        """Restore the values that parameters, optimizer states and parameter groups' settings had at `before_step`.
 
-        The gradients of the step that is undone must still be in memory.
+        The gradients of the undone step must still be in memory.
         """
         ...
 
@@ -56,7 +56,7 @@ def _grouped_parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.
 
 
 class _Tensor(NamedTuple):
-    """A tensor that a step may change or replace, and a copy of the tensor from before the step."""
+    """A tensor that an optimizer step may change or replace, and a copy of the tensor made before the step."""
 
     tensor: torch.Tensor
     contents: torch.Tensor
@@ -67,16 +67,16 @@ class _Tensor(NamedTuple):
 
 
 _Values = dict[str, Any]
-"""Saved values by name: tensors as `_Tensor`, everything else as a copy."""
+"""Name of an optimizer's value -> the saved value: a `_Tensor` for a tensor, and a copy for any other value."""
 
 
 class Snapshot:
     """Undoes a step from a copy of the parameters, the optimizer states and the settings of parameter groups.
 
     The copy contains all optimizer states: moments, sums, and step counts (tensors or numbers). Before the first step
-    there are no states. The copy takes as much memory as the parameters and states. With Adam, this is 12 bytes for
-    each parameter of this rank's shard. The buffers of the copy are allocated once. On a GPU, a separate stream copies
-    while the device computes the iteration after the last validation.
+    there are no states. The copy takes as much memory as the parameters and states: with Adam, 12 bytes for each
+    parameter of this rank's shard. The buffers of the copy are allocated once. On a GPU, a separate stream copies the
+    values while the device computes the iteration after the last validation.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
@@ -86,14 +86,14 @@ class Snapshot:
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._parameters: list[_Tensor] = []
         self._states: list[dict[Hashable, _Values]] = []
-        """For each optimizer, the copied states of its parameters."""
+        """For each optimizer, a dictionary: key of the optimizer's state -> the copied values of this state."""
         self._settings: list[list[_Values]] = []
         """For each optimizer, the settings of its parameter groups at the call of `before_step`."""
         self._is_prepared = False
 
     def prepare(self) -> None:
         if self._stream is None:
-            return  # a CPU has no copy engine: copying would slow down the computation beside it
+            return  # a CPU has no copy engine: an early copy would slow down the computation that runs meanwhile
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy_states()
@@ -141,7 +141,7 @@ class Snapshot:
             parameter.restore()
         for optimizer, states, settings in zip(self._optimizers, self._states, self._settings, strict=True):
             for key in [key for key in optimizer.state if key not in states]:
-                del optimizer.state[key]  # the step created this state
+                del optimizer.state[key]  # the undone step created this state
             for key, values in states.items():
                 _restore(optimizer.state[key], values)
             for group, values in zip(optimizer.param_groups, settings, strict=True):
@@ -219,7 +219,7 @@ def _invert(
 
 
 def settings_of(groups: Sequence[dict[str, Any]], names: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """Return the settings of parameter groups, by default all; tensors are copied, as a scheduler may fill them."""
+    """Return the settings of parameter groups (by default, all); tensors are copied, as a scheduler may change them."""
     return [
         {name: _copied(group[name]) for name in names or group.keys() - {"params"} if name in group} for group in groups
     ]
@@ -239,7 +239,7 @@ def _differ(value: Any, other: Any) -> bool:
 def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Inside the `with` block, give parameter groups an earlier step's settings instead of their present settings.
 
-    Settings that have not changed since are left alone: an optimizer may itself change them in the block.
+    A setting that has not changed since that step is not set, because the optimizer may change it in the block.
     """
     changed = [
         {name: value for name, value in earlier.items() if _differ(group[name], value)}

@@ -62,7 +62,7 @@ class RunCosts:
         self._profiler.add(ops)
 
     def measure_messages(self) -> None:
-        """Measure the time of messages and collectives for all later profiles; a collective call."""
+        """Measure the times of messages and collectives, for all later profiles; a collective call."""
         self._edges, self._collective = self._measure_messages()
 
     def profile(
@@ -74,7 +74,7 @@ class RunCosts:
         """Make a profile of the steps that all ranks have added since the last profile; a collective call.
 
         Args:
-            model: those settings of the model on which the costs depend.
+            model: the settings of the model that determine the costs.
             groups: for each stage, the number of groups of layers in the schedule that has run.
             center: replaces `RunCosts.center` for this profile.
         """

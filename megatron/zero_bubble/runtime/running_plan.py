@@ -1,4 +1,4 @@
-"""The plan that a run follows at present, and the executors of the plan's schedules."""
+"""The current plan of a run, and the executors of the plan's schedules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunningPlan:
 
     Args:
         plan: the plan that the run starts with.
-        replanner: decides on each next plan; None keeps the first plan.
+        replanner: chooses the next plans; without a replanner, the run keeps the first plan.
         post_validation: whether the schedules contain the optimizer's steps (STEP and VALIDATE).
     """
 
@@ -39,9 +39,9 @@ class RunningPlan:
         self._post_validation = post_validation
         self._next_plan: RunSchedules | None = None
         self._executors: dict[tuple[int, bool, int], Executor] = {}
-        """(number of microbatches, whether only forwards run, level of memory) -> executor."""
+        """(number of microbatches, whether only forwards run, `StepDecision.level`) -> executor."""
         self._levels: dict[int, int] = {}
-        """Number of microbatches -> level of memory of the last training step with this number of microbatches."""
+        """Number of microbatches -> `StepDecision.level` of the last training step with that number."""
         self._predictions: dict[tuple[int, int], Prediction] = {}
 
     @property
@@ -50,16 +50,16 @@ class RunningPlan:
         return self._replanner.profile if self._replanner is not None else None
 
     def before_step(self, num_microbatches: int) -> None:
-        """Replace the plan if there is a next plan; a collective call before every training step.
+        """Replace the current plan if the replanner has chosen a new plan; a collective call before a training step.
 
-        A plan made after a step takes effect only before the next step, because reports between the steps describe the
-        step that has run.
+        A plan chosen after a step takes effect only before the next step, because reports between the steps describe
+        the last step.
         """
         if self._replanner is None:
             return
         next_plan = self._replanner.before_step(num_microbatches) or self._next_plan
         if next_plan is not None:
-            assert next_plan.placement == self.plan.placement, "the model's layers stay where they are"
+            assert next_plan.placement == self.plan.placement, "a new plan must keep the placement of stages"
             self.plan, self._next_plan = next_plan, None
             self._predictions = {}
             self.drop_executors()
@@ -86,11 +86,11 @@ class RunningPlan:
         overlaps_reduction: bool,
         less_memory: tuple[int, Schedule] | None = None,
     ) -> Executor:
-        """Return the executor of a training step or an evaluation; if the executor is not yet made, a collective call.
+        """Return the executor of a training step or an evaluation; a schedule's first call is a collective call.
 
         Args:
-            less_memory: (level of memory, schedule) for a step whose microbatches do not fit in memory with the run's
-                own schedule.
+            less_memory: (level, schedule for less memory) of a step whose microbatches do not fit in memory with the
+                run's own schedule; see `StepDecision.level`.
         """
         level = less_memory[0] if less_memory else 0
         key = (num_microbatches, forward_only, level)
@@ -116,7 +116,7 @@ class RunningPlan:
         return self._executors[key]
 
     def drop_executors(self) -> None:
-        """Forget all executors, and with them their references to the channels."""
+        """Drop all executors, and thereby the executors' references to the channels."""
         self._executors = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:

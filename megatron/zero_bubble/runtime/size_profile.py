@@ -72,7 +72,7 @@ class SizeProfile:
             self._samples[stage, kind].append(_Sample(sizes[microbatch], milliseconds, held, inside))
 
     def fit(self, usual: StageCosts, gather: Callable[[_Samples], list[_Samples]]) -> SizedCosts | None:
-        """Fit curves to the samples of all ranks; a collective call of these ranks, with the same result on each.
+        """Fit curves to the samples of all ranks; a collective call of these ranks, with the same result on each rank.
 
         Args:
             usual: the costs of the mean microbatch, used for costs without samples.
@@ -118,7 +118,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """Return, for every stage, the temporary memory of the kind of operation that needs the most, as a curve."""
+    """Return each stage's curve of temporary memory, for the kind of operation with the most temporary memory."""
     curves = [Curve(0.0, 0.0, 0.0)] * num_stages
     most = [0.0] * num_stages
     for (stage, _), values in samples.items():
@@ -129,16 +129,19 @@ def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages:
 
 
 def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, float]]]) -> dict[OpKind, Curve]:
-    """Return a curve for each measured kind; B and W get halves of a fused backward unless measured separately."""
+    """Return a curve for each kind of operation; a fused backward gives half of its curve to B and half to W.
+
+    Where B and W were measured separately, they keep their own curves.
+    """
     fitted = {kind: _fit(values) for kind, values in samples.items() if values}
     parts = [by_result({kind: curve[part] for kind, curve in fitted.items()}) for part in range(len(Curve._fields))]
     return {kind: Curve(*(part[kind] for part in parts)) for kind in parts[0]}
 
 
 def _fit(samples: Sequence[tuple[MicrobatchSize, float]]) -> Curve:
-    """Return the least-squares curve among the curves whose coefficients all have the sign of the samples' mean.
+    """Return the least-squares curve whose coefficients all have the sign of the samples' mean.
 
-    Of curves that fit nearly equally well, the result is the curve with the fewest terms.
+    If several curves fit nearly equally well, the curve with the fewest terms is returned.
     """
     sign = -1.0 if fmean(value for _, value in samples) < 0 else 1.0
     features = np.array([(1.0, size.tokens, size.squares) for size, _ in samples])

@@ -35,14 +35,14 @@ class Stage(Protocol):
         ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that was passed on; the backward needs the output only as a node of the graph.
+        """Free the values of an output that was sent on; the backward needs the output only as a node of the graph.
 
         A stage need not define this method.
         """
         return
 
     def before_inputs(self, op: Op) -> None:
-        """Prepare for an F, B or BW whose message may still be under way. A stage need not define this method."""
+        """Prepare for an F, B or BW whose input may still be under way. A stage need not define this method."""
         return
 
     def before_gradients(self, op: Op) -> None:
@@ -75,7 +75,7 @@ class PairingStage(Stage, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a forward and the backward of another microbatch or chunk as one operation.
 
-        The arguments and results are those of `Stage.forward` and `Stage.backward`.
+        The arguments and results are the same as in `Stage.forward` and `Stage.backward`.
         """
         ...
 
@@ -92,7 +92,7 @@ class SteppingStage(Stage, Protocol):
         ...
 
     def restart(self) -> None:
-        """Undo the forwards of the current step; they will run again on the same data in the same order."""
+        """Undo the forwards of the current step, which will run again on the same data in the same order."""
         ...
 
 
@@ -111,7 +111,7 @@ class VocabularyStage(Stage, Protocol):
     def exchange(self, op: Op) -> None:
         """Take part in a collective operation of all ranks, for example the operation of kind HIDDEN.
 
-        An `ExchangeLane` calls `exchange` beside the computation: on a GPU in a stream that has waited for all earlier
+        An `ExchangeLane` calls `exchange` while the rank computes: on a GPU in a stream that has waited for all earlier
         operations, on a CPU in a thread. Any operation may use and free the results, because the next exchange in the
         lane waits for all earlier computation. A tensor that `exchange` reads must not be freed until this rank has
         waited for a later exchange.

@@ -13,14 +13,14 @@ from megatron.zero_bubble.runtime.variable_shapes import Announcing
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 
 _Key = tuple[bool, int, int]
-"""Key of a message: (whether it is a forward's message, chunk, microbatch)."""
+"""Key of a message: (whether the message is an activation of a forward, model chunk, microbatch)."""
 
 
 class StageMessages:
     """Passes outputs and gradients between neighbouring stages: through channels, or directly on the same rank.
 
     Args:
-        schedule: says which stages are neighbours.
+        schedule: the schedule, whose placement assigns stages to ranks.
         rank: this process's pipeline rank.
         communicator: the channels to the neighbouring ranks.
     """
@@ -35,7 +35,7 @@ class StageMessages:
         self._sends: deque[PendingSend] = deque()
 
     def input_of(self, op: Op, *, is_forward: bool) -> torch.Tensor | None:
-        """Return a forward's input or a backward's output gradient once it has arrived; None if no stage sends it."""
+        """Wait for a forward's input or a backward's output gradient and return it; None if no stage sends one."""
         edge = 0 if is_forward else self._placement.num_stages - 1
         if self._stages[op.chunk] == edge:
             return None
@@ -45,7 +45,7 @@ class StageMessages:
         """Pass the result of `op` to the stage that needs it: at once on the same rank, else with a later send.
 
         Returns:
-            Whether the result has been passed on; False if a later send will do so, or if no stage needs the result.
+            Whether the result has been passed on; False if the result will be sent later, or if no stage needs it.
         """
         neighbour = self._stages[op.chunk] + (1 if is_forward else -1)
         if tensor is None or neighbour == self._placement.num_stages:

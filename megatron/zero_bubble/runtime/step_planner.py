@@ -28,22 +28,22 @@ FIRST_STEPS = (1, 3)
 REFITTED_AFTER = 8
 """Number of steps between the first fit of costs to sizes and the second fit, which has more samples."""
 _WAITED = 1.0
-"""Planning counts as hidden if the step waits for its plan for at most this many milliseconds."""
+"""Planning counts as overlapped with training if a step waits at most this many milliseconds for its plan."""
 
 T = TypeVar("T")
 ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
-"""Returns the sizes of a step's microbatches in the order of the data; None for a microbatch of unknown size."""
+"""Function that returns the sizes of a step's microbatches in the order of the data, with None for unknown sizes."""
 
 
 class Peers(Protocol):
     """Communication with the ranks that run the same steps."""
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on this pipeline's first rank; on all its ranks, return the result or raise the `Infeasible`."""
+        """Run `action` on the pipeline's first rank; return its result, or raise its `Infeasible`, on all ranks."""
         ...
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` of each rank whose measured operations are fitted together with this rank's."""
+        """Return the `value` of each rank whose measurements are fitted together with this rank's measurements."""
         ...
 
     def highest(self, level: int) -> int:
@@ -62,7 +62,7 @@ class OrderTimes:
     num_not_hidden: int = 0
     """Number of steps that waited for their plan longer than `_WAITED`."""
     num_late: int = 0
-    """Number of steps that took an earlier step's order because their plan was late; not part of `num_steps`."""
+    """Number of steps that ran in an earlier step's order because their plan was late; not counted in `num_steps`."""
     num_in_less_memory: int = 0
     """Number of steps that ran a schedule for less memory because their microbatches did not fit in memory."""
 
@@ -73,13 +73,13 @@ class StepDecision(NamedTuple):
     sizes: list[MicrobatchSize] | None
     """Sizes of the microbatches in the order of the data; None if any size is unknown."""
     places: tuple[int, ...]
-    """Place in the schedule -> number of the microbatch in the data."""
+    """For each position in the schedule, the number of the microbatch in the data."""
     level: int = 0
-    """Memory level of the step; above 0, a schedule for less memory replaces the run's schedule (see `plan_step`)."""
+    """0 if the step runs the run's own schedule; a higher level is a schedule for less memory (see `plan_step`)."""
     schedule: Schedule | None = None
     """The schedule for less memory; None at level 0, where the run's own schedule runs."""
     order: MicrobatchOrder | None = None
-    """The order planned for these sizes; None if the step takes the order of the data or of an earlier plan."""
+    """The order planned for this step; None if the step takes the order of the data or of an earlier plan."""
     milliseconds: float = 0.0
     """Milliseconds that planning took."""
     waited: float = 0.0
@@ -116,7 +116,7 @@ class StepPlanner:
         self._times = OrderTimes()
         self._decides = False
         self._last_orders: dict[int, tuple[tuple[int, ...], Sequence[MicrobatchSize]]] = {}
-        """Number of microbatches -> the last order planned for this number, and the sizes of its microbatches."""
+        """Number of microbatches -> the last planned order of so many microbatches, and the microbatches' sizes."""
         self._process: PlanningProcess | None = None
         observer.sinks.append(self._profile.collect)
 
@@ -144,12 +144,12 @@ class StepPlanner:
             rules: rules that the plan follows.
             num_microbatches: number of microbatches of the step.
             read_sizes: returns the sizes of the step's microbatches; called on the first rank.
-            read_next_sizes: returns the sizes of the next step's microbatches, or no sizes if they are unknown. With
-                these sizes, the next step is planned while this step runs. `read_next_sizes` is called on the first
-                rank, after the other ranks have received the decision.
+            read_next_sizes: returns the sizes of the next step's microbatches, or an empty sequence if the sizes are
+                unknown. If the sizes are known, the next step is planned while this step runs. `read_next_sizes` is
+                called on the first rank, after the other ranks have received the decision.
 
         Raises:
-            Infeasible: the microbatches do not fit in the memory limits, even if they run one after the other.
+            Infeasible: the memory limits are exceeded even if the microbatches run one after the other.
         """
         decision = self._peers.on_first(lambda: self._decide(rules, num_microbatches, read_sizes()))
         if self._decides:
@@ -172,7 +172,7 @@ class StepPlanner:
             self._process.close()
 
     def _problem(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepProblem | None:
-        """Return the planning problem of a step with these sizes; None if there is nothing to decide."""
+        """Return the planning problem of a step; None if costs or sizes are unknown, or if there is only one plan."""
         known = tuple(size for size in sizes if size is not None)
         if self._costs is None or len(known) != count:
             return None
@@ -210,7 +210,10 @@ class StepPlanner:
         return StepDecision(known, order.places, level, schedule if level else None, order, milliseconds, waited)
 
     def _is_late(self, problem: StepProblem) -> bool:
-        """Return whether the step takes an earlier order because its plan is not ready; only without memory limits."""
+        """Return whether the step runs in an earlier order because its own plan is not ready.
+
+        With memory limits, the step waits for its own plan.
+        """
         process, rules = self._process, problem.rules
         is_planned = process is not None and process.is_busy and process.plans(problem)
         return is_planned and rules.limits is None and len(problem.sizes) in self._last_orders
@@ -245,7 +248,7 @@ def whole_limits(limits: Sequence[float], inside: Sequence[float]) -> tuple[floa
 class PlanningProcess:
     """A process that plans one step at a time.
 
-    A thread would instead take Python's interpreter lock from the running step.
+    Planning in a thread would take Python's interpreter lock from the running step.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ def new_range() -> Range:
 
 
 class Step(NamedTuple):
-    """One operation of a rank, or several that run as one (see `run_together`)."""
+    """One operation of a rank, or several operations that run as one (see `run_together`)."""
 
     position: int
     """Index, among all operations of the rank, of the first operation in `ops`."""
@@ -64,7 +64,7 @@ class StepProgress:
     def __init__(self, steps: Sequence[Step], num_ops: int) -> None:
         self._steps, self._num_ops = steps, num_ops
         self.position = 0
-        """Index of the operation at which the executor is; once all operations have run, the number of operations."""
+        """Index of the executor's current operation; the number of operations once all operations have run."""
         self._begun = -1
         self._marked: list[int] = []
         self._recorder: OpRecorder | None = None
@@ -88,7 +88,7 @@ class StepProgress:
         reached = self._recorder.num_reached() if self._recorder is not None else None
         if reached is None:
             return launched, self._begun == launched
-        # Positions are looked up in the list of begun operations: operations before VALIDATE may run twice.
+        # The list of begun operations gives the position, because operations before VALIDATE may run twice.
         done, has_begun = divmod(reached, 2)
         if done < len(self._marked):
             position = self._marked[done]

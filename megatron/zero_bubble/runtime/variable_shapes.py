@@ -39,10 +39,10 @@ class AnswerSpec:
 
 
 def refuse_one_queue(device: torch.device) -> None:
-    """Raise `ValueError` on a GPU with one hardware queue.
+    """Raise `ValueError` on a GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-    Receives that are posted only when they are needed make sends wait. With one hardware queue, a waiting send also
-    delays all later work of the sending rank.
+    If the receiver posts a receive only when it needs the message, the sender waits. With one hardware queue, a waiting
+    send also delays all later work of the sending rank.
     """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError("shapes that vary need several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1")
@@ -66,8 +66,8 @@ class VariableCommunicator:
 
     Args:
         messages: the channels of the messages.
-        headers: the channels of the headers, between the hosts. With GPUs, a process sends a header as soon as it
-            launches the send of the message, ahead of its device.
+        headers: the channels of the headers, between the hosts. On a GPU, the process sends a header when it launches
+            the send of the message, even if the GPU has not computed the message yet.
     """
 
     def __init__(self, messages: Communicator, headers: Communicator) -> None:
@@ -101,7 +101,7 @@ class VariableCommunicator:
         return receive.posted
 
     def _post_known(self, source: int) -> None:
-        """Post the receives of a channel in order, as long as the shapes of their messages are known."""
+        """Post a channel's receives in order, up to the first receive whose message has an unknown shape."""
         channel = self._channels[source]
         while channel and (spec := channel[0].known()) is not None:
             channel.popleft().posted = self._messages.receive(source, spec)
@@ -130,7 +130,7 @@ class _Receive:
             dimensions, *sizes = self.header.wait().tolist()
             return TensorSpec(tuple(sizes[:dimensions]), self.spec.dtype, self.spec.device)
         known = self.known()
-        assert known is not None, f"a message from rank {self.source} answers one that was not sent"
+        assert known is not None, f"a message from rank {self.source} answers a message that this rank has not sent"
         return known
 
     def wait(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Detects a hung pipeline, and reports at which operation each rank is.
+"""Detects a hung pipeline, and reports the current operation of each rank.
 
-A hung rank reports nothing by itself, and its neighbours wait for it. Each rank therefore has a thread that regularly
-checks whether the rank has advanced. The first thread whose rank has not advanced within the timeout raises an alarm in
+A hung rank reports nothing by itself, and its neighbours wait. Each rank therefore has a thread that regularly checks
+whether the rank has advanced. The first thread whose rank has not advanced within the timeout raises an alarm in
 the job's store. After an alarm every rank writes its position to the store, the rank that raised the alarm reports, and
 all ranks exit. While the job runs, each check costs one small request to the store; operations of the pipeline cost no
 requests.
@@ -98,10 +98,10 @@ class Watchdog:
         store: the job's store, used through a separate connection; all ranks must create their watchdogs in the same
             order.
         position: returns the position of this rank, or None between two steps; called on the watchdog's thread.
-        timeout: seconds at one operation after which an alarm is raised.
-        report: called on the one rank that raised the alarm first.
-        leave: called on every rank after the report. `leave` should end the process, because a rank that hangs cannot
-            exit by itself.
+        timeout: seconds that a rank may spend at one operation before the watchdog raises an alarm.
+        report: called only on the rank that raised the alarm first.
+        leave: called on every rank after the report. `leave` should end the process, because a hung rank cannot exit
+            by itself.
         host: name of this rank's machine.
     """
 
@@ -116,8 +116,8 @@ class Watchdog:
         leave: Callable[[], None],
         host: str,
     ) -> None:
-        # A connection is busy while its owner waits for a key. Before torch 2.8 a store has only one connection, which
-        # may be shared, because no step waits for a key.
+        # A connection to the store is busy while its owner waits for a key. Before torch 2.8, a store has only one
+        # connection; the watchdog may share this connection, because no step waits for a key.
         own = store.clone() if hasattr(store, "clone") else store
         generation = own.add(f"megatron.zero_bubble/watchdogs of {rank}", 1)
         self._store = dist.PrefixStore(f"megatron.zero_bubble/watchdog/{generation}", own)
@@ -158,7 +158,7 @@ class Watchdog:
             return
 
     def _raise_alarm(self) -> None:
-        """Ask all ranks for their states, report the states, and then allow the ranks to exit."""
+        """Request the states of all ranks, report the states, and then allow the ranks to exit."""
         assert self._seen is not None
         self._store.set("alarm", str(self._rank))
         self._publish()

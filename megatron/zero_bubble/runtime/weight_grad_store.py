@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 WeightGrad = Callable[[], None]
-"""Computes the weight gradient of one layer for one microbatch and adds it to the parameter's gradient."""
+"""Function that adds one layer's weight gradient for one microbatch to the gradient of the layer's parameter."""
 
 
 class _Deferred(NamedTuple):
@@ -41,7 +41,7 @@ class WeightGradStore:
         self.is_deferring = False
         """Whether layers must hand over their weight gradients instead of computing them."""
         self.num_flushed = 0
-        """Number of bundles of W closed or dropped so far; its change tells layers that another microbatch's B runs."""
+        """Number of bundles of W closed or dropped so far; this number is constant during the B of one microbatch."""
         self.flushed_bytes = 0
         """Bytes of the tensors that were passed to `put` as `held` for the last flushed W; each storage counts once."""
 
@@ -72,7 +72,7 @@ class WeightGradStore:
             weight_grad: computes the gradient.
             held: the tensors that `weight_grad` keeps alive until it has run.
             parameter: identifies the parameter; the W of one parameter run in the order in which they were put.
-            start: starts background work for which `weight_grad` waits; called before the W ahead of this W runs.
+            start: starts background work for which `weight_grad` waits; called before the preceding W runs.
         """
         assert self.is_deferring, "put() outside of deferring()"
         storages = [tensor.untyped_storage() for tensor in held]
@@ -118,7 +118,7 @@ class WeightGradStore:
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
-        """Take the W of `microbatches`, grouped by parameter; a separate function, whose variables keep no W alive."""
+        """Take the W of `microbatches`, grouped by parameter; local variables of this function keep no W alive."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
@@ -144,7 +144,7 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run deferred weight gradients in order. While a weight gradient runs, the inputs of the next are gathered."""
+    """Run deferred weight gradients in order; the background work of each starts before the preceding one runs."""
     pending.reverse()
     if pending:
         pending[-1][1].start()

@@ -1,3 +1,3 @@
-"""The trainer behind `pretrain_gpt.py`: flags, data, model, loop, checkpoints and logging."""
+"""The trainer of `pretrain_gpt.py`: flags, data, model, training loop, checkpoints and logging."""
 
-import megatron.zero_bubble.mcore  # noqa: F401  # lets the modules of this package import megatron-core
+import megatron.zero_bubble.mcore  # noqa: F401  # must precede any import of megatron-core

@@ -1,7 +1,7 @@
 """The flags of `pretrain_gpt.py`, named as in Megatron-LM; this project's own flags begin with `--zero-bubble`.
 
-Flags for fields of megatron-core's configurations are made from these fields (`core_flags.py`); all other flags are
-listed here or, if the launcher has them too, in `session/flags.py`.
+`core_flags.py` makes a flag from each field of megatron-core's configurations. All other flags are listed in this file,
+or in `session/flags.py` if the launcher has the same flags.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class ModelFlags:
     group_query_attention: bool = flag("share keys and values among groups of heads", False)
     use_rope_scaling: bool = flag("scale rotary frequencies as Llama 3.1 does", False)
     rope_scaling_factor: float = flag("factor of --use-rope-scaling", 8.0)
-    rotary_seq_len_interpolation_factor: int | None = flag("divide rotary positions by this", None)
+    rotary_seq_len_interpolation_factor: int | None = flag("divide rotary positions by this number", None)
     position_embedding_type: str = flag("kind of positions", "learned_absolute", choices=("learned_absolute", "rope"))
-    no_position_embedding: bool = flag("no learned positions: what rope implies", False)
+    no_position_embedding: bool = flag("no learned positions; implied by --position-embedding-type rope", False)
     swiglu: bool = flag("gated SiLU in the MLP instead of GeLU", False)
     untie_embeddings_and_output_weights: bool = flag("give the output layer weights of its own", False)
-    make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this times the tensor size", 128)
+    make_vocab_size_divisible_by: int = flag("pad the vocabulary to a multiple of this, times the tensor size", 128)
     no_masked_softmax_fusion: bool = flag("accepted without effect: scores are never masked by a fused kernel", False)
-    attention_softmax_in_fp32: bool = flag("accepted without effect: always so", False)
-    no_persist_layer_norm: bool = flag("accepted without effect: always so", False)
-    no_rope_fusion: bool = flag("accepted without effect: always so", False)
-    no_bias_gelu_fusion: bool = flag("compute bias and GeLU apart, as local layers always do", False)
-    no_bias_swiglu_fusion: bool = flag("compute bias and SwiGLU apart, as local layers always do", False)
+    attention_softmax_in_fp32: bool = flag("accepted without effect: the softmax is always in fp32", False)
+    no_persist_layer_norm: bool = flag("accepted without effect: norms never use the persistent kernel", False)
+    no_rope_fusion: bool = flag("accepted without effect: rotary embeddings are never fused", False)
+    no_bias_gelu_fusion: bool = flag("compute bias and GeLU in separate kernels, as local layers always do", False)
+    no_bias_swiglu_fusion: bool = flag("compute bias and SwiGLU in separate kernels, as local layers always do", False)
     use_mcore_models: bool = flag("accepted without effect: all models are megatron-core's", False)
     no_gradient_accumulation_fusion: bool = flag(
         "compute and accumulate weight gradients in two kernels, even if apex's fused kernel is installed", False
@@ -75,8 +75,8 @@ class TrainingFlags:
         "accumulate and reduce gradients in fp32 (always with --bf16)", False
     )
     zero_bubble_reduce_every_microbatch: bool = flag(
-        "reduce the gradients of --use-torch-fsdp2 after every W of a layer, not after its last: no rank then holds "
-        "whole gradients",
+        "with --use-torch-fsdp2, reduce a layer's gradients after every W instead of after the last W, so that no rank "
+        "holds whole gradients",
         False,
     )
     grad_reduce_in_bf16: bool = flag("accumulate and reduce gradients in bfloat16, with --bf16", False)
@@ -86,14 +86,14 @@ class TrainingFlags:
         False,
     )
     seed: int = flag("seed of initialisation, dropout and the order of data", 1234)
-    exit_interval: int | None = flag("exit after an iteration whose number is a multiple of this", None)
+    exit_interval: int | None = flag("exit after an iteration whose number is a multiple of this number", None)
     exit_duration_in_mins: float | None = flag("save and exit after this many minutes", None)
     exit_signal_handler: bool = flag("save and exit on SIGTERM", False)
     manual_gc: bool = flag("accepted without effect: Python decides when it collects garbage", False)
     manual_gc_interval: int = flag("accepted without effect, as --manual-gc", 0)
     no_manual_gc_eval: bool = flag("accepted without effect, as --manual-gc", False)
     empty_unused_memory_level: int = flag(
-        "give the GPU memory that the allocator holds unused back after every backward (1), and every step (2)", 0
+        "release the allocator's unused GPU memory after every backward (1), and also after every step (2)", 0
     )
 
 
@@ -116,7 +116,7 @@ class DataFlags:
         None,
         choices=("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer"),
     )
-    tokenizer_model: str | None = flag("tokenizer.json, or a folder that holds it", None)
+    tokenizer_model: str | None = flag("path of tokenizer.json, or of the folder that contains this file", None)
     tiktoken_pattern: str | None = flag(
         "accepted without effect: only TikTokenizer reads it", None, choices=("v1", "v2")
     )
@@ -126,14 +126,14 @@ class DataFlags:
     num_workers: int = flag("processes that load data", 2)
     dataloader_type: str = flag("order of samples: the dataset's", "single", choices=("single",))
     variable_seq_lengths: bool = flag(
-        "take each document as a sample, up to --seq-length tokens, and pad a microbatch to its longest one", False
+        "each document, cut at --seq-length tokens, is a sample; pad each microbatch to its longest sample", False
     )
-    reset_position_ids: bool = flag("count positions anew after an end of document", False)
+    reset_position_ids: bool = flag("restart positions at 0 after the end of a document", False)
     reset_attention_mask: bool = flag("attend only within a document", False)
     no_create_attention_mask_in_dataloader: bool = flag(
         "accepted without effect: masks are made only for --reset-attention-mask", False
     )
-    no_mmap_bin_files: bool = flag("read tokens from files without mapping these into memory", False)
+    no_mmap_bin_files: bool = flag("read tokens from files that are not mapped into memory", False)
     eod_mask_loss: bool = flag("no loss at the end of a document", False)
 
 
@@ -154,7 +154,7 @@ class OutputFlags:
     save_interval: int | None = flag("iterations between checkpoints", None, names=("--persistent-save-interval",))
     ckpt_format: str = flag("format of checkpoints", "torch_dist", choices=("torch_dist",))
     override_opt_param_scheduler: bool = flag(
-        "take the learning rate's schedule from the flags, if the checkpoint has another one",
+        "take the learning rate's schedule from the flags, if the schedule in the checkpoint differs",
         False,
         names=("--override-opt_param-scheduler",),
     )
@@ -248,10 +248,10 @@ class Arguments(
 def parse_arguments(
     argv: Sequence[str], prog: str = "pretrain_gpt.py", *, ignores_megatrons: bool = False
 ) -> Arguments:
-    """Parse the trainer's command line, and replace aliases by the flags that they stand for.
+    """Parse the trainer's command line, and replace each alias by the flag that the alias stands for.
 
     Args:
-        ignores_megatrons: leave out the flags of `MegatronFlags` instead of refusing them.
+        ignores_megatrons: whether the flags of `MegatronFlags` are ignored instead of refused.
 
     Raises:
         ValueError: a flag is unknown, missing or malformed, or an alias contradicts another flag.
@@ -260,14 +260,14 @@ def parse_arguments(
     refused = [name for name, value in vars(megatrons).items() if value is not None and value is not False]
     if refused and not ignores_megatrons:
         raise ValueError(
-            f"{flag_name(refused[0])}: {prog} does without it: leave it out, or train with your own Megatron-LM "
-            "(docs/megatron_lm.md)"
+            f"{flag_name(refused[0])}: {prog} does not support this flag: leave it out, or train with your own "
+            "Megatron-LM (docs/megatron_lm.md)"
         )
     patterns, _ = take_flags(_PatternFlags, (_PatternFlags,), argv)
     given = [name for name, value in vars(patterns).items() if value is not None]
     if len(given) > 1:
         raise ValueError(
-            f"--{given[0].replace('_', '-')} and --{given[1].replace('_', '-')} are one flag: give the first"
+            f"--{given[0].replace('_', '-')} and --{given[1].replace('_', '-')} are names of one flag: give the first"
         )
     if given:
         pattern = HybridPattern.parse(getattr(patterns, given[0]))

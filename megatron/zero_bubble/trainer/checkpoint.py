@@ -45,12 +45,12 @@ from megatron.zero_bubble.trainer.checkpoint_flags import (
 )
 
 _OF_ONE_RANK = ("rank", "local_rank")
-"""Flags that differ between ranks, and are not saved in checkpoints."""
+"""Flags that are not saved in checkpoints, because their values differ between ranks."""
 
 
 @dataclass
 class Progress:
-    """Numbers of iterations and sequences that the training has processed, in this run and in runs that it resumes."""
+    """Numbers of iterations and sequences processed so far, in this run and in the earlier runs that it resumes."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -62,7 +62,7 @@ class TrainingState(NamedTuple):
 
     progress: Progress
     model: list[Any]
-    """The model chunks, wrapped for data parallelism or not."""
+    """The model chunks, with or without their wrappers for data parallelism."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
@@ -81,7 +81,7 @@ class Checkpointer:
         """Write the checkpoint of the last iteration under `args.save`; a collective call.
 
         Raises:
-            SessionError: on every rank, if any rank cannot write; the previous checkpoint stays the latest.
+            SessionError: on every rank, if any rank cannot write. The previous checkpoint then stays the latest one.
         """
         assert self._args.save is not None
         root, iteration = Path(self._args.save), self._progress.iteration
@@ -123,7 +123,7 @@ class Checkpointer:
         """
         args = self._args
         assert args.load is not None
-        # Another job may be saving there, so rank 0 alone decides which checkpoint is the latest.
+        # Rank 0 alone decides which checkpoint is the latest, because another job may be saving in the same folder.
         iteration = on_rank(0, lambda: latest_iteration(str(args.load)))
         folder = checkpoint_folder(args.load, iteration)
         try:
@@ -137,7 +137,7 @@ class Checkpointer:
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        """Load the model and the further state that the flags ask for, and return the state common to all ranks."""
+        """Load the model, and the optimizer and random state unless flags forbid it; return the common state."""
         args = self._args
         needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")
         description, common = jointly(lambda: read_checked(folder, needed))
@@ -190,7 +190,7 @@ class Checkpointer:
         scheduler.load_state_dict(state)
         rates = saved if self._args.use_checkpoint_opt_param_scheduler else self._args
         for group in self._optimizer.param_groups:
-            # Loading the optimizer brought back the checkpoint's values, which the scheduler prefers to its own.
+            # The optimizer's groups now hold the checkpoint's rates, and the scheduler prefers a group's rates.
             group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
             if group["is_decoupled_lr"]:
                 max_lr, min_lr = getattr(rates, "decoupled_lr", None), getattr(rates, "decoupled_min_lr", None)
@@ -200,7 +200,7 @@ class Checkpointer:
 
     def _new_metadata(self) -> dict[str, Any]:
         return {
-            # Only fully reshardable checkpoints load with another data-parallel size.
+            # Only fully reshardable checkpoints can be loaded with a different data-parallel size.
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
             "singleton_local_shards": False,
@@ -210,7 +210,7 @@ class Checkpointer:
 
 
 def _schedule(state: dict[str, Any], flags: Arguments | argparse.Namespace) -> dict[str, Any]:
-    """The scheduler's state, with the learning rates of the embedding and the output layer."""
+    """Return the scheduler's state, with the separate learning rates of the embedding and the output layer."""
     return {**state, **{name: vars(flags)[name] for name in DECOUPLED_RATES if name in vars(flags)}}
 
 
@@ -229,7 +229,7 @@ def _rng_state() -> ShardedObject:
     ]
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     if parallel_state.get_expert_model_parallel_world_size() > 1:
-        # Experts draw from a generator that differs between the replicas.
+        # Experts draw random numbers from a generator whose state differs between replicas.
         place.append((replica, parallel_state.get_data_parallel_world_size(with_context_parallel=True)))
         replica = 0
     ranks, sizes = zip(*place, strict=True)

@@ -1,8 +1,8 @@
 """Names and checks the files of a checkpoint, and keeps the tracker file that names the latest checkpoint.
 
 A checkpoint is written to `iter_0000100.incomplete/`. When every file is on the disk, the folder is renamed atomically
-to its final name, and then `latest_checkpointed_iteration.txt` is replaced atomically. A checkpoint that was cut short
-by a kill, a crash or a full disk is therefore never loaded.
+to its final name, and then `latest_checkpointed_iteration.txt` is replaced atomically. A checkpoint that is incomplete
+because of a kill, a crash or a full disk is therefore never loaded.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def read_checked(folder: Path, needed: Iterable[str]) -> tuple[Metadata, dict[st
 
 
 def check_complete(folder: Path, description: Metadata) -> None:
-    """Raise `CheckpointError` unless every file of a checkpoint's tensors exists and is long enough."""
+    """Raise `CheckpointError` if a file with a checkpoint's tensors is missing or too short."""
     for name, num_bytes in extents(description).items():
         try:
             size = (folder / name).stat().st_size

@@ -21,9 +21,9 @@ _MODEL_COMPUTATION = (
     *("window_size", "norm_epsilon", "qk_l2_norm", "rotary_base", "rotary_percent", "rotary_interleaved"),
     *("use_rope_scaling", "moe_router_pre_softmax"),
 )
-"""Flags that change what a model computes, but not its parameters; `--finetune` allows other values of these flags."""
+"""Flags that change a model's computation, but not its parameters; `--finetune` allows other values of these flags."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
-"""Settings that an optimizer takes over from a checkpoint."""
+"""Optimizer -> flags whose values are replaced by the checkpoint's values when the optimizer's state is loaded."""
 DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
 """Flags that are part of the learning rate's schedule, but not of the scheduler's state."""
 _SCHEDULE_FLAGS = {
@@ -37,14 +37,14 @@ _SCHEDULE_FLAGS = {
     "wd_incr_steps": "--train-iters",
     **{name: flag_name(name) for name in DECOUPLED_RATES},
 }
-"""Value of the learning-rate schedule -> flag that sets the value; the scheduler counts steps in samples."""
+"""Field of the learning-rate scheduler's state -> flag that sets this field; steps are counted in samples."""
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
     """Raise `ValueError` if `saved`, the flags in the checkpoint, describe another model than the flags `args`."""
     pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
     pairs["hybrid_layer_pattern"] = (_layers(args), _layers(saved))
-    # Without --group-query-attention a group is a head, though Megatron-LM then saves a 1.
+    # Without --group-query-attention, each head is a query group, although Megatron-LM saves num_query_groups=1.
     is_grouped = getattr(saved, "group_query_attention", True)
     saved_groups = getattr(saved, "num_query_groups" if is_grouped else "num_attention_heads", None)
     pairs["num_query_groups"] = (args.num_query_groups, saved_groups)
@@ -57,13 +57,13 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
 
 
 def _layers(args: Any) -> str | None:
-    """The symbols of a hybrid model's layers, without the division into stages; None for another model."""
+    """Return the symbols of a hybrid model's layers, without the division into stages; None for another model."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return None if pattern is None else HybridPattern.parse(pattern).symbols
 
 
 def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
-    """Raise `ValueError` if the saved optimizer state belongs to another optimizer than the flags describe."""
+    """Raise `ValueError` if the saved optimizer state does not belong to the optimizer that the flags describe."""
     ours, theirs = _optimizer_form(args), _optimizer_form(saved)
     if ours != theirs:
         raise ValueError(
@@ -76,12 +76,12 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
             flag = flag_name(name)
             raise ValueError(
                 f"{flag} {value}: the optimizer's state in --load {args.load} was saved with {was} and keeps "
-                f"that: give {flag} {was}, or --no-load-optim"
+                f"this value: give {flag} {was}, or --no-load-optim"
             )
 
 
 def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
-    """Return the flags that decide which tensors and parameter groups an optimizer's state consists of.
+    """Return, as text, the flags that determine the tensors and the parameter groups of an optimizer's state.
 
     A distributed optimizer has the same tensors in every precision. Other optimizers have the same tensors in bf16 and
     fp16, but not in fp32.
@@ -89,7 +89,7 @@ def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
     name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
     if getattr(flags, "decoupled_lr", None) is not None:
         name += " --decoupled-lr"
-    if _spreads_experts(flags):  # whose parameters megatron-core gives an optimizer of their own
+    if _spreads_experts(flags):  # megatron-core gives the parameters of experts a separate optimizer
         name += " --expert-model-parallel-size > 1"
     if getattr(flags, "use_distributed_optimizer", False):
         return f"{name} --use-distributed-optimizer"
@@ -98,7 +98,7 @@ def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
 
 
 def has_same_ranks(args: Arguments, saved: argparse.Namespace) -> bool:
-    """Return whether a job with the flags `args` has the ranks, and so the random states, of the saved job."""
+    """Return whether the job's ranks correspond to the saved job's ranks, so that random states can be loaded."""
     names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
     if _spreads_experts(args) or _spreads_experts(saved):
         names += ["expert_model_parallel_size", "world_size"]
@@ -121,5 +121,5 @@ def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str,
             raise ValueError(
                 f"--load {args.load}: the learning rate's schedule differs: {flag} gives {ours[name]}{unit}, "
                 f"the checkpoint has {saved[name]}{unit}: give the flags of that run, --override-opt-param-scheduler "
-                "to take the flags', or --use-checkpoint-opt-param-scheduler to take the checkpoint's"
+                "to use the flags, or --use-checkpoint-opt-param-scheduler to use the checkpoint's schedule"
             )

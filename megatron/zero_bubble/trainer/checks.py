@@ -143,12 +143,12 @@ def _check_model(args: Arguments) -> None:
     if args.save and args.mtp_num_layers and args.pipeline_model_parallel_size > 1 and not uses_rope:
         raise ValueError(
             f"--save {args.save} with --mtp-num-layers {args.mtp_num_layers} needs --position-embedding-type rope: the "
-            "first and the last stage learn positions of their own, of which a checkpoint holds one"
+            "first and the last stage learn separate positions, but a checkpoint holds only one of both"
         )
     if args.reset_attention_mask and args.transformer_impl != "local":
         raise ValueError(
-            f"--reset-attention-mask needs --transformer-impl local: attention of {args.transformer_impl} is causal, "
-            "whatever mask it is given"
+            f"--reset-attention-mask needs --transformer-impl local: attention of {args.transformer_impl} ignores "
+            "the mask, and is always causal"
         )
     if args.attention_backend == "local" and args.transformer_impl != "local":
         raise ValueError(
@@ -219,7 +219,7 @@ def _check_experts(args: Arguments, has_cuda: bool) -> None:
             "megatron-core trains no experts without it"
         )
     if args.moe_grouped_gemm and not has_cuda:
-        raise ValueError("--moe-grouped-gemm needs CUDA: its kernel computes a rank's experts together; leave it out")
+        raise ValueError("--moe-grouped-gemm needs CUDA, because it is a CUDA kernel: leave it out")
     if experts is not None and not 1 <= args.moe_router_topk <= experts:
         raise ValueError(f"--moe-router-topk {args.moe_router_topk} is not between 1 and --num-experts {experts}")
 
@@ -234,7 +234,7 @@ def _check_replicas(args: Arguments) -> None:
     sharing = args.world_size // (args.pipeline_model_parallel_size * expert_ranks)
     given = f"--num-distributed-optimizer-instances {instances}"
     if instances > 1 and not args.use_distributed_optimizer:
-        raise ValueError(f"{given} needs --use-distributed-optimizer, whose state it copies")
+        raise ValueError(f"{given} needs --use-distributed-optimizer: each instance shards the optimizer's state")
     if sharing % instances or replicas % instances:
         of_experts = f" and the {sharing} ranks with the same experts" if sharing != replicas else ""
         raise ValueError(f"{given} must divide the {replicas} data- and context-parallel ranks{of_experts}")
@@ -257,7 +257,7 @@ def _check_batches(args: Arguments) -> None:
     start, increment, samples = args.rampup_batch_size
     ramp = f"--rampup-batch-size {start} {increment} {samples}"
     if min(start, increment, samples) < 1:
-        raise ValueError(f"{ramp}: all three must be at least 1")
+        raise ValueError(f"{ramp}: all three numbers must be at least 1")
     if start % step or increment % step:
         raise ValueError(f"{ramp}: start and increment must be multiples of {explanation}")
     if whole <= start or (whole - start) % increment:
@@ -277,8 +277,8 @@ def _check_training(args: Arguments) -> None:
 
 
 _NOT_OF_ONE_LENGTH = {
-    "reset_attention_mask": "a sample is one document",
-    "reset_position_ids": "a sample is one document",
+    "reset_attention_mask": "each sample is one document",
+    "reset_position_ids": "each sample is one document",
 }
 """Flag -> reason why the flag is refused with `--variable-seq-lengths`."""
 
@@ -292,7 +292,7 @@ def _check_data(args: Arguments) -> None:
         )
     for name, problem in _NOT_OF_ONE_LENGTH.items():
         if args.variable_seq_lengths and getattr(args, name):
-            raise ValueError(f"{flag_name(name)} does not go with --variable-seq-lengths: {problem}")
+            raise ValueError(f"{flag_name(name)} does not work with --variable-seq-lengths: {problem}")
     if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
         raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
     if args.no_create_attention_mask_in_dataloader and args.reset_attention_mask:

@@ -25,7 +25,7 @@ import torch
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
 from megatron.zero_bubble.session.flag_parser import flag
 
-# On a CPU megatron-core must not be imported before this call: it would compile, which takes minutes.
+# On a CPU, megatron-core must be imported after this call; otherwise the import compiles code for minutes.
 substitute_cuda().restore()
 
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
@@ -48,7 +48,7 @@ _NAMES = {
     "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation",
     "average_in_collective": "--ddp-average-in-collective",
 }
-"""Flag names in Megatron-LM for fields whose metadata contains no flag name."""
+"""Configuration field whose metadata contains no flag name -> the flag's name in Megatron-LM."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "lr")
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -62,7 +62,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Flag defaults that differ from field defaults: those of Megatron-LM, and local layers (no other package needed)."""
+"""Field -> flag default that differs from the field's default: Megatron-LM's default, or local layers."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "normalization": ("LayerNorm", "RMSNorm"),
@@ -82,10 +82,10 @@ _WITHOUT_FLAG = re.compile(
             r"(masked_softmax|bias_dropout|bias_activation|apply_rope)_fusion|persist_layer_norm|gated_linear_unit",
             r"attention_softmax_in_fp32|deallocate_pipeline_outputs|barrier_with_L1_time",
             r"grad_reduce_in_fp32|check_for_nan_in_grad|align_param_gather|mtp_standalone|decoupled_weight_decay",
-            # Zero bubble does the work of these fields, or zero-bubble schedules have no place for that work.
+            # Zero bubble replaces the features of these fields, or zero-bubble schedules do not support the features.
             r"delay_wgrad_compute|defer_embedding_wgrad_compute|wgrad_deferral_limit|overlap_moe_.*|ep_overlap_.*",
             r"num_microbatches_with_partial_activation_checkpoints|overlap_param_gather_with_optimizer_step",
-            # These fields are for models, kinds of replicas and programs that the trainer does not have.
+            # These fields belong to models, kinds of replicas and programs that the trainer does not support.
             r"hete.*|linear_attention_.*|dsa_.*|experimental_attention_variant|mrope_section",
             r".*fsdp.*|.*sharding_strategy|nccl_ub|.*symmetric.*|suggested_communication_unit_size|preserve_fp32_weights",
             r"keep_fp8_transpose_cache|h.*_context_parallel.*|max_seqlen_per_dp_cp_rank|muon_.*|.*kitchen.*|.*inference.*",
@@ -109,9 +109,9 @@ class CoreFlag(NamedTuple):
     """Name of the attribute that holds the flag's value: `disable_bias_linear` for `--disable-bias-linear`."""
     field: str
     is_negated: bool
-    """Whether the flag switches a field off."""
+    """Whether the flag switches the configuration's field off."""
     entry: tuple[Any, Any]
-    """Type and definition of the attribute, as a field of a dataclass of flags."""
+    """Type of the flag's attribute, and the attribute's definition as a dataclass field."""
 
 
 def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
@@ -132,12 +132,12 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
 
 
 def config_values(args: Any, config_class: type) -> dict[str, Any]:
-    """Return the values that the flags give to the fields of a configuration."""
+    """Return name of a field of the configuration -> the value that the flags give to this field."""
     values = {}
     for known_flag in core_flags(config_class):
         value = getattr(args, known_flag.name)
         if value is None and known_flag.field in ("rope_type", "offload_modules"):
-            continue  # the configuration has a default that no flag gives
+            continue  # for these fields, the configuration has a default that no flag value can express
         values[known_flag.field] = (
             not value if known_flag.is_negated else _of_field(value, _hints(config_class)[known_flag.field])
         )
@@ -231,7 +231,7 @@ def _of_field(value: Any, hint: Any) -> Any:
 
 
 def _pattern(text: str) -> int | list[int]:
-    """Parse a frequency of layers, or a list with one number for each layer, such as `([0]*3+[1]*58)`.
+    """Parse a layer frequency (an integer), or a list with one integer for each layer, such as `([0]*3+[1]*58)`.
 
     Raises:
         argparse.ArgumentTypeError: the text is neither an integer nor a list of integers.

@@ -35,9 +35,8 @@ from megatron.zero_bubble.trainer.data_files import fingerprint
 class ContentKeyedGPTDataset(GPTDataset):
     """A GPTDataset that names its cached sample index after the path of the data and the lengths of the documents.
 
-    megatron-core names the cache of a sample index after the path of the data. With megatron-core's name, data that is
-    tokenised again under the same prefix would use the index of the old data, and samples would be out of range or
-    silently wrong.
+    megatron-core names the cache of a sample index only after the path of the data. Data that is tokenised again under
+    the same path would therefore use the index of the old data, and samples would be out of range or silently wrong.
     """
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
@@ -52,7 +51,7 @@ _OF_ONE_LENGTH = (ContentKeyedGPTDataset, MockGPTDataset)
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits of the data; None on a rank that needs no data. Every rank knows `num_samples`."""
+    """The three splits of the data; a split is None on a rank that needs no data. `num_samples` is set on all ranks."""
 
     train: torch.utils.data.Dataset | None
     valid: torch.utils.data.Dataset | None
@@ -70,9 +69,9 @@ def build_datasets(
     """Build or load the datasets and their sample indices; a collective call of all ranks.
 
     Args:
-        needs_data: whether `reads_data` holds for a chunk of this rank. Only rank 0 of a tensor-parallel group
-            reads data. Global rank 0 must read, because it writes the index cache that the other ranks load.
-        log: a function that prints a line about the progress, on rank 0 only.
+        needs_data: whether `reads_data` is true for a model chunk of this rank. Only rank 0 of a tensor-parallel group
+            reads data. Global rank 0 must read data, because global rank 0 writes the index cache for all ranks.
+        log: function that prints a line about the progress, on rank 0 only.
 
     Raises:
         ValueError: on one rank, if the index cache cannot be written or read; on every rank, if a split is too short.
@@ -105,7 +104,7 @@ def build_datasets(
 
 
 def _is_other_warning(record: logging.LogRecord) -> bool:
-    """False for the warning that indices of mock data stay in memory, because a log line already says so."""
+    """Return False for the warning that indices of mock data stay in memory; a log line already states this fact."""
     return "because path_to_cache is None" not in record.getMessage()
 
 
@@ -124,7 +123,7 @@ def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
 def _check_lengths(args: Arguments, num_samples: tuple[int, int, int]) -> None:
     """Raise `ValueError` if a split is too short for the run.
 
-    A blend without weights is one epoch long; megatron-core repeats other data as often as needed.
+    megatron-core repeats data as often as needed, except a blend without weights, which is one epoch long.
     """
     for split in Split:
         have, need = num_samples[split.value], requested_samples(args)[split.value]
@@ -151,7 +150,7 @@ class Batch(NamedTuple):
 
 
 def reads_data(args: Arguments, *, embeds: bool, is_last: bool) -> bool:
-    """Whether `get_batch` returns tensors for a chunk: true if the chunk embeds tokens, is last or needs masks."""
+    """Return whether a model chunk needs data: if the chunk embeds tokens, computes the loss or needs masks."""
     return embeds or is_last or args.reset_attention_mask
 
 
@@ -161,11 +160,11 @@ def get_batch(
     """Return the tensors of the next microbatch that a chunk needs; a middle stage needs at most a mask.
 
     Tensor-parallel rank 0 reads and broadcasts the tensors; all ranks of the tensor-parallel group call `get_batch`.
-    Without `--variable-seq-lengths` shapes are known in advance, so that no rank waits for a size from the device.
-    megatron-core's `tensor_parallel.broadcast_data` waits for sizes twice in each call.
+    Without `--variable-seq-lengths`, shapes are known in advance, so that no rank waits for the device to read a shape.
+    megatron-core's `tensor_parallel.broadcast_data`, in contrast, waits for shapes twice in each call.
 
     Raises:
-        RuntimeError: the data is used up.
+        RuntimeError: no microbatch is left in the data.
     """
     keys = ["tokens", "position_ids"] * embeds + ["labels", "loss_mask"] * is_last
     if args.reset_attention_mask:
@@ -193,11 +192,11 @@ def get_batch(
 
 
 def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[str]) -> dict[str, torch.Tensor]:
-    assert data_iterator is not None, "this chunk needs data: pass needs_data=True and build an iterator for it"
+    assert data_iterator is not None, "a model chunk that needs data has no data iterator"
     try:
         sample = next(data_iterator)
     except StopIteration:
-        raise RuntimeError("the data ended, although the check at the start found enough for the whole run") from None
+        raise RuntimeError("the data ended, although a check at the start of the run found enough samples") from None
     return {key: sample[key].to(own_device(), non_blocking=True) for key in keys}
 
 

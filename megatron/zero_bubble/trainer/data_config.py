@@ -18,19 +18,23 @@ from megatron.zero_bubble.trainer.data_files import (
 
 
 def check_data(args: Arguments, vocab_size: int | None = None) -> None:
-    """Check every data file without communication, on any rank; `checks.py` must have checked each flag before.
+    """Check every data file without communication, on any rank; `checks.py` must have checked the flags before.
 
-    Tokens of the files are compared with the tokenizer's `vocab_size`. A mistake raises `ValueError` with one line.
+    Args:
+        vocab_size: number of tokens of the tokenizer, with which token ids in the files are compared.
+
+    Raises:
+        ValueError: a file or a flag is wrong; the message is one line.
     """
     if (args.valid_data_path or args.test_data_path) and not args.train_data_path:
         raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
     if args.train_data_path and args.split != DataFlags.split:
-        raise ValueError(f"--split {args.split} cuts --data-path; it has no meaning with --train-data-path")
+        raise ValueError(f"--split {args.split} cuts --data-path; it has no effect with --train-data-path")
     split = args.split if args.data_path else None
     if split is not None:
         check_split(split)
     for flag, (prefixes, weights) in _blends(args).items():
-        # Each dataset of a blend without weights is one epoch long, so it must hold a whole sample.
+        # In a blend without weights, each dataset is read for one epoch, and must therefore contain a whole sample.
         holds_samples = weights is None and len(prefixes) > 1 and not args.variable_seq_lengths
         min_tokens = args.seq_length + 1 if holds_samples else 1
         for prefix in prefixes:
@@ -82,7 +86,7 @@ def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, u
         if need > 0 and 0 < have < used[split] + need:
             raise ValueError(
                 f"{flags[split]}: the {SPLITS[split]} data has {have} samples for this, of which the run in --load "
-                f"has used {used[split]}, and {need} more are needed: give what that run had{instead[split]}"
+                f"has used {used[split]}, and {need} more are needed: give that run's values{instead[split]}"
             )
 
 
@@ -101,7 +105,7 @@ def dataset_config(args: Arguments, tokenizer: MegatronTokenizerBase) -> GPTData
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        # Only --reset-attention-mask needs masks [b, 1, s, s]; causal attention makes its own.
+        # Only --reset-attention-mask needs masks [b, 1, s, s] in the data; attention is otherwise causal.
         create_attention_mask=args.reset_attention_mask,
         mmap_bin_files=not args.no_mmap_bin_files,
     )

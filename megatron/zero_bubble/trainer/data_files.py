@@ -1,8 +1,8 @@
 """Checks tokenised data (.bin/.idx pairs, blends and splits) early and without communication.
 
-megatron-core shows mistakes in data late, by a traceback on one rank, by an endless loop (a split without documents),
-or by an out-of-range index on the GPU (tokens of another tokenizer). All checks raise `ValueError` with one line that
-names the flag and the file.
+megatron-core detects mistakes in data late: by a traceback on one rank, by an endless loop (a split without documents),
+or by an out-of-range index on the GPU (tokens of another tokenizer). All checks of this module raise `ValueError` with
+one line that names the flag and the file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TokenFile:
 
 
 def open_token_file(prefix: str, flag: str) -> TokenFile:
-    """Open a .bin/.idx pair; check that PREFIX.idx is whole and that PREFIX.bin is as long as the index says."""
+    """Open a .bin/.idx pair, and check that neither PREFIX.idx nor PREFIX.bin is truncated."""
     idx, bin_ = get_idx_path(prefix), get_bin_path(prefix)
     for path in (idx, bin_):
         if not os.path.isfile(path):
@@ -79,7 +79,7 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
 
 
 def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
-    """Refuse a file if one of its first tokens is outside the vocabulary, because another tokenizer made the file."""
+    """Refuse a file that another tokenizer has made: one of the file's first tokens is outside the vocabulary."""
     path = get_bin_path(file.prefix)
     count = min(os.path.getsize(path) // file.dtype.itemsize, _CHUNK)
     if count == 0:
@@ -109,9 +109,9 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 
 
 def check_split(split: str) -> None:
-    """Refuse a split that is not one to three shares (training, validation, test), or has no share for training.
+    """Refuse a split that is not one to three shares (training, validation, test), or whose training share is 0.
 
-    Quotes around the split are allowed, because Megatron-LM's scripts may pass quotes on and Megatron-LM skips them.
+    Quotes around the split are allowed, because Megatron-LM, too, ignores the quotes that its scripts may pass.
     """
     shares = split.strip("'\"").split(",")
     if len(shares) > len(SPLITS) or not all(_is_number(share) and 0 <= float(share) < math.inf for share in shares):
@@ -138,12 +138,12 @@ def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag:
         if not file.has_tokens(begin, end, min_tokens):
             raise ValueError(
                 f"--split {split}: the {name} split gets {end - begin} of the {count} documents of {flag} "
-                f"{file.prefix}, fewer than {min_tokens} tokens; give it a larger share, or 0"
+                f"{file.prefix}, fewer than {min_tokens} tokens; give this split a larger share, or 0"
             )
 
 
 def fingerprint(lengths: np.ndarray) -> str:
-    """Return a short digest of sequence lengths [num_sequences]: of the last block and of at most 64 other blocks."""
+    """Return a short digest of sequence lengths [num_sequences], from the last block and at most 64 other blocks."""
     digest = hashlib.sha256(str(lengths.shape[0]).encode())
     block = 1 << 14
     starts = range(0, lengths.shape[0], max(block, math.ceil(lengths.shape[0] / 64)))

@@ -1,9 +1,9 @@
-"""Loads microbatches in worker processes, which end when the iterator is closed or the training process is gone.
+"""Loads microbatches in worker processes, which end when the iterator is closed or the training process has ended.
 
 Samplers choose the samples of each data-parallel rank, one microbatch after the other, in Megatron's order. A run skips
-the first `consumed_samples` samples of the data set, which all ranks together have used before. A resumed run therefore
-continues with the samples that an uninterrupted run would use next. The global batch size may change during a run
-(ramp-up), because the batch size decides only how many microbatches make a step.
+the first `consumed_samples` samples of the data set, which earlier runs have used on all ranks together. A resumed run
+therefore continues with the samples that an uninterrupted run would use next. The global batch size may change during a
+run (ramp-up), because the batch size determines only the number of microbatches in a step.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from megatron.zero_bubble.trainer.data_documents import padded
 
 _Collate = Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]
 _SECONDS_TO_DIE = 1.0
-"""After the first error of a loader, seconds to wait until the worker that caused the error has ended."""
+"""Seconds to wait, after the first error of a loader, for the end of the worker that caused the error."""
 
 
 class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     """Iterates over the microbatches of a loader, inside a `with` block or until `close()`.
 
-    The owner must close the iterator. The workers of an open iterator live on while a traceback, a reference cycle or a
-    signal handler refers to the iterator. Python waits for these workers before it exits.
+    The owner must close the iterator. Otherwise the workers keep running while a traceback, a reference cycle or a
+    signal handler refers to the iterator, and Python waits for these workers before it exits.
 
-    If a worker has failed, for example because the system killed it, the next failed read raises a `SessionError` about
-    that worker. Any other error inside the `with` block then becomes the same `SessionError`. torch's SIGCHLD handler
-    is not installed. When a worker ends, that handler raises an error at an arbitrary instruction of the training
-    process; the error can be lost or leave a lock taken.
+    If a worker has failed, for example because the system killed it, the next failed read raises a `SessionError` that
+    names the worker. Any other error inside the `with` block then becomes the same `SessionError`. torch's SIGCHLD
+    handler is not installed: when a worker ends, that handler raises an error at an arbitrary instruction of the
+    training process, and the error can be lost or leave a lock taken.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -48,7 +48,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
         self._batches = iter(loader)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, handler)
-        # With num_workers 0 this process loads.
+        # With num_workers 0, this process loads the data itself and has no workers.
         self._workers: list[BaseProcess] = getattr(self._batches, "_workers", [])
         super().__init__(iter(self._load, None))
 
@@ -81,7 +81,7 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
         how = signal.Signals(-code).name if code < 0 else f"status {code}"
         raise SessionError(
             f"--num-workers {len(self._workers)}: a worker that loads data (process {lost[0].pid}) ended with {how}; "
-            "if memory ran out, which the system's log tells, give fewer workers or 0"
+            "if memory ran out (see the system's log), give fewer workers or 0"
         ) from error
 
     def _lost_workers(self) -> list[BaseProcess]:
@@ -92,20 +92,22 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
         if not self._workers:
             return
         if self._lost_workers():
-            # A killed worker may hold the lock of the event by which torch ends workers: torch would wait for ever.
+            # torch ends its workers through an event. A killed worker may hold the event's lock, for which torch would
+            # wait forever.
             self._batches._shutdown = True  # type: ignore[attr-defined]
         else:
             self._batches._shutdown_workers()  # type: ignore[attr-defined]
         for worker in self._workers:
-            worker.kill()  # workers ignore SIGTERM, with which torch asked them to end
+            worker.kill()  # workers ignore SIGTERM, which torch has sent
             worker.join()
 
 
 @dataclass(frozen=True)
 class SequentialSampler:
-    """Samples a dataset once, in order; each rank takes its contiguous part of every stride.
+    """Yields the indices of each microbatch of one data-parallel rank, in the order of the dataset.
 
-    A stride is one microbatch for every rank. An incomplete last stride is dropped.
+    A stride contains one microbatch for every rank; each rank takes its contiguous part of every stride. An incomplete
+    last stride is dropped.
     """
 
     total_samples: int
@@ -135,8 +137,8 @@ def build_data_iterator(
 
     `build_data_iterator` returns None if the dataset is None or empty.
 
-    Each model chunk that reads data needs an iterator of its own. The iterator yields CPU tensors [micro_batch_size,
-    seq_length], or shorter tensors with `variable_seq_lengths`.
+    Each model chunk that reads data needs a separate iterator. The iterator yields CPU tensors of shape
+    [micro_batch_size, seq_length], or shorter tensors with `variable_seq_lengths`.
     """
     if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]  # Dataset declares no __len__
         return None
@@ -157,7 +159,7 @@ def build_data_iterator(
         collate_fn=collate if torch.cuda.is_available() else partial(_as_arrays, collate),
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_ignore_stop_signals,
-        # The loader draws its workers' seed from this generator; drawing from the global one would change the run.
+        # The loader draws its workers' seed from this generator. A draw from the global generator would change the run.
         generator=torch.Generator().manual_seed(args.seed),
     )
     return MicrobatchIterator(loader)
@@ -166,8 +168,8 @@ def build_data_iterator(
 def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
     """Join samples to a microbatch of arrays, so that a worker sends the microbatch through its pipe.
 
-    torch would pass tensors in shared memory. The training process would then fetch the handle of each tensor over a
-    socket in the middle of a forward. With pinned memory no arrays are needed, because a thread fetches the handles.
+    torch would pass tensors in shared memory, and the training process would fetch the handle of each tensor over a
+    socket in the middle of a forward. With pinned memory, arrays are not needed, because a thread fetches the handles.
     """
     return {name: tensor.numpy() for name, tensor in collate(samples).items()}
 

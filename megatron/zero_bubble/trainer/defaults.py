@@ -12,7 +12,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 
 def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> Arguments:
-    """Fill in the defaults that depend on other flags or on the machine, and the rank, which `environment` names.
+    """Fill in the rank from `environment`, and the defaults that depend on other flags or on the machine.
 
     Raises:
         ValueError: a default cannot be derived from the other flags.
@@ -30,7 +30,7 @@ def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -
     if not args.kv_channels:
         require_multiple(args, "hidden_size", "num_attention_heads")
     of_the_model = {
-        # A single tensor-parallel rank has whole sequences, although Megatron's scripts may give the flag.
+        # Megatron's scripts may give --sequence-parallel even for one tensor-parallel rank, which has whole sequences.
         "sequence_parallel": args.sequence_parallel and args.tensor_model_parallel_size > 1,
         "kv_channels": args.kv_channels or args.hidden_size // args.num_attention_heads,
         "ffn_hidden_size": args.ffn_hidden_size or _mlp_width(args),
@@ -56,7 +56,7 @@ def require_multiple(args: Arguments, name: str, divisor: str) -> None:
 def _mlp_width(args: Arguments) -> int:
     if not args.swiglu:
         return 4 * args.hidden_size
-    # A gated MLP has three matrices instead of two, so two thirds of the width keep the number of parameters.
+    # A gated MLP has three matrices instead of two, so two thirds of the width give the same number of parameters.
     return max(64, int(args.hidden_size * 8 / 3) // 64 * 64)
 
 

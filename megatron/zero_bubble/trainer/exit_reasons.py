@@ -1,4 +1,4 @@
-"""Ends a training before its last iteration, at a multiple of an interval, at a time limit or after a signal."""
+"""Ends a training before its last iteration: at a multiple of an interval, at a time limit, or after a signal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 
 class ExitReasons:
-    """Decides after each iteration whether training stops; all ranks decide alike.
+    """Decides after each iteration whether training stops; all ranks make the same decision.
 
     Args:
         waits: whether the decision waits for the votes of all ranks on this iteration; otherwise the decision uses the
@@ -34,8 +34,8 @@ class ExitReasons:
     def signals_handled(self) -> Iterator[None]:
         """With `--exit-signal-handler`, treat SIGTERM and Ctrl-C as requests to save and exit.
 
-        A repeated SIGTERM has no further effect, because a cluster's scheduler and torchrun may both send one. A second
-        Ctrl-C ends the process at once.
+        A repeated SIGTERM has no further effect, because a cluster's scheduler and torchrun may both send a SIGTERM. A
+        second Ctrl-C ends the process at once.
         """
         if not self._args.exit_signal_handler:
             yield
@@ -54,7 +54,7 @@ class ExitReasons:
                 signal.signal(number, handler)
 
     def reason(self, iteration: int) -> str | None:
-        """Return the reason to stop after this iteration, or None; a collective call with one result for all ranks."""
+        """Return the reason to stop after this iteration, or None; a collective call, with one result for all ranks."""
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
@@ -69,7 +69,7 @@ class ExitReasons:
         return next((reason for reason, count in zip(self._reasons(), counts.tolist(), strict=True) if count), None)
 
     def _reasons(self) -> dict[str, bool]:
-        """Return all possible reasons to stop training; a reason is mapped to True if it holds on this rank."""
+        """Return a dictionary: possible reason to stop training -> whether this reason holds on this rank."""
         limit, minutes = self._args.exit_duration_in_mins, (time.monotonic() - self._started) / 60.0
         return {
             "SIGTERM": self._signal == signal.SIGTERM,

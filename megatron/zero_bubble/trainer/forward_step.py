@@ -20,13 +20,13 @@ DataIterator = Iterator[dict[str, torch.Tensor]] | None
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of the tokens that `loss_mask` counts, the number of these tokens, and a report of both.
+    """Return the summed loss of the tokens in `loss_mask`, the number of these tokens, and a report with both numbers.
 
     Args:
         loss_mask: [batch, sequence], 1.0 where a token counts for the loss.
         output: [batch, sequence], the loss of each token.
     """
-    assert loss_mask is not None, "only the last stage computes a loss, and there the data has a mask"
+    assert loss_mask is not None, "a stage without a loss mask computes a loss"
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -37,7 +37,7 @@ def loss_func(
 def checked_loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Do the same as `loss_func`, but give an infinite loss a NaN gradient, so that all ranks notice the loss."""
+    """Return the result of `loss_func`, but with a NaN gradient for an infinite loss, so that all ranks notice it."""
     loss, num_tokens, report = loss_func(loss_mask, output)
     return spoil_if_infinite(loss), num_tokens, report
 

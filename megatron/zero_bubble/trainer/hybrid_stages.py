@@ -52,7 +52,7 @@ def check_pattern(args: Arguments) -> None:
     if (args.mtp_num_layers or 0) != pattern.num_further:
         raise ValueError(
             f"{given} has {pattern.num_further} layers of multi-token prediction, but --mtp-num-layers is "
-            f"{args.mtp_num_layers}: leave it out, the parts of the pattern that follow a / are these layers"
+            f"{args.mtp_num_layers}: leave this flag out, because the parts of the pattern after / give these layers"
         )
     for name in ("use_rope_scaling", "apply_query_key_layer_scaling"):
         if getattr(args, name, None):
@@ -76,8 +76,8 @@ def _check_symbols(given: str, pattern: HybridPattern) -> None:
             raise ValueError(f"{given}: {reason}; there are {', '.join(f'{s} ({name})' for s, name in known.items())}")
     if pattern.further and not HAS_FURTHER:
         raise ValueError(
-            f"{given}: hybrid models of megatron-core {core_version} have no multi-token prediction, those of 0.17 and "
-            "later have: leave out what follows /"
+            f"{given}: hybrid models of megatron-core {core_version} have no multi-token prediction, which 0.17 and "
+            "later versions have: leave out the part of the pattern that begins with /"
         )
     further = pattern.further.split("/")[1:]
     if pattern.further and (not all(further) or len(set(further)) > 1):
@@ -117,9 +117,9 @@ def build_hybrid_stage(
 
 @contextmanager
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """Give a model that is built in the `with` block the layers `symbols`, whatever stage megatron-core assumes.
+    """Give a model that is built in the `with` block the layers `symbols`, instead of megatron-core's own selection.
 
-    The model gets layers of multi-token prediction if its pattern has them.
+    The model gets layers of multi-token prediction if its pattern contains such layers.
     """
     if not HYBRID_TAKES_STAGES:
         yield
@@ -133,7 +133,7 @@ def _placed(symbols: str, first_layer: int) -> Iterator[None]:
 
 
 def _chunk_class(vp_stage: int | None) -> Any:
-    """Return a class of hybrid models whose chunk number is `vp_stage`, for megatron-core before 0.17."""
+    """Return a class of hybrid models with the model chunk number `vp_stage`, for megatron-core before 0.17."""
 
     class ModelChunk(HYBRID):
         def setup_embeddings_and_output_layer(self) -> None:

@@ -48,10 +48,10 @@ def initialized(args: Arguments, placement: Placement) -> Iterator[None]:
             ) from error
     _initialize_megatron_core(args, placement)
     yield
-    # Skipped after an error: the other ranks may wait in a collective until torchrun ends them.
+    # After an error, the rank skips the rest, because other ranks may wait in a collective until torchrun ends them.
     dist.barrier()
     unset_num_microbatches_calculator()
-    # megatron-core keeps the losses of layers, which hold process groups and one value for each layer of this model.
+    # megatron-core stores auxiliary losses globally, with process groups and one value for each layer of this model.
     clear_losses()
     parallel_state.destroy_model_parallel()
     if owns_process_group:

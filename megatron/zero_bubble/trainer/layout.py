@@ -1,4 +1,4 @@
-"""Measures the costs of the model's units before the model is built, and chooses the job's layout for these costs."""
+"""Measures the costs of the embedding, layers and output before the model is built, and chooses the job's layout."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_i
 
 
 def unit_models(args: Arguments) -> UnitModels:
-    """Return functions that build and feed the units of a model, so that the units can be measured.
+    """Return functions that build a model's units (embedding, layers, output) and run them, for measurements.
 
-    Call `unit_models` inside of `initialized`, after the size of the vocabulary is known. `initialized` may have been
-    given any placement on the job's pipeline ranks.
+    Call `unit_models` inside of `initialized`, after the size of the vocabulary is known. Any placement on the job's
+    pipeline ranks may be passed to `initialized`.
     """
     microbatch = random_microbatch(
         args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=args.reset_attention_mask
@@ -43,7 +43,7 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
     config = unit_config(args, unit)
     if args.transformer_impl == "transformer_engine":
         defer_weight_gradients(config)
-    # Only the forward and the backward communicate: replicas neither gather nor reduce.
+    # Replicas of a unit neither gather parameters nor reduce gradients: only forward and backward are measured.
     sharing = ("use_distributed_optimizer", "use_torch_fsdp2", "overlap_grad_reduce", "overlap_param_gather")
     alone = args.changed({**dict.fromkeys(sharing, False), "num_distributed_optimizer_instances": 1})
     model = build_unit(alone, config, unit)
@@ -54,7 +54,7 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 
 
 def settle_layout(args: Arguments, session: Session) -> Arguments:
-    """Choose the parts of the layout that the flags leave open, and adopt the layout's placement; a collective call.
+    """Choose the parts of the layout that no flag gives, and adopt the layout's placement; a collective call.
 
     Call `settle_layout` inside of `initialized`, before the model is built. `settle_layout` leaves the random states
     equal to the random states of a run that started with the chosen layout. A job that continues from a checkpoint

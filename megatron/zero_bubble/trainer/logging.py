@@ -1,4 +1,4 @@
-"""Prints the log lines of a training: exactly Megatron-LM's fields, followed by fields of zero bubble."""
+"""Prints the log lines of a training: Megatron-LM's fields in Megatron-LM's format, then fields of zero bubble."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from megatron.zero_bubble.trainer.records import RunSummary
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of one iteration. Only ranks with the last stage know the losses; every rank knows all other results.
+    """The results of one iteration. The losses are None or empty on ranks without the last stage.
 
-    The losses, the size of the batch and the prediction are known before the step is settled.
+    With post-validation, the losses, the batch size and the prediction are known before the other results.
     """
 
     lm_loss: float | None
@@ -42,23 +42,23 @@ class StepResult:
     prediction: Prediction | None = None
     """Predicted time and idle time of the schedule, given the measured costs; None in iterations without a log line."""
     was_rolled_back: bool = False
-    """Whether post-validation amended the step."""
+    """Whether post-validation amended the iteration's optimizer step."""
     num_redone_forwards: int = 0
-    """Sum over a pipeline's ranks of the forwards that ran again because the step was amended."""
+    """Number of forwards, on all ranks of a pipeline, that ran again because the optimizer step was amended."""
     has_waited: bool = False
-    """Whether the step waited for its validation, because many steps before it were wrong."""
+    """Whether the optimizer step waited for its validation, because several recent steps were wrong."""
     further_losses: tuple[float, ...] = ()
-    """Losses of multi-token prediction on the rank that knows `lm_loss`; empty without multi-token prediction."""
+    """Losses of multi-token prediction, on ranks with `lm_loss`; empty without multi-token prediction."""
     was_skipped: bool = False
     """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
     is_local: bool = False
-    """Whether the losses and the norm are this replica's own, because it took the step without other replicas."""
+    """Whether losses and norm describe only this replica, because it took the step without the other replicas."""
     waits: Waits | None = None
     """Waits of replicas since the last log line; None in iterations without a log line, and with a single replica."""
     orders: OrderTimes | None = None
     """Times and counts, summed over the steps since the last log line whose microbatches ran in a planned order."""
     finished_at: float | None = None
-    """Time when the step was settled, in seconds of `time.perf_counter`; None stands for the time of recording."""
+    """Time at which the step was complete, in seconds of `time.perf_counter`; None stands for the time of logging."""
 
 
 class TrainingLog:
@@ -87,11 +87,11 @@ class TrainingLog:
         self._start = start
 
     def pause(self) -> float:
-        """Return the current time. Call `pause` before an evaluation or a checkpoint, whose time does not count."""
+        """Return the current time; called before an evaluation or a checkpoint, whose time is not logged."""
         return _now()
 
     def resume(self, paused_at: float) -> None:
-        """Leave the time since `paused_at`, the result of `pause`, out of the time of the iterations."""
+        """Exclude the time since `paused_at`, a result of `pause`, from the logged time of iterations."""
         self._start += _now() - paused_at
 
     def record(self, result: StepResult) -> None:
@@ -116,7 +116,7 @@ class TrainingLog:
                 print_line(line)
 
     def _say(self, text: str) -> None:
-        """Print `text` on the rank that holds the loss, which is the last rank unless stages are placed in a V."""
+        """Print `text` on the rank with the loss: the last pipeline rank, unless stages are placed in a V."""
         if dist.get_rank() == self._log_rank:
             print_line(text)
 
@@ -165,12 +165,12 @@ class TrainingLog:
         return [total / count for total in sums] if count else []
 
     def print_summary(self) -> None:
-        """Print the summary of the iterations since the last plan, if there is one."""
+        """Print the summary of the iterations since the last plan, if there is a summary."""
         if self._summary.line is not None:
             self._say(self._summary.line)
 
     def record_validation(self, lm_loss: float | None) -> None:
-        """Print the validation loss unless it is None; the text is Megatron-LM's, because users grep for it."""
+        """Print the validation loss in Megatron-LM's words, which users search for; print nothing for None."""
         if lm_loss is None:
             return
         perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss
@@ -181,7 +181,7 @@ class TrainingLog:
 
 
 def memory_lines(iteration: int) -> list[str]:
-    """Return Megatron-LM's line about this rank's allocated and reserved CUDA memory; an empty list without CUDA."""
+    """Return a line in Megatron-LM's format with this rank's CUDA memory in MiB; an empty list without CUDA."""
     if not torch.cuda.is_available():
         return []
     figures = {

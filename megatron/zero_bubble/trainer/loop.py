@@ -34,7 +34,7 @@ from megatron.zero_bubble.trainer.records import NumericsLog, parameter_digest
 
 
 class UnloggedIteration(NamedTuple):
-    """This rank's results of a settled iteration that is not logged yet."""
+    """This rank's results of a complete iteration that is not logged yet."""
 
     result: StepResult
     mean_step: StepTime | None
@@ -45,7 +45,7 @@ class UnloggedIteration(NamedTuple):
 
 
 class TrainingData(NamedTuple):
-    """The data of a training: an iterator over microbatches for each model chunk, None if the chunk reads no data."""
+    """The data of a training: for each model chunk, an iterator over microbatches, or None if it reads no data."""
 
     train: list[DataIterator]
     valid: list[DataIterator] | None
@@ -99,7 +99,7 @@ class Trainer:
         self._numerics: NumericsLog | None = None
         if args.log_numerics:
             self._numerics = NumericsLog(args.log_numerics, progress.iteration, session.job.log_rank)
-        # With post-validation no rank waits for other ranks at an iteration's end.
+        # With post-validation, no rank waits for other ranks at the end of an iteration.
         self._exit_reasons = ExitReasons(args, waits=session.post_validation is None)
 
     def train(self) -> None:
@@ -184,11 +184,11 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
-        """Complete the last iteration, whose step is now settled, and zero the gradients.
+        """Complete the last iteration, whose optimizer step is now validated, and zero the gradients.
 
-        The schedule calls this method while messages from neighbouring ranks may be in flight.
-        `_complete_unsettled` must therefore not wait for another rank or for the whole device. The log line is printed
-        after the schedule has run.
+        The schedule calls `_complete_unsettled` while messages from neighbouring ranks may be in flight. This method
+        must therefore not wait for another rank or for the whole device. The log line is printed after the schedule has
+        run.
         """
         assert self._unsettled is not None
         result, self._unsettled = self._unsettled, None
@@ -206,7 +206,7 @@ class Trainer:
             result,
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros,
-            # Megatron-LM logs the rate after the scheduler's step.
+            # As in Megatron-LM, this is the learning rate after the scheduler's step.
             learning_rate=get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0,
             loss_scale=self._optimizer.get_loss_scale().item(),
             was_skipped=not outcome.was_updated,
@@ -223,7 +223,7 @@ class Trainer:
         return UnloggedIteration(result, mean_step, digest)
 
     def _log_unlogged(self) -> None:
-        """Log the last iteration whose step is settled, unless that iteration is logged already; a collective call."""
+        """Log the last complete iteration, unless it is logged already; a collective call."""
         if self._unlogged is None:
             return
         unlogged, self._unlogged = self._unlogged, None
@@ -240,7 +240,7 @@ class Trainer:
             self._numerics.write(self._progress.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)
 
     def _gather_parameters(self) -> None:
-        """Gather the parameters now if `--overlap-param-gather` would gather them during the next forward."""
+        """With `--overlap-param-gather`, gather the parameters now instead of during the next forward."""
         if self._args.overlap_param_gather:
             for chunk in self._model:
                 chunk.start_param_sync(force_sync=True)
@@ -253,7 +253,7 @@ class Trainer:
         self._checkpointer.save()
 
     def _settle(self) -> None:
-        """Settle and log the last step if it is pending; call `_settle` before reading parameters between steps."""
+        """Validate and log the last optimizer step if it is pending; required before parameters are read."""
         self._session.settle()
         self._log_unlogged()
 

@@ -33,7 +33,7 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, parame
 
 @contextmanager
 def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
-    """Turn a megatron-core error into a one-line `ValueError` with the error's message, or the failed code line."""
+    """Turn a megatron-core error into a one-line `ValueError` with the error's message or the failed line of code."""
     try:
         yield
     except refusals as error:
@@ -43,7 +43,7 @@ def _as_users_mistake(*refusals: type[Exception]) -> Iterator[None]:
 
 @_as_users_mistake(AssertionError, ValueError)
 def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> TransformerConfig:
-    """Make megatron-core's model configuration from the flags and from settings that the trainer decides.
+    """Make megatron-core's model configuration from the flags and from the trainer's own settings.
 
     Raises:
         ValueError: megatron-core refuses the configuration.
@@ -51,11 +51,11 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = config_values(args, config_class)
     if args.transformer_impl == "local":
-        del values["attention_backend"]  # only Transformer Engine's attention reads it
+        del values["attention_backend"]  # only Transformer Engine's attention reads this field
     if args.swiglu:
         values.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     if args.variable_seq_lengths and not args.num_experts:
-        values.update(moe_token_dispatcher_type="alltoall")  # the default refuses varied lengths, even without experts
+        values.update(moe_token_dispatcher_type="alltoall")  # the default dispatcher refuses variable lengths
     dtype = parameter_dtype(args)
     values.update(
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
@@ -64,7 +64,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
         use_cpu_initialization=not torch.cuda.is_available(),
-        # The fusion of bias and dropout is a CUDA kernel; on a CPU it compiles for minutes and gains nothing.
+        # The fusion of bias and dropout is a CUDA kernel; on a CPU, its compilation takes minutes and saves no time.
         bias_dropout_fusion=torch.cuda.is_available(),
         masked_softmax_fusion=False,
         bias_activation_fusion=fuses_activation(args),
@@ -81,7 +81,7 @@ def transformer_config(args: Arguments, num_chunks: int, timers: Any) -> Transfo
 
 
 def fuses_activation(args: Arguments) -> bool:
-    """Whether, as in Megatron-LM, one kernel computes bias and activation of an MLP; False for local layers."""
+    """Return whether one kernel computes bias and activation of an MLP, as in Megatron-LM; False for local layers."""
     if args.transformer_impl == "local":
         return False
     return not args.no_bias_swiglu_fusion if args.swiglu else not (args.no_bias_gelu_fusion or args.disable_bias_linear)
@@ -93,7 +93,7 @@ def build_model(
     """Build the model chunks of a pipeline rank, wrapped in DDP or FSDP.
 
     Args:
-        rank: the pipeline rank; by default the rank of this process. A process can build another rank's chunks, too.
+        rank: the pipeline rank; by default this process's rank. A process can also build the chunks of another rank.
 
     Raises:
         ValueError: megatron-core refuses the model, or the vocabulary cannot be cut into shards.
@@ -110,7 +110,7 @@ def build_model(
     for chunk, stage in enumerate(placement.stages_of(rank)):
         vp_stage = chunk if placement.num_chunks > 1 else None
         symbols, first_layer = (None, 0) if stages is None else (stages.stages[stage], sum(stages.partition[:stage]))
-        # Newer hybrid models number their layers themselves.
+        # From megatron-core 0.17 on, hybrid models number their layers themselves.
         numbered_from = 0 if HYBRID_TAKES_STAGES else first_layer
         ends = {"embeds": stage == 0, "is_last": stage == placement.num_stages - 1}
         with session.initializing(is_first_stage=stage == 0, first_layer=numbered_from):
@@ -207,7 +207,7 @@ def layer_kinds(args: Arguments) -> list[int]:
 
 
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """Return for every layer its symbol in a hybrid model, or the values of the flags in `_PATTERNS` in another model.
+    """Return, for each layer, its symbol in a hybrid model, or its values of the flags in `_PATTERNS` in a GPT model.
 
     Raises:
         ValueError: the list that a flag gives does not have one entry for each layer.
@@ -239,7 +239,7 @@ def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
 
 
 def unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
-    """Return the configuration of a model of one stage, with one layer of each kind and without full recomputation."""
+    """Return the configuration of a one-stage model with one layer of each kind and without full recomputation."""
     kinds = list(dict.fromkeys(_differences(args)))
     patterns = {}
     if args.hybrid_layer_pattern is None:

@@ -1,8 +1,8 @@
 """Counts parameters, floating-point operations and activations of the model that the flags describe.
 
-Each unit of the model is built on the meta device with the shapes of one tensor-parallel rank, and runs one
-microbatch. The parameters, the matrix products and the tensors saved by autograd are counted in megatron-core's own
-modules. Exceptions are the layers for which `mcore/counted_layers.py` counts GPU kernels.
+Each unit of the model (embedding, layer or output) is built on the meta device with the shapes of one tensor-parallel
+rank, and runs one microbatch. The parameters, the matrix products and the tensors saved by autograd are counted in
+megatron-core's own modules, except in the layers for which `mcore/counted_layers.py` counts GPU kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PLAIN: dict[str, Any] = {
     "fp4_format": None,
     "deterministic_mode": False,
 }
-"""Values for flags that choose GPU kernels. The choice of kernels does not change the counts."""
+"""Values for flags that choose GPU kernels; the counts do not depend on the chosen kernels."""
 
 
 _ALONE: dict[str, Any] = {
@@ -151,7 +151,7 @@ def flops_of_sequence(args: Arguments) -> float:
 
 
 def attention_kernel(args: Arguments) -> AttentionKernel:
-    """Return the attention kernel that a training with these completed flags runs.
+    """Return the attention kernel that a training with the flags `args` runs; all defaults must be filled in.
 
     Transformer Engine has no fused attention kernel in fp32. For grouped queries, torch has no fused
     attention kernel if the mask is explicit or the precision is fp32.
@@ -184,7 +184,7 @@ def _place(args: Arguments) -> Any:
 
 
 def _plain(args: Arguments) -> Arguments:
-    """Return the flags of the model that is counted, which is built from local layers."""
+    """Return flags with which the same model is built from local layers, whose operations can be counted."""
     is_engine = args.transformer_impl == "transformer_engine"
     return args.changed({**_PLAIN, **({"attention_backend": "local"} if is_engine else {})})
 
@@ -252,7 +252,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Count a unit's distinct parameters on all ranks: first without multi-token prediction, then only those in it."""
+    """Count a unit's distinct parameters on all ranks: (without multi-token prediction, in multi-token prediction)."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

@@ -20,7 +20,7 @@ from megatron.zero_bubble.trainer.defaults import learning_rate_steps
 
 
 def parameter_dtype(args: Arguments) -> torch.dtype:
-    """Return the data type in which the model computes."""
+    """Return the data type of the model's parameters and computation."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
@@ -34,7 +34,7 @@ def reduces_in_fp32(args: Arguments) -> bool:
 def in_mixed_precision(
     args: Arguments, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[torch.nn.Module]:
-    """Return the model chunks, wrapped so that they compute in the data type that the flags name."""
+    """Return the model chunks, wrapped to compute in the data type that the flags name."""
     return [Float16Module(config, chunk) if args.bf16 or args.fp16 else chunk for chunk in chunks]
 
 
@@ -51,7 +51,7 @@ def wrap_in_ddp(
     """
     if args.use_torch_fsdp2:
         return [_fully_sharded(args, config, chunk) for chunk in chunks]
-    # As in Megatron-LM, only the first chunk's gradients are cut into buckets; other chunks have one bucket each.
+    # As in Megatron-LM, the first chunk's gradients are divided into buckets; every other chunk has one bucket.
     ddp_config = _ddp_config(args, defers_weights)
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -76,9 +76,9 @@ def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParall
     values = config_values(args, DistributedDataParallelConfig)
     values.update(
         grad_reduce_in_fp32=reduces_in_fp32(args),
-        # Checks before the reduction, after which no rank can tell which replica's gradient was not finite.
+        # Gradients are checked before the reduction, because afterwards the replica with the NaN cannot be identified.
         check_for_nan_in_grad=args.checks_finite and args.data_parallel_size * args.context_parallel_size > 1,
-        # With this setting DDP gives each layer its hook that accumulates and reduces a gradient; W calls the hook.
+        # With this setting, DDP gives each layer the hook that accumulates and reduces a gradient; W calls this hook.
         delay_wgrad_compute=splits_backward,
     )
     return DistributedDataParallelConfig(**values)
@@ -94,7 +94,7 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
         OptimizerConfig(**values), model, use_gloo_process_groups=dist.is_gloo_available()
     )
     for group in optimizer.param_groups:
-        # megatron-core reads this mark when it loads a checkpoint, but does not set it.
+        # megatron-core reads this entry when it loads a checkpoint, but does not set the entry.
         group["is_decoupled_lr"] = not group["default_config"]
     config.grad_scale_func = optimizer.scale_loss
     return optimizer

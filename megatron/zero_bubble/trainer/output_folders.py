@@ -54,7 +54,7 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _check_writable(flag: str, place: Path) -> None:
-    """Raise `ValueError` unless `place` is writable. In a folder, make a test folder, which fails on a full disk."""
+    """Raise `ValueError` unless `place` is writable. In a folder, try to make a subfolder, to detect a full disk."""
     permissions = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
     if not os.access(place, permissions):
         raise ValueError(f"{flag}: this user may not write to {place}: choose another place")

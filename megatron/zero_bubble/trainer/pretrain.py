@@ -38,7 +38,7 @@ def pretrain(args: Arguments, session: Session) -> None:
     """Train a GPT or a hybrid model with flags that `complete_and_check` has completed and checked.
 
     Args:
-        session: the session made from the job settings of these flags; `pretrain` closes the session at the end.
+        session: the session of the job that the flags describe; `pretrain` closes the session at the end.
 
     Raises:
         ValueError: the data, tokenizer or checkpoint does not fit the flags, or a checkpoint cannot be written.
@@ -76,7 +76,9 @@ def without_first_load(args: Arguments) -> Arguments:
 
 
 def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenizerBase, resources: ExitStack) -> Trainer:
-    """Build model, optimizer and data, load the checkpoint, and start the session; `resources` releases model and data.
+    """Build model, optimizer and data, load the checkpoint, and start the session.
+
+    Closing `resources` releases the model and the data.
 
     Raises:
         ValueError: megatron-core refuses the model, or a checkpoint or the data does not fit the flags.
@@ -99,7 +101,7 @@ def build_trainer(args: Arguments, session: Session, tokenizer: MegatronTokenize
 def open_data(
     args: Arguments, state: TrainingState, tokenizer: MegatronTokenizerBase, resources: ExitStack
 ) -> TrainingData:
-    """Open training and validation data at the positions in the training state; `resources` closes the data.
+    """Open training and validation data at the positions in the training state. Closing `resources` closes the data.
 
     Raises:
         ValueError: the data cannot be read, or the iterations before the checkpoint left too little data.

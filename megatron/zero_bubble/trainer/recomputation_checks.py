@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from megatron.zero_bubble.trainer.arguments import Arguments
 
 _OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "gdn_norm_out", "gdp_qkv", "mhc")
-"""Modules that megatron-core recomputes with functions of Transformer Engine, also in local layers."""
+"""Modules for whose recomputation megatron-core needs Transformer Engine, even in local layers."""
 
 
 def check_recomputation(args: Arguments, *, for_this_machine: bool) -> None:
@@ -24,7 +24,7 @@ def check_recomputation(args: Arguments, *, for_this_machine: bool) -> None:
             f"--recompute-activations is --recompute-granularity selective, but {args.recompute_granularity} is given"
         )
     modules = (args.recompute_modules or []) if args.recompute_granularity == "selective" else []
-    # The recomputed MLP would return its bias, which then has the MLP in its graph, so that the graph never ends.
+    # The recomputed MLP also returns its bias, which autograd then treats as a result of the MLP, in an endless graph.
     if "mlp" in modules and not args.disable_bias_linear:
         raise ValueError("--recompute-modules mlp needs --disable-bias-linear: megatron-core hangs with biases")
     if for_this_machine and find_spec("transformer_engine") is None:

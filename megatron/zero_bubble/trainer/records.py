@@ -19,13 +19,13 @@ from megatron.zero_bubble.schedule import Idle
 from megatron.zero_bubble.session.start_up import SessionError
 
 _BEGIN = '{"iteration": '
-"""The text with which each line of the file of `--log-numerics` begins."""
+"""The beginning of each line in the file of `--log-numerics`."""
 
 
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
-    """First 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of `Module.parameters()`.
+    """Return 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of `Module.parameters()`.
 
-    `parameter_digest` is a collective call of the replicas if each replica holds a shard of the parameters.
+    If each replica holds a shard of the parameters, `parameter_digest` is a collective call of the replicas.
     """
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -38,14 +38,14 @@ class NumericsLog:
     """Writes the file of `--log-numerics` on the rank that holds the loss, with parameter digests from all ranks.
 
     Args:
-        path: path of the file. Lines of iterations after `iteration` and a killed run's incomplete line are removed. A
-            resumed run therefore ends with the same file as an uninterrupted run.
+        path: path of the file. Lines of iterations after `iteration`, and an incomplete line of a killed run, are
+            removed. A resumed run therefore ends with the same file as an uninterrupted run.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
 
     Raises:
-        SessionError: on all ranks; the file cannot be written, or the run resumes and the file has a line that
-            `NumericsLog` did not write.
+        SessionError: on all ranks, if the file cannot be written, or if a resumed run finds a line that `NumericsLog`
+            did not write.
     """
 
     def __init__(self, path: str, iteration: int, log_rank: int) -> None:
@@ -58,7 +58,7 @@ class NumericsLog:
         """Run `write` on the rank that writes the file; a collective call.
 
         Raises:
-            SessionError: on all ranks; the file cannot be written.
+            SessionError: on all ranks, if the file cannot be written.
         """
         try:
             on_rank(self._log_rank, write)
@@ -72,7 +72,7 @@ class NumericsLog:
         if None in iterations:
             raise SessionError(
                 f"--log-numerics {self._path}: line {iterations.index(None) + 1} was not written by --log-numerics: "
-                "a resumed job adds to the file of the job before: give that file or a new one"
+                "a resumed job adds lines to the previous job's file: give that file or a new file"
             )
         kept = [line for line, of in zip(lines, iterations, strict=True) if of is not None and of <= iteration]
         self._path.write_text("".join(f"{line}\n" for line in kept))
@@ -81,7 +81,7 @@ class NumericsLog:
         """Write the line of an iteration to the file; a collective call.
 
         Args:
-            lm_loss: the loss on the rank that holds it, None on other ranks.
+            lm_loss: the loss, on the rank that has computed the loss; None on other ranks.
             digest: the `parameter_digest` of this rank after the iteration's step.
         """
         digests: list[str] | None = [""] * dist.get_world_size() if self._writes else None
@@ -100,9 +100,9 @@ class NumericsLog:
 
 
 def _iteration_of(line: str) -> float | None:
-    """The iteration of a line of the file; None for a line that `NumericsLog` did not write.
+    """Return the iteration of a line in the file; None for a line that `NumericsLog` did not write.
 
-    The iteration of an incomplete line, which a killed run leaves at the end, is infinity.
+    For the incomplete line of a killed run, the result is infinity.
     """
     try:
         entry = json.loads(line)
@@ -114,7 +114,7 @@ def _iteration_of(line: str) -> float | None:
 
 
 class RunSummary:
-    """Averages the log lines since the last plan of the schedule, except the first line, whose time includes planning.
+    """Averages the log lines since the schedule was last planned, except the first, whose time includes planning.
 
     Attributes:
         line: the text of the summary; None until the second log line after the first plan.
@@ -134,7 +134,7 @@ class RunSummary:
         measured: PipelineTime | None,
         prediction: Prediction | None,
     ) -> None:
-        """Add a log line about `num_iterations` iterations of `milliseconds` each, the last of which is `iteration`."""
+        """Add a log line about the `num_iterations` iterations up to `iteration`, of `milliseconds` each."""
         if measured is None or prediction is None:
             return
         if prediction.idle != self._predicted:
@@ -151,8 +151,8 @@ class RunSummary:
         sums = (self._milliseconds, self._in_pipeline, self._bubble)
         milliseconds, in_pipeline, bubble = (each / self._iterations for each in sums)
         gain = prediction.gain
-        # If operations now take longer than they did for the prediction, they also take longer under 1F1B. The time
-        # outside of the pipeline, such as the optimizer's, is the same under both schedules.
+        # Operations that take longer than predicted are assumed to take longer under 1F1B, too. The time outside of the
+        # pipeline, such as the optimizer's time, is the same under both schedules.
         work, predicted_work = in_pipeline * (1 - bubble), prediction.milliseconds * (1 - prediction.idle.bubble)
         other = gain.times * prediction.milliseconds * work / predicted_work + milliseconds - in_pipeline
         line = (

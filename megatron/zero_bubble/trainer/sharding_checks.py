@@ -8,17 +8,17 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 _FSDP = "--use-torch-fsdp2"
 _GATHERED = "R would use parameters that are not gathered: use --recompute-granularity selective"
 _REASONS = {
-    "use_distributed_optimizer": "it shards the optimizer too: leave it out",
-    "fp16": "its loss scale is not shared by the shards: use --bf16",
+    "use_distributed_optimizer": "FSDP already shards the optimizer: leave it out",
+    "fp16": "the shards would not share one loss scale: use --bf16",
     "num_experts": "experts are not sharded: use --use-distributed-optimizer",
-    "mtp_num_layers": "its layers use a weight twice: leave it out",
-    "hierarchical_sgd": "replicas would step on shards of a shared gradient",
-    "fp8_param_gather": "FSDP gathers what the model computes with: leave it out",
+    "mtp_num_layers": "layers of multi-token prediction use a weight twice: leave it out",
+    "hierarchical_sgd": "each replica would hold only a shard of the model",
+    "fp8_param_gather": "FSDP gathers parameters in the model's own precision: leave it out",
     "zero_bubble_post_validation": "a step cannot be undone in a shard: use --use-distributed-optimizer",
     "zero_bubble_recompute": _GATHERED,
 }
 _REASONS_OF_VALUES = {
-    ("transformer_impl", "transformer_engine"): "its layers keep the weights for W: use --transformer-impl local",
+    ("transformer_impl", "transformer_engine"): "W would use freed weights: use --transformer-impl local",
     ("zero_bubble_vocabulary_parallel", "on"): "the vocabulary would be cut twice: leave it out",
     ("zero_bubble_vocabulary_parallel", "auto"): "the vocabulary would be cut twice: leave it out",
     ("recompute_granularity", "full"): _GATHERED,
@@ -26,7 +26,7 @@ _REASONS_OF_VALUES = {
 
 
 def check_fully_sharded(args: Arguments) -> None:
-    """Refuse flags that do not work with `--use-torch-fsdp2`, and flags that need it but are given without it.
+    """Refuse flags that do not work with `--use-torch-fsdp2`, and flags that work only with `--use-torch-fsdp2`.
 
     Raises:
         ValueError: a flag is refused; the message names the first such flag.

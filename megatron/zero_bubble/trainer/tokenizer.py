@@ -38,13 +38,13 @@ END_OF_DOCUMENT_TOKENS = (
     "<eod>",
     "[EOS]",
 )
-"""End-of-document tokens to try, in order, if the tokenizer's configuration names no end-of-sequence token."""
+"""Candidates, in order, for the end-of-document token of a tokenizer whose configuration names no such token."""
 
 
 class LocalTokenizer(MegatronTokenizerBase):
     """Base class of tokenizers for megatron-core's datasets; a subclass defines `tokenize` and `detokenize`.
 
-    The tokenizer has no padding token, so that GPTDataset marks padding with -1, which no document can contain.
+    The tokenizer has no padding token. GPTDataset therefore pads with -1, which no document can contain.
 
     Args:
         vocab: the id of every token.
@@ -55,7 +55,7 @@ class LocalTokenizer(MegatronTokenizerBase):
     def __init__(self, path: str, library: str, vocab: dict[str, int], eod: int, content: bytes) -> None:
         super().__init__(path, {"library": library})
         self._vocab, self._eod = vocab, eod
-        # Ids may have gaps, and the embedding needs a row for the largest id.
+        # Token ids may have gaps, and the embedding needs a row for the largest id.
         self._vocab_size = max(vocab.values()) + 1
         self._digest = hashlib.sha256(content).hexdigest()
 
@@ -87,7 +87,7 @@ class LocalTokenizer(MegatronTokenizerBase):
 
 
 class HuggingFaceTokenizer(LocalTokenizer):
-    """A `tokenizers.Tokenizer` without its template: texts get no special tokens, as in megatron-core."""
+    """A `tokenizers.Tokenizer` that adds no special tokens to a text, as in megatron-core."""
 
     def __init__(self, tokenizer: Tokenizer, eod_token: str, path: str) -> None:
         tokenizer.no_truncation()
@@ -108,10 +108,10 @@ class HuggingFaceTokenizer(LocalTokenizer):
 
 
 class NullTokenizer(LocalTokenizer):
-    """A tokenizer of texts of numbers below `num_tokens`, separated by one space; `num_tokens` ends a document."""
+    """A tokenizer for texts of integers below `num_tokens`, separated by spaces; id `num_tokens` ends a document."""
 
     def __init__(self, num_tokens: int) -> None:
-        # Only the last token is listed: it determines the size, and the vocabulary may be too large to list.
+        # Only the last token is listed, because this token determines the size, and the whole list may be too large.
         super().__init__("null", "null", {str(num_tokens): num_tokens}, num_tokens, str(num_tokens).encode())
 
     @property
@@ -143,7 +143,7 @@ def build_tokenizer(
     - `HuggingFaceTokenizer`: `tokenizer_model` is a tokenizer.json, or the folder that contains it. With a folder, the
       end-of-document token is the `eos_token` of the folder's tokenizer_config.json, if this file has one.
     - `GPT2BPETokenizer`: `vocab_file` (vocab.json) and `merge_file` (merges.txt).
-    - `NullTokenizer`: a text holds integers below `vocab_size`, separated by one space; `vocab_size` ends a document.
+    - `NullTokenizer`: a text is integers below `vocab_size`, separated by one space; `vocab_size` ends a document.
 
     If a flag is missing or a file cannot be used, `build_tokenizer` raises a one-line `ValueError` that names the flag.
     """

@@ -1,4 +1,4 @@
-"""Recommends in words one of the schedules that `zero-bubble benchmark` measured."""
+"""Writes a recommendation for one of the schedules that `zero-bubble benchmark` measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
 FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
-"""The fewest rounds, and the fewest measured iterations in a round, after which the benchmark recommends a schedule."""
+"""Smallest numbers of rounds, and of measured iterations in a round, for which the benchmark recommends a schedule."""
 _MIB = 2**20
 
 
@@ -34,7 +34,7 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
         return (
             f"A trial, after which no schedule is recommended: {_plural(rounds, 'round')} of "
             f"{_plural(iterations, 'iteration')}. At least --rounds {FEWEST_ROUNDS} and --iterations "
-            f"{FEWEST_ITERATIONS} give an interval.\nThe fastest in it was {speed}.\n{memory}"
+            f"{FEWEST_ITERATIONS} give an interval.\nThe fastest schedule was {speed}.\n{memory}"
         )
     close = [other for other in others if not _is_faster(best, other)]
     names = " and ".join(other.contestant.name for other in close)
@@ -43,7 +43,7 @@ def advice(results: Sequence[TrainResult], iterations: int) -> str:
     else:
         lines = [f"Use {speed}."]
     if close:
-        lines.append(f"These rounds do not tell it from {names}: more --rounds may.")
+        lines.append(f"These rounds show no clear difference from {names}: more --rounds may.")
     return "\n".join([*lines, memory])
 
 

@@ -39,8 +39,8 @@ def parted(words: Sequence[str], names: Collection[str], prefix: str | None = No
 
     Args:
         words: flags with their values, also as `--name=value`.
-        names: names of flags that go to the second list.
-        prefix: start of the names of further flags that go to the second list.
+        names: names of the flags for the second list.
+        prefix: common prefix of the names of further flags for the second list.
 
     Returns:
         The words of the flags that neither `names` nor `prefix` selects, and the words of the selected flags.
@@ -91,7 +91,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     """Zero-bubble flags for all schedules of --schedule; the flags quoted for one schedule follow these flags."""
 
     pipeline_size: int = flag(
-        "pipeline ranks (default: what the flags after -- say, which then may be those of any training)",
+        "pipeline ranks (default: the size in the flags after --, which may then be the flags of any training)",
         None,
         parse=at_least(2),
         metavar="P",
@@ -100,26 +100,26 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         "microbatches of an iteration, with --pipeline-size", None, parse=at_least(1), metavar="M"
     )
     schedule: list[str] | None = flag(
-        "schedule to train under, or chosen: with --zero-bubble alone, which chooses layout and schedule; repeat for "
-        "more; flags may follow in quotes: 'auto --zero-bubble-memory-limit 1.5' "
+        "schedule to train under, or chosen: with --zero-bubble alone, which chooses layout and schedule; may be "
+        "repeated; flags may follow in quotes: 'auto --zero-bubble-memory-limit 1.5' "
         f"(default: {', '.join(DEFAULT_SCHEDULES)}; without --pipeline-size --zero-bubble)",
         None,
         parse=_schedule,
         repeat=True,
         metavar="NAME",
     )
-    rounds: int = _count_flag("turns of every schedule", 5)
+    rounds: int = _count_flag("number of trainings of every schedule", 5)
     warmup: int = _count_flag(
-        "unmeasured iterations at the start of a turn; `auto` plans after the sixth, may correct the plan after the "
-        "fourteenth, and may compare its order with megatron-core's until the twenty-second",
+        "unmeasured iterations at the start of a training; `auto` plans after the sixth, may correct the plan after "
+        "the fourteenth, and may compare its order with megatron-core's order until the twenty-second",
         25,
         7,
     )
-    iterations: int = _count_flag("measured iterations of a turn", 20)
+    iterations: int = _count_flag("measured iterations of a training", 20)
     interval: int = _count_flag("iterations whose mean time is one measurement", 5)
-    timeout: int = _count_flag("largest duration of a turn in seconds", 600)
+    timeout: int = _count_flag("largest duration of a training in seconds", 600)
     baseline_flags: list[str] | None = flag(
-        "flags that megatron-core's 1F1B alone is given, in quotes", None, parse=_quoted_words, metavar="FLAGS"
+        "flags only for the training under megatron-core's 1F1B, in quotes", None, parse=_quoted_words, metavar="FLAGS"
     )
     launch: list[str] | None = flag(
         "command that starts a program on all ranks (default: torchrun on this machine)",
@@ -128,14 +128,14 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
         metavar="COMMAND",
     )
     world_size: int | None = flag(
-        "number of ranks that --launch starts (default: --pipeline-size; without it the ranks of one replica, or of as "
-        "many as this machine has GPUs for)",
+        "number of ranks that --launch starts (default: --pipeline-size; without --pipeline-size, the ranks of as many "
+        "replicas as this machine has GPUs for, at least one)",
         None,
         parse=at_least(2),
         metavar="N",
     )
     losses: bool = flag(
-        "compare the losses, too: every layer draws its initial weights from its own seed, whatever the layout", False
+        "compare the losses, too: each layer's initial weights depend on its own seed, and not on the layout", False
     )
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
             raise ValueError(f"argument {missing} is required with {given}")
 
         if self.num_chunks is not None and self.pipeline_size is None and self.schedule is None:
-            raise ValueError("argument --num-chunks: needs --pipeline-size or --schedule, whose chunks it sets")
+            raise ValueError("argument --num-chunks: needs --pipeline-size or --schedule")
         quotes = [("--schedule", shlex.split(text)) for text in self.schedule or ()]
         for name, words in (*quotes, ("--baseline-flags", self.baseline_flags or [])):
             for word in (*_SET_HERE, *_ENDS_AND_MEMORY):
@@ -167,7 +167,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
             ValueError: a flag after `--` contradicts the sizes or the schedules that the benchmark was given.
         """
         if self.training_flags and not self.training_flags[0].startswith("-"):
-            raise ValueError("argument --pipeline-size: not allowed with a script after --, whose own flags set it")
+            raise ValueError("argument --pipeline-size: not allowed with a script after --, whose flags set the size")
         reasons = {
             **dict.fromkeys(_SET_HERE, "which sets it"),
             **dict.fromkeys(_NAMES_OF_SCHEDULES, "whose --schedule names the schedules"),

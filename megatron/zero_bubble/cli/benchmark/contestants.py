@@ -17,7 +17,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
-"""Value of --schedule for a training that chooses its layout at the start, under --zero-bubble."""
+"""Value of --schedule for a training with --zero-bubble, which chooses its layout at the start."""
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -67,7 +67,7 @@ def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = 
         shared += _unless_given(shared, "--zero-bubble-seed-by-layer")
     if has_cuda:
         shared += ["--log-memory-interval", str(flags.warmup + flags.iterations)]
-    # The batch size depends on the number of replicas, which the other flags decide.
+    # The batch size depends on the number of replicas, which the other flags determine.
     args = _complete(shared, flags, has_cuda)
     batch = flags.num_microbatches * args.micro_batch_size * args.data_parallel_size
     shared += ["--global-batch-size", str(batch)]

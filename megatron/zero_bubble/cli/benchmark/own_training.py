@@ -12,7 +12,7 @@ from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
-"""Model chunks per rank in the compared interleaved schedules of megatron-core, beside the training's own number."""
+"""Numbers of model chunks per rank in megatron-core's interleaved schedules that the benchmark always compares."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
     *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),
@@ -20,18 +20,18 @@ _OUTPUTS = (
 )
 _ENDS = ("--exit-interval", "--exit-duration-in-mins", "--eval-iters", "--full-validation")
 _REPLICAS = tuple(flag_name(field.name) for field in fields(ReplicaFlags))
-"""Flags that the launcher accepts only with a zero-bubble schedule; our own pretrain_gpt.py always accepts them."""
+"""Flags that the launcher accepts only with a zero-bubble schedule; this project's pretrain_gpt.py always accepts them.
+"""
 _CPU = "--zero-bubble-cpu"
 
 
 def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkFlags, tuple[Contestant, ...]]:
     """Return the benchmark's flags for the user's own training, and the schedules to compare with megatron-core's 1F1B.
 
-    The training keeps its model, its data, its learning rates and its parallel sizes. It loads no checkpoint, writes
-    nothing, evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the
+    The training keeps its model, its data, its learning rates and its parallel sizes. The training loads no checkpoint,
+    writes nothing, evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the
     training under this project's schedule; if the flags name no schedule, this training runs with `--zero-bubble`. A
-    script of Megatron-LM runs under the launcher, which changes nothing in trainings under megatron-core's own
-    schedules.
+    script of Megatron-LM runs under the launcher, which does not change trainings under megatron-core's own schedules.
 
     Args:
         num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit on the
@@ -59,9 +59,9 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
     shared, _ = parted(words, (*_SIZES, *_OUTPUTS, *_ENDS, *CHUNKS_OR_GROUPS, *["--train-iters"] * is_too_short))
     shared, for_all = parted(shared, (_CPU,))
     shared, ours = parted(shared, (*ALIASES, *(_REPLICAS if script is not None else ())), prefix="--zero-bubble")
-    # Our own training counts its operations itself; for a script, Megatron-LM prints its count.
+    # TFLOP/s of this project's trainer are computed; TFLOP/s of a script are read from Megatron-LM's log.
     added = ["--log-throughput"] if script is not None and "--log-throughput" not in shared else []
-    # As many replicas as this machine's GPUs have room for, or one.
+    # The training has as many replicas as fit on this machine's GPUs, at least one.
     num_ranks = flags.world_size or args.ranks_of_replica * max(1, num_devices // args.ranks_of_replica)
     resolved = replace(
         flags,
@@ -78,7 +78,7 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
 def _script_training(words: Sequence[str], flags: BenchmarkFlags, num_devices: int) -> ScriptArguments:
     if flags.losses:
         raise ValueError(
-            "argument --losses: not allowed with a script after --, which draws other initial weights in each layout"
+            "argument --losses: not allowed with a script after --, whose initial weights depend on the layout"
         )
     if not num_devices and flags.launch is None and _CPU not in words:
         raise ValueError(f"argument {_CPU}: required after --, because torch finds no CUDA device on this machine")
@@ -97,7 +97,7 @@ def _contestants(flags: BenchmarkFlags, args: Arguments | ScriptArguments, ours:
 
 
 def _num_microbatches(args: Arguments | ScriptArguments, num_ranks: int) -> int:
-    """Number of microbatches of an iteration, rounded down; a training refuses flags that give no whole number."""
+    """Return the number of microbatches of an iteration, rounded down; a training refuses a fractional number."""
     replicas = max(1, num_ranks // args.ranks_of_replica)
     return max(1, (args.global_batch_size or 0) // (args.micro_batch_size * replicas))
 

@@ -1,4 +1,4 @@
-"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other programs slow all trainings alike."""
+"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other programs slow down all schedules equally."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _Costs = dict[tuple[Placement | None, bool], StageCosts]
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
-    """Train under all schedules in rounds and return a result for each schedule that did not fail.
+    """Train under all schedules in rounds, and return a result for each schedule whose trainings succeeded.
 
     Raises:
         ValueError: a training would refuse its flags, or a schedule is unknown.
-        RuntimeError: a schedule that the user asked for by name failed.
+        RuntimeError: a training failed whose schedule the user has named.
     """
     competition = gather(flags, torch.cuda.is_available(), peers)
     turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in competition.contestants}
@@ -68,7 +68,7 @@ def _run_turn(
     output = () if profile is None else ("--zero-bubble-profile-output", str(profile))
     print(f"round {number + 1} of {flags.rounds}, {contestant.name}: trains ...", file=sys.stderr, flush=True)
     command = [*flags.launcher, *contestant.program, *competition.flags, *contestant.words, *output]
-    # On a CPU each rank has one thread, because the ranks share the cores.
+    # On a CPU, each rank computes with one thread, because all ranks share the cores.
     threads = {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": "1"}
     try:
         turn = take_turn(command, {**threads, **os.environ}, flags.warmup, flags.timeout)
@@ -109,7 +109,7 @@ def _result(
 
 
 def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
-    """Return measured costs of a schedule's stages; costs with vocabulary shards are converted if no others exist."""
+    """Return the measured costs of a schedule's stages; if only costs with vocabulary shards exist, convert them."""
     if (
         own := measured.get((contestant.placement, contestant.spreads_vocabulary))
     ) is not None or contestant.spreads_vocabulary:

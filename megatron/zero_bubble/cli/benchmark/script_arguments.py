@@ -15,11 +15,11 @@ from megatron.zero_bubble.session.flag_parser import flag, take_flags
 from megatron.zero_bubble.session.flags import ParallelFlags
 
 _REFUSED = {
-    "--yaml-cfg": "Megatron-LM then ignores all other flags, those of the benchmark among them",
+    "--yaml-cfg": "Megatron-LM then ignores all other flags, including the benchmark's flags",
     "--use-checkpoint-args": "the benchmark loads no checkpoint; give the flags of the model",
     "--step-batch-size-schedule": "all iterations of the benchmark have one batch size; give --global-batch-size",
 }
-"""Flag of Megatron-LM with which a script cannot be compared under several schedules -> the reason."""
+"""Flag of Megatron-LM that a benchmark of several schedules does not allow -> the reason."""
 _TRAINER = Path(__file__).resolve().parents[4] / "pretrain_gpt.py"
 
 
@@ -46,7 +46,7 @@ class ScriptArguments(ParallelFlags, _ScriptSizes):
 
 
 def split_script(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """Return the script and its flags; the script is None if the words are flags of our own `pretrain_gpt.py`.
+    """Return (script, flags); the script is None if the words are flags of this project's `pretrain_gpt.py`.
 
     Raises:
         ValueError: the first word is neither a flag nor a file.
@@ -55,12 +55,12 @@ def split_script(words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
         return None, tuple(words)
     script = Path(words[0])
     if not script.is_file():
-        raise ValueError(f"{script} is not a file: what follows -- are flags, or a script and its flags")
+        raise ValueError(f"{script} is not a file: give flags after --, or a script and its flags")
     return (None if script.resolve() == _TRAINER else script), tuple(words[1:])
 
 
 def read_script_arguments(words: Sequence[str]) -> ScriptArguments:
-    """Return the arguments of a script from its flags; flags that only Megatron-LM knows are skipped.
+    """Return the arguments of a script from its flags; all other flags of Megatron-LM are skipped.
 
     Raises:
         ValueError: a flag does not allow a comparison of schedules, or the value of a flag has the wrong type.

@@ -29,10 +29,10 @@ class TrainResult:
     tokens: int | None
     """Tokens of one iteration; None if the flags of a script contain no sequence length."""
     flops: float | None
-    """Operations of one iteration, counted as --log-throughput does; None for a script, whose log gives TFLOP/s."""
+    """Floating-point operations of one iteration, counted as --log-throughput does; None for a Megatron-LM script."""
     world_size: int
     simulated: Timeline | None
-    """Simulation of the schedule with costs measured under our schedules in the same placement; None without costs."""
+    """Simulation of the schedule with costs measured in the same placement; None if no costs were measured."""
 
     @property
     def rounds(self) -> tuple[float, ...]:
@@ -50,7 +50,7 @@ class TrainResult:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second of one GPU, or of one rank on a CPU; None if unknown."""
+        """Tokens per second of one GPU, or of one rank on a CPU; None if unknown."""
         return None if self.tokens is None else self.tokens / (self.measured / 1e3) / self.world_size
 
     @property
@@ -184,9 +184,9 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95% interval of the median of `values`, one for each round, by the percentile bootstrap (Efron 1979).
+    """Return the 95% interval of the median of `values` (one value per round) by the percentile bootstrap (Efron 1979).
 
-    The interval comes from resampling the rounds with replacement, and is None for fewer than three rounds.
+    The rounds are resampled with replacement. The result is None for fewer than three rounds.
     """
     if len(values) < 3:
         return None

@@ -1,4 +1,4 @@
-"""Runs one turn of `zero-bubble benchmark`, a whole training in its own processes, and reads its log."""
+"""Runs one training of `zero-bubble benchmark` in separate processes, and reads the training's log."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Turn:
     is_device_memory: bool = False
     """Whether the allocator measured `peak_bytes`."""
     tflops: tuple[float, ...] = ()
-    """For every logging interval, the TFLOP/s/GPU that the training printed; empty if it printed none, or any 0."""
+    """Printed TFLOP/s/GPU of every logging interval; empty if the training printed no such value, or printed a 0."""
 
 
 def printed_losses(text: str) -> tuple[tuple[int, float], ...]:
@@ -66,17 +66,17 @@ def read_log(text: str, warmup: int, resident_bytes: float) -> Turn:
     ]
     measured = [(milliseconds, line) for iteration, milliseconds, line in lines if iteration > warmup]
     if not lines:
-        raise RuntimeError("it printed no line with 'elapsed time per iteration (ms)', as Megatron-LM's trainings do")
+        raise RuntimeError("the training printed no line with 'elapsed time per iteration (ms)', as Megatron-LM does")
     if not measured:
         raise RuntimeError("the training logged no iteration after its warmup")
     if broken := _NAN.search(text):
-        raise RuntimeError(f"{broken[2]} of iteration {broken[1]} is NaN, so that its times say nothing")
+        raise RuntimeError(f"{broken[2]} of iteration {broken[1]} is NaN, so that the measured times mean nothing")
     idle = [Idle(float(match[1]) / 100, float(match[2]) / 100) for _, line in measured if (match := _IDLE.search(line))]
     predicted = _PREDICTED.search(measured[-1][1])
     planned = _PLANNED.findall(text)
     layout = _LAYOUT.search(text)
     throughput = [float(match[1]) for _, line in measured if (match := _THROUGHPUT.search(line))]
-    # Without CUDA, Megatron-LM under the launcher prints an allocator's 0.00.
+    # Without CUDA, Megatron-LM under the launcher prints 0.00 as the allocator's memory.
     memory = [float(value) * 2**20 for value in _MEMORY.findall(text) if float(value) > 0]
     return Turn(
         tuple(milliseconds for milliseconds, _ in measured),
@@ -103,7 +103,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
         guard = threading.Thread(target=_end_when_late, args=(process.pid, timeout, over, late), daemon=True)
         guard.start()
         try:
-            # wait4 reports the peak memory of the job's largest process; Popen.wait does not.
+            # `wait4`, unlike `Popen.wait`, reports the peak memory of the job's largest process.
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
             os.kill(process.pid, signal.SIGTERM)
@@ -124,8 +124,8 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
     """Set `late` and end the launcher if `over` is not set within `timeout` seconds.
 
-    The launcher gets SIGTERM first, so that torchrun ends its ranks. If torchrun got SIGKILL at once, its ranks would
-    run on.
+    The launcher gets SIGTERM first, so that torchrun ends its ranks. After an immediate SIGKILL of torchrun, its ranks
+    would keep running.
     """
     if not over.wait(timeout):
         late.set()

@@ -41,7 +41,7 @@ class ClusterFlags(CommandFlags):
     world_size: int = flag("number of devices of the job", parse=at_least(2), metavar="N")
     device_memory: float = flag("memory of one device", "80GiB", parse=_bytes, metavar="SIZE")
     reserved_memory: float = flag(
-        "part of it that tensors cannot use: CUDA context, communication buffers, fragmentation",
+        "part of --device-memory that tensors cannot use: CUDA context, communication buffers, fragmentation",
         "3GiB",
         parse=_bytes_or_zero,
         metavar="SIZE",
@@ -52,9 +52,9 @@ class ClusterFlags(CommandFlags):
         "speed of a message to another device, in GB/s (one 200 Gbit/s link: 25)", 25
     )
     expert_bandwidth: float | None = flag(
-        "speed at which a device exchanges tokens with the experts of others, in GB/s; their messages then add to the "
-        "time of layers (default: --interconnect-bandwidth with --overlap-moe-expert-parallel-comm, otherwise they "
-        "count as a part of --mfu)",
+        "speed at which a device exchanges tokens with experts on other devices, in GB/s; exchanges then add to the "
+        "time of layers (default: --interconnect-bandwidth with --overlap-moe-expert-parallel-comm, else --mfu "
+        "includes the exchanges)",
         None,
         parse=positive,
         metavar="X",
@@ -71,7 +71,7 @@ class ClusterFlags(CommandFlags):
 
     @property
     def flops(self) -> float:
-        """Floating-point operations a second that layers reach on one device."""
+        """Floating-point operations per second of the layers on one device."""
         return self.device_tflops * 1e12 * self.mfu
 
     def message_ms(self, num_bytes: float, bandwidth: float | None = None) -> float:
@@ -82,17 +82,17 @@ class ClusterFlags(CommandFlags):
 
 @dataclass(frozen=True)
 class EstimateFlags(ClusterFlags, TableFlags, FollowingFlags):
-    """what is estimated"""
+    """the estimate"""
 
     zero_stage: int | None = flag(
-        "what is sharded over data-parallel ranks: 1 the optimizer's states, 2 gradients too, 3 parameters too "
-        "(default: what --use-torch-fsdp2 and --use-distributed-optimizer say)",
+        "ZeRO stage: 1 shards the optimizer's states over data-parallel ranks, 2 also gradients, 3 also parameters "
+        "(default: the stage of --use-torch-fsdp2 or --use-distributed-optimizer)",
         None,
         parse=at_least(0, 3),
         metavar="{0,1,2,3}",
     )
     schedule: list[str] | None = flag(
-        "schedule to estimate; repeat for more (default: all but optimal)", None, repeat=True, metavar="NAME"
+        "schedule to estimate; may be repeated (default: all but optimal)", None, repeat=True, metavar="NAME"
     )
     profile: Path | None = flag(
         "measured costs, which --zero-bubble-profile-output wrote in a run with these flags",

@@ -69,7 +69,7 @@ def _lines(lines: Iterator[str]) -> str:
 
 
 def _shown(results: Results) -> Estimate:
-    """Return the estimate whose parameters the output shows: the first schedule's or, without one, the layout's."""
+    """Return the estimate whose parameters are printed: the first schedule's estimate or, without one, the layout's."""
     shown = results.estimates[0] if results.estimates else results.layout
     assert shown is not None
     return shown
@@ -154,7 +154,7 @@ def notes(results: Results) -> list[str]:
     if results.plain_1f1b is not None:
         own = "to 1F1B: to megatron-core's own, "
         if results.plain_1f1b.schedule.recomputes:
-            lines.append(f"{own}which recomputes within its backward; 1f1b here recomputes ahead of it")
+            lines.append(f"{own}which recomputes within its backward; 1f1b here recomputes before the backward")
         if job.flags.vocabulary_parallel:
             lines.append(f"{own}without vocabulary shards; all schedules here have them")
     if job.flags.zero_bubble_post_validation:
@@ -193,7 +193,7 @@ def _remedies(results: Results) -> Iterator[str]:
     if not results.nothing_fits:
         return
     if results.job.profile is not None and results.layout is None:
-        yield "nothing fits; a profile does not say what recomputation would take: leave out --profile to estimate it"
+        yield "nothing fits; a profile has no costs of recomputation: leave out --profile to estimate recomputation"
     for remedy in results.remedies:
         name, needed = remedy.best.schedule.name, remedy.best.memory_text
         if remedy.best.fits:

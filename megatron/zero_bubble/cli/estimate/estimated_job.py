@@ -29,7 +29,7 @@ _SHORTEST = 1e-3
 """Shortest duration of an operation, in milliseconds."""
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--mock-data")
 _STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
-"""Flags that a training requires and an estimate ignores; their values are too large for other flags to exceed."""
+"""Flag that a training requires and an estimate ignores -> a value that is larger than any related flag's value."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EstimatedJob:
     profile: Profile | None = None
     """Measured costs; if None, costs are computed from operations and bytes."""
     is_quick: bool = False
-    """Whether schedules are planned with little effort."""
+    """Whether the schedules are planned with little search effort."""
 
     @classmethod
     def of(cls, flags: EstimateFlags) -> EstimatedJob:
@@ -90,7 +90,7 @@ class EstimatedJob:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with the same parameters, which reduce gradients together and shard states with ZeRO."""
+        """Number of ranks with equal parameters; these ranks reduce gradients together, and shard states with ZeRO."""
         return self.args.data_parallel_size * self.args.context_parallel_size
 
     @property
@@ -154,7 +154,7 @@ class EstimatedJob:
 
     @cached_property
     def costs(self) -> ModelCosts:
-        """The costs of the units in milliseconds and bytes, from the profile if there is one.
+        """The costs of the model's units in milliseconds and bytes, from the profile if there is a profile.
 
         The costs of F and B exclude full recomputation; R recomputes one layer at a time.
         """
@@ -191,7 +191,7 @@ class EstimatedJob:
         return 2 * cluster.message_ms(input_bytes * (1 - 1 / args.expert_model_parallel_size), bandwidth)
 
     def stage_costs(self, placement: Placement) -> StageCosts:
-        """Return the costs of every stage in milliseconds and bytes, from the profile if there is one.
+        """Return the costs of every stage in milliseconds and bytes, from the profile if there is a profile.
 
         Raises:
             ValueError: the layers cannot be divided among the stages of `placement`.
@@ -226,7 +226,7 @@ class EstimatedJob:
         return costs.keeping_everything() if self.flags.recompute is Recompute.NONE else costs
 
     def _recomputed(self, partition: Partition) -> list[bool]:
-        """For every layer, whether R recomputes it. With the method `block`, R recomputes a stage's first layers."""
+        """Return for every layer whether R recomputes it; with the method `block`, R recomputes the first layers."""
         most = 0 if self.flags.recompute is Recompute.NONE else max(partition)
         if self.flags.recompute is Recompute.FULL and self.flags.recompute_method == "block":
             most = self.flags.recompute_num_layers or 0

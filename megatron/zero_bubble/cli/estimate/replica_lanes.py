@@ -1,4 +1,4 @@
-"""Draws steps of replicas as SVG: a lane for each replica, and panels below each other on a common time axis."""
+"""Draws steps of replicas as SVG: one row for each replica, in panels below each other on a common time axis."""
 
 from __future__ import annotations
 

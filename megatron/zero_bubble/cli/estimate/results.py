@@ -29,7 +29,7 @@ SMALL_JOB = 1000
 LARGE_JOB = 2000
 """Smallest product of pipeline ranks and microbatches for which, without --schedule, planning takes little effort."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
-"""Names of the two searches for a layout, used as keys beside the names of schedules."""
+"""Keys of the two searches for a layout, in dictionaries whose other keys are names of schedules."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
     Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     Recompute.PLANNED: {
@@ -43,7 +43,7 @@ _NO_RECOMPUTATION: dict[str, Any] = dict.fromkeys((*RECOMPUTATION, "zero_bubble_
 
 
 class Remedy(NamedTuple):
-    """The outcome of another layout or of recomputation, for a job without a schedule that fits in memory."""
+    """The outcome of another layout or of recomputation, for a job none of whose schedules fits in memory."""
 
     flags: str
     """The flags that would replace the job's own flags for layout or recomputation."""
@@ -60,7 +60,7 @@ class Results:
     job: EstimatedJob
     estimates: list[Estimate]
     refused: dict[str, str]
-    """Name of a schedule or of a layout search -> reason why the estimate of the schedule or layout is not possible."""
+    """Name of a schedule or of a layout search -> reason why its estimate is not possible."""
     layout: LayoutEstimate | None = None
     """The layout that the training would choose; None if the flags fix a layout, or no layout is possible."""
     freed: LayoutEstimate | None = None
@@ -93,7 +93,7 @@ class Results:
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
-    """Estimate the schedules `chosen`, by default all that are not slow, and the layout if the flags leave it open.
+    """Estimate the schedules `chosen` (default: all but slow schedules), and the layout if no flags fix the layout.
 
     Raises:
         ValueError: the name of a schedule is unknown, or neither a schedule nor a layout is possible.
@@ -142,7 +142,7 @@ def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = 
         tasks[_LAYOUT] = partial(estimate_layout, job)
     tasks |= {name: partial(estimate, job, name) for name in names}
     num_processes = 1
-    if _size(job) >= SMALL_JOB and hasattr(os, "sched_getaffinity"):  # only Linux has it, and forks safely
+    if _size(job) >= SMALL_JOB and hasattr(os, "sched_getaffinity"):  # only Linux has this function, and forks safely
         num_processes = min(len(os.sched_getaffinity(0)), len(tasks))
     if num_processes == 1:
         outcomes = list(map(_outcome, tasks.values()))
@@ -161,7 +161,7 @@ def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
         answer = task()
     except ValueError as error:
         return str(error)
-    assert answer.iteration_ms > 0, "computed here, not where all estimates come together"
+    assert answer.iteration_ms > 0, "the times must be computed in this process"
     return answer
 
 
@@ -174,7 +174,7 @@ def _remedies(results: Results) -> Iterator[Remedy]:
     if layout is not None:
         yield Remedy(flags_text(layout.layout_flags), layout, layout.iteration_ms / fastest)
         return
-    if job.profile is not None:  # a profile lacks recomputation that its run did not have
+    if job.profile is not None:  # the profile of a run without recomputation has no costs of recomputation
         return
     for kind, flags in _FLAGS_OF.items():
         if kind is job.flags.recompute:

@@ -197,7 +197,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     states = tuple(map(job.bytes_of, job.parameters(placement)))
     limit = limits = None
     if not entry.has_own_limit:
-        # As in training, all ranks have the fullest rank's limit, which is negative if this rank's states do not fit.
+        # As in training, the fullest rank determines all ranks' limit, which is negative if its states do not fit.
         free = MARGIN * (job.cluster.device_memory - job.cluster.reserved_memory - max(states))
         inside = (0.0,) * num_ranks if job.profile is None else job.profile.inside_ranks
         limit = _memory_limit(job, placement).in_bytes(
@@ -224,7 +224,7 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
     except Infeasible as error:
         if flags.memory_limit is None or not flags.memory_limit.is_auto:
             raise Infeasible(f"{limit_flag(job.args)}: {error}", error.smallest_limit) from None
-        # The device is too small for any plan: the plan with the least memory shows how much is missing.
+        # No plan fits on the device: the plan with the least memory shows how much memory is missing.
         request = request.within((error.smallest_limit,) * num_ranks)
         schedule = schedule_of(request)
     without = None
@@ -241,11 +241,11 @@ def _memory_limit(job: EstimatedJob, placement: Placement) -> MemoryLimit:
 
 
 def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutEstimate:
-    """Search the layouts that the job's flags leave open, as the training would, but with estimated costs.
+    """Search the layouts that the job's flags allow, as the training would, but with estimated costs.
 
     Args:
-        frees_layout: search all layouts, even if Megatron's flags fix a layout. The layout of Megatron's flags is taken
-            unless another layout is at least 2% faster.
+        frees_layout: whether to search all layouts even if Megatron's flags fix a layout. The layout of Megatron's
+            flags is chosen unless another layout is at least 2% faster.
 
     Raises:
         ValueError: no layout fits, or (as `ScheduleError`) there are fewer layers than ranks.
@@ -266,7 +266,7 @@ def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutE
 
 
 def as_megatron_runs(ours: Estimate) -> Estimate:
-    """Return the estimate of a schedule as megatron-core runs it: B recomputes, and the vocabulary is not sharded."""
+    """Return the estimate of a schedule under megatron-core: B recomputes, and the vocabulary is not sharded."""
     if ours.job.flags.vocabulary_parallel:
         ours = estimate(ours.job.with_flags({"zero_bubble_vocabulary_parallel": "off"}), ours.schedule.name)
     return replace(ours, timeline=as_megatron_recomputes(ours.timeline))

@@ -7,8 +7,8 @@
 In each step at most one replica straggles. With synchronous SGD, all replicas wait for the straggler in every step.
 With hierarchical SGD, replicas average their parameters in the groups of --hierarchical-sgd. With local SGD, all
 replicas average their parameters once in the longest period of --hierarchical-sgd, and no replica waits between two
-averages. The table shows the mean time of a step, where a step without a straggler takes 1. The table says nothing
-about convergence, although parameters differ more the longer replicas step alone.
+averages. The table shows the mean time of a step, where a step without a straggler takes 1. The table does not show the
+effect on convergence: parameters differ more if replicas take more steps between two averages.
 
 A mistake in the flags ends the command with a one-line message and exit status 2.
 """
@@ -30,7 +30,7 @@ from megatron.zero_bubble.session.flag_parser import flag
 
 _STEPS, _DRAWN_STEPS = 8192, 4
 Times = Sequence[Sequence[float]]
-"""Step -> replica -> time of the replica's computation, where a replica that does not straggle takes 1."""
+"""For each step, the time of each replica's computation; a replica that does not straggle takes 1."""
 
 
 def simulate_replicas(times: Times, hierarchy: Hierarchy | None) -> list[list[ReplicaStep]]:
@@ -81,7 +81,7 @@ class ReplicasFlags(CommandFlags):
         "random: another replica in each step; fixed: always replica 0", "random", choices=("random", "fixed")
     )
     slowdown: float = flag(
-        "how many times as long as others a straggler takes", 5, parse=one_number(at_least=1), metavar="X"
+        "time of a straggler divided by the time of another replica", 5, parse=one_number(at_least=1), metavar="X"
     )
     probability: float = flag("probability that a step has a straggler", 1, parse=_probability, metavar="P")
     seed: int = flag("seed of the stragglers", 0, parse=at_least(0), metavar="N")
@@ -109,7 +109,7 @@ class ReplicasFlags(CommandFlags):
         random = Random(self.seed)
         steps = []
         for _ in range(num_steps):
-            # Both are drawn in every step, so that the slow replicas do not depend on the probability.
+            # Replica and probability are drawn in every step, so that --probability does not change the slow replicas.
             replica, draw = random.randrange(self.num_replicas), random.random()
             times = [1.0] * self.num_replicas
             if draw < self.probability:

@@ -1,7 +1,7 @@
 """Answers the requests of the playground's page: to draw and plot schedules, and to save and open files.
 
-A request contains flags of `zero-bubble schedule`, which the code of the command line reads, so that the page shows the
-same numbers and the same messages as the command. The browser calls `answer`; tests call `answer` without a browser.
+A request contains flags of `zero-bubble schedule`. The command line's own code reads the flags, so that the page shows
+the same numbers and messages as the command. The browser calls `answer`; tests call `answer` without a browser.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Words = Sequence[str]
 def picture(words: Words, is_draft: bool = False) -> dict[str, Any]:
     """Return the simulation of one schedule, with all data that the page draws.
 
-    If `is_draft` is set, the schedule is planned with little effort.
+    If `is_draft` is set, the schedule is planned with little search effort.
     """
     flags = _flags(words)
     figures = figures_of_source(flags, 0 if is_draft else EFFORT)
@@ -53,12 +53,12 @@ def run(file: str, planned: bool) -> dict[str, Any]:
     """Return the timeline of a recorded run or, if `planned`, a simulation of its schedule with the measured times."""
     measured, memory = recorded_run(_file_text(file))
     with trace_errors():
-        simulated = simulate(measured.schedule, measured.costs, lengths=measured.lengths)  # refuses an impossible order
+        simulated = simulate(measured.schedule, measured.costs, lengths=measured.lengths)  # checks the order
         return picture_of_run(simulated, {}) if planned else picture_of_run(measured, memory)
 
 
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
-    """Return the bubble rate and time under a memory limit; if no plan fits, the smallest limit that a plan fits.
+    """Return the bubble rate and time under a memory limit; if no plan fits, the smallest limit that allows a plan.
 
     If `of_dial` is set, plans are compared by makespan, as in `memory-curve --dial`.
     """
@@ -114,7 +114,7 @@ def _flags(words: Words) -> SimulateFlags:
 
 
 def _time_unit(flags: SimulateFlags) -> str:
-    """The unit of times: milliseconds, or, where no times are given, the time of one F."""
+    """Return the unit of times: milliseconds or, if the flags give no times, the time of one F."""
     return "ms" if flags.has_times else "F"
 
 
@@ -137,11 +137,11 @@ def answer(question: str) -> str:
 
 
 _SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("microbatches", "num-microbatches"))
-"""Word in an error message that names no flag, and the flag that the word refers to."""
+"""(word in an error message that names no flag, flag to which this word refers)."""
 
 
 def mistake(error: Exception) -> dict[str, str]:
-    """Return the message of an error and its flag: the flag that the message names, or the best guess."""
+    """Return the message of an error and the flag that the message names, or else the most likely flag."""
     message = one_line(error)
     named = re.match(r"arguments? --([\w-]+):? (.*)", message)
     if named:

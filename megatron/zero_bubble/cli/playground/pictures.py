@@ -33,7 +33,7 @@ _CAUSES = {
     "streams": KINDS[OpKind.S].colour,
     "tail": "#57606a",
 }
-"""Colours of the causes of idle time; waiting for an operation has the colour of this operation."""
+"""Cause of idle time -> colour; a wait for an operation has the operation's colour."""
 
 
 def facts() -> dict[str, Any]:
@@ -54,9 +54,9 @@ def facts() -> dict[str, Any]:
             for entry in ENTRIES.values()
         ],
         "causes": _CAUSES,
-        # The curves of the dial, each with the flags that it adds.
+        # Each curve of `memory-curve --dial`, with the flags of its plans.
         "ways": {way: dict(flags) for way, flags in WAYS.items()},
-        # In p M_B; with recomputation, plans exist for smaller memory limits.
+        # Memory limits in p M_B; with recomputation, plans exist for smaller limits.
         "limits": {"keeping": _curve_limits(Recompute.NONE), "recomputing": _curve_limits(Recompute.PLANNED)},
         "colours": {
             kind: {"fill": facts.colour, "isDark": is_dark(facts.colour)}
@@ -67,7 +67,7 @@ def facts() -> dict[str, Any]:
 
 
 def _curve_limits(recompute: Recompute) -> list[float]:
-    """The default memory limits of `zero-bubble schedule memory-curve`, in p M_B."""
+    """Return the default memory limits of `zero-bubble schedule memory-curve`, in p M_B."""
     return curve_limits(CurveFlags(pipeline_size=2, num_microbatches=1, recompute=recompute.value))
 
 
@@ -142,19 +142,21 @@ def _drawn(timeline: Timeline, steps: int) -> dict[str, Any]:
 
 
 _MICROSECONDS = 1000
-"""Microseconds in a millisecond. Traces have times in microseconds, timelines in milliseconds."""
+"""Microseconds in a millisecond: traces have times in microseconds, and timelines in milliseconds."""
 
 
 def is_trace(text: str) -> bool:
-    """Whether the text looks like a trace in Chrome's format."""
+    """Return whether the text begins like a trace in Chrome's format."""
     return '"traceEvents"' in text[:200]
 
 
 def recorded_run(text: str) -> tuple[Timeline, dict[int, Steps]]:
     """Return the timeline of a recorded iteration, in milliseconds, and the memory that each rank held over time.
 
-    The costs of the timeline are the mean times of the recorded iteration, and have no memory. Raises
-    `ScheduleError` if the text is not the trace of a run.
+    The costs of the timeline are the mean times of the recorded iteration, without memory.
+
+    Raises:
+        ScheduleError: the text is not the trace of a run.
     """
     with trace_errors():
         events = json.loads(text, parse_int=short_integer)["traceEvents"]
@@ -190,7 +192,7 @@ def trace_errors() -> Iterator[None]:
 
 
 def _lanes(events: list[Mapping[str, Any]]) -> list[list[tuple[TimedOp, int]]]:
-    """The operations of every rank in the order in which they ran, each with its stage."""
+    """Return, for every rank, (operation, stage) of all its operations, in the order in which they ran."""
     lanes: dict[int, list[tuple[TimedOp, int]]] = defaultdict(list)
     for event in events:
         if event["ph"] not in ("X", "i"):
@@ -205,7 +207,7 @@ def _lanes(events: list[Mapping[str, Any]]) -> list[list[tuple[TimedOp, int]]]:
 
 
 def _memory_counters(events: list[Mapping[str, Any]]) -> dict[int, Steps]:
-    """Rank -> the rank's recorded memory over time; empty if the run recorded no memory."""
+    """Return rank -> the rank's recorded memory over time; an empty dictionary if the run recorded no memory."""
     counters: dict[int, Steps] = defaultdict(list)
     for event in events:
         if event["ph"] == "C" and event["name"].startswith("memory of rank "):

@@ -26,7 +26,7 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 """The files of the npm package pyodide that a browser loads."""
 
 PYODIDE = _HERE / "npm" / "node_modules" / "pyodide"
-"""Folder into which `make playground` installs the npm package pyodide; wheels built afterwards contain the folder."""
+"""Folder into which `make playground` installs the npm package pyodide; a wheel that is built later contains it."""
 
 START: dict[str, Any] = {
     "shared": {
@@ -39,7 +39,7 @@ START: dict[str, Any] = {
     },
     "panes": [{"schedule": "1f1b"}, {"schedule": "auto", "memory-limit": "6"}],
 }
-"""Flags with which the page starts: the flags that both schedules share, and the flags of each schedule."""
+"""The page's initial flags: the flags that both schedules share, and the flags of each schedule."""
 
 
 def write_site(folder: Path, pyodide: Path) -> None:
@@ -61,7 +61,7 @@ def write_site(folder: Path, pyodide: Path) -> None:
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
     """Write a memory snapshot from which Python starts in the browser without importing modules.
 
-    Node, which npm needs anyway, makes the snapshot within ten seconds. A copy of the snapshot is kept in the folder of
+    Node, which npm requires, makes the snapshot within ten seconds. A copy of the snapshot is kept in the folder of
     Pyodide, so that a wheel contains the snapshot. Without a snapshot, and in browsers that cannot load a snapshot,
     Python starts seconds later.
     """
@@ -73,7 +73,7 @@ def _write_snapshot(folder: Path, pyodide: Path) -> None:
     command = [node or "node", str(_HERE / "snapshot.mjs"), str(folder)]
     if node is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
         reason = "there is no node" if node is None else f"{node} fails"
-        print(f"the page will take seconds longer to load: {reason}, which prepares it", file=sys.stderr)
+        print(f"the page will take seconds longer to load: {reason}, so there is no snapshot", file=sys.stderr)
         written.write_bytes(b"")
         return
     with suppress(OSError):  # if the folder cannot be written, the next call makes the snapshot again
@@ -85,7 +85,7 @@ def _write_snapshot(folder: Path, pyodide: Path) -> None:
 
 
 def _digest() -> str:
-    """The digest of all files that a memory snapshot depends on, except the files of Pyodide."""
+    """Return a digest of all files on which a memory snapshot depends, except the files of Pyodide."""
     digest = hashlib.sha256()
     for path in (*_packed_files(), _HERE / "snapshot.mjs", _HERE / "page" / "python.mjs"):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -93,13 +93,13 @@ def _digest() -> str:
 
 
 def _pinned() -> str:
-    """The version of Pyodide that the page is tested with."""
+    """Return the version of Pyodide with which the page is tested."""
     version: str = json.loads((_HERE / "npm" / "package.json").read_text(encoding="utf-8"))["dependencies"]["pyodide"]
     return version
 
 
 def _packed() -> bytes:
-    """The Python modules that answer the page's requests, as a zip."""
+    """Return a zip archive of the Python modules that answer the page's requests."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in _packed_files():
@@ -112,7 +112,7 @@ def _packed_files() -> list[Path]:
 
 
 def _start() -> dict[str, Any]:
-    """The data of the pictures that the page shows before Python has loaded."""
+    """Return the data of the pictures that the page shows before Python has loaded."""
     shared = [f"--{name}={value}" for name, value in START["shared"].items()]
     panes = [[*shared, *(f"--{name}={value}" for name, value in pane.items())] for pane in START["panes"]]
     known = facts()

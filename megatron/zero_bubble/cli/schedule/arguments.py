@@ -48,7 +48,7 @@ class SourceFlags(ScheduleFlags, LimitFlags):
     input: Path | None = flag(
         "read the schedule from FILE: JSON, CSV or PyTorch's CSV", None, parse=Path, metavar="FILE"
     )
-    # Both sizes are optional because a file has them; without a file `__post_init__` requires them.
+    # The sizes of a schedule in a file are known; without a file, `__post_init__` requires both flags.
     pipeline_size: int = flag("pipeline ranks, with --schedule", None, parse=at_least(2), metavar="P")
     num_microbatches: int = flag("microbatches of an iteration, with --schedule", None, parse=at_least(1), metavar="M")
 
@@ -61,7 +61,7 @@ class SourceFlags(ScheduleFlags, LimitFlags):
         for name in _NOT_WITH_INPUT:
             is_given = getattr(self, name) is not None
             if self.input is not None and is_given:
-                raise ValueError(f"argument {flag_name(name)}: not allowed with --input, whose schedule decides it")
+                raise ValueError(f"argument {flag_name(name)}: not allowed with --input, whose schedule determines it")
             if self.input is None and not is_given and name in ("pipeline_size", "num_microbatches"):
                 raise ValueError(f"argument {flag_name(name)} is required with --schedule")
 
@@ -101,8 +101,8 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
         metavar="N",
     )
     lengths: tuple[float, ...] = flag(
-        "relative length of every microbatch, 1,4,1,1 for example, to which its times and memory are proportional; "
-        "the costs are those of the mean (default: all alike)",
+        "relative length of every microbatch, for example 1,4,1,1; a microbatch's times and memory are proportional to "
+        "its length, and the other flags give the costs at the mean length (default: equal lengths)",
         (),
         parse=numbers(above=0),
         metavar="L,L,...",
@@ -160,7 +160,7 @@ class CompareFlags(ScheduleFlags, LimitFlags, QueueFlags, PostValidationFlags, T
     """the schedules"""
 
     schedule: list[str] | None = flag(
-        "schedule to compare; repeat for more (default: all)", None, repeat=True, metavar="NAME"
+        "schedule to compare; may be repeated (default: all)", None, repeat=True, metavar="NAME"
     )
 
 
@@ -196,18 +196,18 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     """the curves"""
 
     schedule: list[str] | None = flag(
-        "schedule to plan; repeat for more (default: auto)", None, repeat=True, metavar="NAME"
+        "schedule to plan; may be repeated (default: auto)", None, repeat=True, metavar="NAME"
     )
     from_: float = _limit(None, "smallest memory limit (default: 0.5, with --recompute or --dial 0.125)")
     to: float = _limit(2.5, "largest memory limit")
     step: float = _limit(0.125, "difference of successive limits")
     dial: bool = flag(
-        "show times in place of bubble rates: of plans that keep activations, that may drop and recompute them, that "
-        "may copy them to the host, and that may do both",
+        "show times instead of bubble rates, for plans that keep all activations, may recompute activations, may copy "
+        "activations to the host, or may do both",
         False,
     )
     output: Path | None = flag(
-        "write to FILE instead of printing; with suffix .svg: plot there and print", None, parse=Path, metavar="FILE"
+        "write to FILE instead of printing; plot to a FILE.svg, and print", None, parse=Path, metavar="FILE"
     )
 
     draws = True
@@ -229,7 +229,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
         for name in ("recompute", "offload"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"argument {flag_name(name)}: not allowed with --dial, which plans with it and without"
+                    f"argument {flag_name(name)}: not allowed with --dial, which plans both with and without it"
                 )
         if self.costs is None and self.time_d is None:
             raise ValueError("argument --dial needs --time-d, the time of a copy to the host, or --costs FILE")

@@ -45,7 +45,7 @@ def list_schedules(flags: ListFlags) -> None:
 
 
 def write_schedule(flags: GenerateFlags) -> None:
-    """Print or write one schedule in the format that the flags ask for."""
+    """Print or write one schedule in the format that the flags name."""
     schedule, _ = source(flags)
     if flags.post_validation:
         schedule = with_post_validation(schedule, stage_costs(flags, schedule.placement))
@@ -115,7 +115,7 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
 
 
 def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
-    """Return table cells: share of R, share of lost time, cost with R inside B, and gain of an R outside of B."""
+    """Return table cells: share of R, share of lost time, cost with R inside of B, and gain from R outside of B."""
     inside = figures.cost_in_backward
     apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / figures.timeline.cost - 1))
     return percent(figures.recomputed), percent(figures.lost), *apart

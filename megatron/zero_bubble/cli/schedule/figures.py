@@ -57,7 +57,7 @@ class ScheduleFigures:
     lower_bound: float
     generation_seconds: float
     cost_in_backward: float | None
-    """The cost of the schedule if B contains R, as in megatron-core; None unless everything is recomputed."""
+    """Cost of the schedule if R runs within B, as in megatron-core; None unless all activations are recomputed."""
 
     @property
     def gain(self) -> float:
@@ -147,10 +147,10 @@ def simulated_figures(
     queues: HardwareQueues | None = None,
     lengths: Sequence[float] = (),
 ) -> ScheduleFigures:
-    """Validate `schedule`, add post-validation if it is asked for, and simulate `steps` successive iterations.
+    """Validate `schedule`, add post-validation if `post_validation` is set, and simulate `steps` iterations.
 
     Raises:
-        ScheduleError: the schedule is not valid, or several steps are asked for without post-validation.
+        ScheduleError: the schedule is not valid, or `steps` is above 1 without post-validation.
     """
     validate(schedule)
     costs = stage_costs(flags, schedule.placement)
@@ -159,7 +159,7 @@ def simulated_figures(
         validate(schedule)
     elif steps > 1 and not schedule.has_post_validation:
         raise ScheduleError(
-            f"--steps {steps} needs --post-validation: without it an iteration starts when the one before has ended"
+            f"--steps {steps} needs --post-validation: otherwise an iteration starts when the previous one has ended"
         )
     check_size(schedule.placement, schedule.num_microbatches * steps)
     schedules = [schedule, without_post_validation(schedule)]
@@ -187,7 +187,7 @@ def simulated_figures(
 
 
 def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
-    """The cost of `schedule` with R in every backward, as in megatron-core; None unless everything is recomputed."""
+    """Return the cost with R in every backward, as in megatron-core; None unless all activations are recomputed."""
     if not schedule.recomputes or num_recomputed(schedule) < num_recomputed(with_recomputation(schedule)):
         return None
     plain = lower(without_recomputation(schedule)) if timeline.hardware_queues else without_recomputation(schedule)
@@ -211,7 +211,7 @@ _DEFAULTS = {
     "memory_w": -0.5,
 }
 _ROUNDING = 1e-6
-"""Largest share of M_B by which the releases of B and W may exceed the allocation of F."""
+"""Share of M_B by which B and W may release more memory than F allocates, because of rounding."""
 BYTES_PER_MS = 1e6
 """Bytes that a link of 1 GB/s sends in a millisecond."""
 _PARTS_OF_F = {
@@ -220,15 +220,15 @@ _PARTS_OF_F = {
     "time_h": ("time_d", 1),
     "memory_d": ("memory_f", DROPPED),
 }
-"""Field of costs -> the field from which its default is computed, and the factor."""
+"""Field of costs -> (the field whose value, times a factor, is the default; the factor)."""
 
 
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
-    Flags give the costs of whole ranks, and so do cost files with one entry per rank; each rank's costs are split among
-    the rank's chunks. M_B is the memory that F of one microbatch allocates on all chunks of the rank where F allocates
-    the most.
+    Flags give the costs of whole ranks, as do cost files with one entry per rank; the costs of a rank are split among
+    its chunks. M_B is the memory that F of one microbatch allocates on all chunks of a rank, on the rank where this
+    memory is largest.
 
     Raises:
         ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.

@@ -29,18 +29,18 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "both": {"recompute": "planned", "offload": "auto"},
     }
 )
-"""Way to fit a plan into a memory limit -> the flags that allow this way."""
+"""Name of a curve of --dial -> the flags of its plans: keep activations, recompute, copy to the host, or both."""
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
-"""Longest relative time in the plot of --dial. On a longer axis, short times would look alike."""
+"""Largest relative time in the plot of --dial; on a longer axis, short times could not be distinguished."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Fractions of the fastest plan's memory. The output gives times under the largest limit within each fraction."""
+"""Fractions of the fastest plan's memory; the text gives times under the largest memory limit up to each fraction."""
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """The figures of one schedule (with --dial, of one schedule and way) under every memory limit that it fits into."""
+    """The figures of one schedule (with --dial, of one entry of `WAYS`) under every memory limit that allows a plan."""
 
     name: str
     schedule: str
@@ -56,7 +56,7 @@ def memory_curve(flags: CurveFlags) -> None:
     for name in chosen:
         if not entry_of(name).takes_limit:
             planned = ", ".join(entry.name for entry in ENTRIES.values() if entry.takes_limit)
-            raise ScheduleError(f"--schedule {name} has a memory of its own, whatever the limit: choose from {planned}")
+            raise ScheduleError(f"--schedule {name} does not depend on a memory limit: choose from {planned}")
     curves = []
     for name in chosen:
         for way, added in ways.items():
@@ -74,7 +74,7 @@ def memory_curve(flags: CurveFlags) -> None:
 
 
 def curve_limits(flags: CurveFlags) -> list[float]:
-    """Return the memory limits from --from to --to, in p M_B. Raises `ScheduleError` if there are none or too many."""
+    """Return the memory limits from --from to --to, in p M_B; raise `ScheduleError` for none, or 1000 or more."""
     first, last, step = flags.first, flags.to, flags.step
     if last < first:
         raise ScheduleError(f"--to {last:g} is below --from {first:g}")
@@ -85,7 +85,7 @@ def curve_limits(flags: CurveFlags) -> list[float]:
 
 
 def _has_costs(flags: CurveFlags, name: str) -> bool:
-    """Whether the costs suffice for the recomputation and offload that the flags allow; a profile may lack costs."""
+    """Return whether there are costs of the recomputation and offload that the flags allow; a profile may lack them."""
     costs = stage_costs(flags, placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement))
     return lacking_costs(flags, costs) is None
 
@@ -133,7 +133,7 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield sentences on the time that the table shows as 1, and on relative times under smaller memory limits."""
+    """Yield sentences about the fastest time (1 in the table), and about relative times under smaller memory limits."""
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)

@@ -35,7 +35,7 @@ def make_schedule(
     placement = placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement)
     costs = stage_costs(flags, placement)
     if flags.offloads and limit is None:
-        raise ScheduleError("argument --offload auto needs --memory-limit: without it nothing has to leave the device")
+        raise ScheduleError("argument --offload auto needs --memory-limit: without a limit, nothing is offloaded")
     if (lacking := lacking_costs(flags, costs)) is not None:
         raise ScheduleError(lacking)
     begin = time.perf_counter()
