@@ -224,6 +224,38 @@ def test_checkpointed_layers_run_again_in_r_and_give_the_same_gradients(schedule
     assert len(recomputed) >= 4
 
 
+class Watched(nn.Module):
+    """Hooks its input, and returns a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(self.seen.append)
+        return x.view_as(x)
+
+
+def test_checkpointed_layers_may_return_views_of_their_inputs():
+    layers, batch = stack(2)
+    watched = Watched()
+    layers[1:1] = [nn.Unflatten(1, (2, 3)), nn.Identity(), nn.Flatten(), watched, nn.Flatten()]
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        seen = [module.seen for module in pipeline.modules() if isinstance(module, Watched)]
+        return {"seen": seen, **gradients_of(pipeline)}
+
+    for partition in ([2], [3], [7]):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": partition, "checkpoint": True}
+        parts = pipelines(2, layers, nn.functional.mse_loss, train, **arguments)
+        (seen,) = [seen for part in parts for seen in part.pop("seen")]
+        assert len(seen) == 4, "the hook ran once for each microbatch"
+        assert_equal(merged(parts), {**dict.fromkeys(merged(parts)), **gradients_of(model)})
+
+
 def test_a_checkpointed_layer_draws_the_same_random_numbers_twice():
     layers, batch = stack(4)
     layers.insert(1, nn.Dropout(0.5))  # on the first rank alone: the threads of a test share one generator

@@ -168,7 +168,7 @@ class LateSteps:
         assert self._pending is None, "the last step has to be validated first"
         failure, loss = min(self._stage.failures, default=None), self._stage.end()
         waits = self._recent.next_waits
-        has_stepped = failure is None and not waits and not _clips(total_norm(norms), max_norm)
+        has_stepped = failure is None and not waits and not _clips(total_norm(norms, self._stage.device), max_norm)
         report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
         reports = self._lane.submit(self._agreement.gather, report)
         if has_stepped:
@@ -192,7 +192,7 @@ class LateSteps:
         pending, self._pending = self._pending, None
         reports = pending.reports.result()
         failures = [report.failure for report in reports if report.failure is not None]
-        norm = total_norm([entry for report in reports for entry in report.norms])
+        norm = total_norm([entry for report in reports for entry in report.norms], self._stage.device)
         clips = _clips(norm, pending.max_norm)
         was_wrong = clips or not all(report.has_stepped for report in reports)
         if was_wrong:

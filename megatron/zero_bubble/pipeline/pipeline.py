@@ -226,7 +226,8 @@ class Pipeline(PartialModel):
         The norm equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
         counts once.
         """
-        return clip_grad_norm(self.own_parameters(), self._counted(), self._agreement, max_norm, norm_type)
+        counted = self._counted()
+        return clip_grad_norm(self.own_parameters(), counted, self._agreement, self.device, max_norm, norm_type)
 
     def _counted(self) -> list[tuple[int, nn.Parameter]]:
         """Return this rank's parameters that no earlier stage has a copy of, each with its layer's index."""
