@@ -39,7 +39,15 @@ def test_norms_come_from_the_functions_that_torch_uses(norm_type, has_other, mon
     foreach_norm = torch._foreach_norm
     monkeypatch.setattr(torch, "_foreach_norm", lambda *given: [norm * (1 + 1e-3) for norm in foreach_norm(*given)])
     torch.manual_seed(6)
-    types = [torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16]
+    types = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.complex64,
+        torch.float16,
+    ]
     for order in (types, types[::-1], [torch.float32] * 7):
         parameters = [torch.nn.Parameter(torch.zeros(50 + k, dtype=dtype)) for k, dtype in enumerate(order)]
         for parameter in parameters:

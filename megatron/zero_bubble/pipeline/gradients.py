@@ -138,8 +138,8 @@ def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Para
                 parameter.grad = None
 
 
-LayerNorm = tuple[int, torch.Tensor]
-"""The index of a layer, and the norm of the gradient of one of its parameters, in host memory."""
+LayerNorm = tuple[int, torch.dtype, torch.Tensor]
+"""The index of a layer, and the type and the norm of the gradient of one of its parameters; the norm is on the host."""
 
 
 def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: float = 2.0) -> list[LayerNorm]:
@@ -148,16 +148,15 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
     Args:
         counted: the parameters without a copy on an earlier stage, each with its layer's index, in model order.
     """
-    layers = [layer for layer, parameter in counted if parameter.grad is not None]
-    values = [_values(parameter.grad) for _, parameter in counted if parameter.grad is not None]
+    grads = [(layer, _values(parameter.grad)) for layer, parameter in counted if parameter.grad is not None]
     norms: dict[int, torch.Tensor] = {}
-    for indices in _groups(values):
-        group = [values[k] for k in indices]
+    for indices in _groups([values for _, values in grads]):
+        group = [grads[k][1] for k in indices]
         has_foreach = _has_foreach_support(group, group[0].device)
         alone = partial(torch.linalg.vector_norm, ord=norm_type)
         of_group = torch._foreach_norm(group, norm_type) if has_foreach else map(alone, group)
         norms.update(zip(indices, of_group, strict=True))
-    return [(layer, norms[k].cpu()) for k, layer in enumerate(layers)]
+    return [(layer, values.dtype, norms[k].cpu()) for k, (layer, values) in enumerate(grads)]
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:
@@ -181,8 +180,9 @@ def total_norm(norms: Sequence[LayerNorm], device: torch.device, norm_type: floa
     """
     if not norms:
         return torch.tensor(0.0)
-    in_order = [norm for _, norm in sorted(norms, key=lambda entry: entry[0])]
-    by_type = torch.stack([in_order[k] for indices in _groups(in_order) for k in indices])
+    in_order = sorted(norms, key=lambda entry: entry[0])
+    groups = _groups([torch.empty(0, dtype=dtype) for _, dtype, _ in in_order])
+    by_type = torch.stack([in_order[k][2] for indices in groups for k in indices])
     return torch.linalg.vector_norm(by_type.to(device), norm_type)
 
 
