@@ -239,3 +239,42 @@ def test_a_batch_that_cannot_be_used_ends_all_ranks_with_the_next_call(second, m
     errors = errors_on_ranks(2, train)
     assert {str(error) for error in errors} == {message}
     assert all(isinstance(error, ValueError) for error in errors)
+
+
+class Failing(torch.optim.SGD):
+    """Fails on rank 1 in the second step, after it has changed a parameter."""
+
+    def step(self):
+        super().step()
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 2 and self.rank == 1:
+            raise RuntimeError("no more\nmemory")
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("max_norm", [1e9, 1e-3])
+def test_an_optimizer_that_fails_on_one_rank_ends_all_ranks(post_validation, max_norm):
+    layers, states = stack(4), {}
+
+    def train(interconnect):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": post_validation}
+        pipeline = pipeline_of(layers, mse_loss, interconnect, **arguments)
+        optimizer = Failing(pipeline.parameters(), lr=0.05)
+        optimizer.rank = interconnect.rank
+        pipeline.train_step(batch(0), optimizer, max_norm)
+        pipeline.settle()
+        before = copy.deepcopy(pipeline.state_dict())
+        try:
+            pipeline.train_step(batch(1), optimizer, max_norm)
+            pipeline.settle()
+        finally:
+            states[interconnect.rank] = before, pipeline.state_dict()
+
+    errors = errors_on_ranks(2, train)
+    assert {(type(error), str(error)) for error in errors} == {
+        (ValueError, "Failing.step() failed: RuntimeError: no more memory")
+    }
+    assert isinstance(errors[1].__cause__, RuntimeError) or (post_validation and max_norm < 1)
+    if post_validation and max_norm > 1:
+        parameters = [(before[name], value) for before, now in states.values() for name, value in now.items()]
+        assert all(torch.equal(*pair) for pair in parameters if pair[0].dim() > 1), "the step is undone"

@@ -161,6 +161,12 @@ class Agreement:
         self.collect(lambda: results.append(action()))
         return results[0]
 
+    def raise_any(self, error: Exception | None) -> None:
+        """Raise on every rank the error that the lowest rank passes, if a rank passes an error; a collective call."""
+        for first in self.gather(error):
+            if first is not None:
+                raise first from (error and error.__cause__)
+
     def on(self, rank: int, action: Callable[[], T]) -> T:
         """Run `action` on one rank and return the result on every rank; raises the same errors as `collect`."""
         return cast(T, self.collect(lambda: action() if self._collectives.rank == rank else None)[rank])

@@ -1,6 +1,6 @@
 """Takes the optimizer's step of a pipeline before the norm of all gradients is known, and amends a step that was wrong.
 
-Once its gradients are complete, a rank reports their norms in the background, takes the optimizer's step, and goes on
+Once its gradients are complete, a rank takes the optimizer's step, reports the norms in the background, and goes on
 with the forwards of the next training step. Before the first backward of the next step, the rank waits for the reports
 of all ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips, steps again, and runs the
 forwards of the next step again. Parameters, losses and norms are the same, bit by bit, as in a step that waits for the
@@ -28,6 +28,7 @@ from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recent_steps import RecentSteps
 from megatron.zero_bubble.runtime.rollback import Snapshot, settings_of, with_settings
 from megatron.zero_bubble.runtime.stage import Stage
+from megatron.zero_bubble.schedule.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class _UnvalidatedStep:
     has_stepped: bool
     waits: bool
     """Whether every rank withheld the optimizer's step."""
+    cause: BaseException | None
+    """The error of this rank's failed forward or optimizer step."""
     settings: list[dict[str, Any]]
     """Settings of the parameter groups after the optimizer's step; a learning-rate scheduler may change them later."""
 
@@ -160,22 +163,26 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
-        """Send this rank's `StepReport` to all ranks; take the optimizer's step unless it waits or is wrong.
+        """Take the optimizer's step unless it waits or is wrong; send this rank's `StepReport` to all ranks.
+
+        The report does not delay the next step, whose first backward comes after the optimizer steps of all ranks.
 
         Args:
             norms: the norms of this rank's complete gradients.
         """
         assert self._pending is None, "the last step has to be validated first"
         failure, loss = min(self._stage.failures, default=None), self._stage.end()
+        cause: BaseException | None = self._stage.cause
         waits = self._recent.next_waits
         has_stepped = failure is None and not waits and not _clips(total_norm(norms, self._stage.device), max_norm)
-        report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
-        reports = self._lane.submit(self._agreement.gather, report)
         if has_stepped:
             self._snapshot(optimizer).before_step()
-            optimizer.step()
+            if (error := take_step(optimizer)) is not None:
+                failure, cause = Failure(0, self._stage.stages[0], str(error)), error.__cause__
+        report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
+        reports = self._lane.submit(self._agreement.gather, report)
         settings = settings_of(optimizer.param_groups)
-        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, waits, settings)
+        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, waits, cause, settings)
 
     def validate(self) -> bool:
         """Wait for the reports of all ranks, amend the last optimizer step if it was wrong, and drop the gradients.
@@ -184,8 +191,8 @@ class LateSteps:
             Whether the last optimizer step was wrong on any rank; the value is the same on every rank.
 
         Raises:
-            ValueError: on all ranks, if a forward of the step has failed; ranks that have taken the optimizer's step
-                undo it.
+            ValueError: on all ranks, if a forward of the step or an optimizer's step has failed; ranks that have taken
+                the optimizer's step undo it.
         """
         if self._pending is None:
             return False
@@ -194,16 +201,16 @@ class LateSteps:
         failures = [report.failure for report in reports if report.failure is not None]
         norm = total_norm([entry for report in reports for entry in report.norms], self._stage.device)
         clips = _clips(norm, pending.max_norm)
-        was_wrong = clips or not all(report.has_stepped for report in reports)
+        was_wrong = clips or bool(failures) or not all(report.has_stepped for report in reports)
         if was_wrong:
             with with_settings(pending.optimizer.param_groups, pending.settings):
                 if pending.has_stepped:
                     self._snapshot(pending.optimizer).undo()
                 if failures:
-                    raise ValueError(min(failures).problem)
+                    raise ValueError(min(failures).problem) from pending.cause
                 with Autocast.off(self._stage.device.type):
                     torch.nn.utils.clip_grads_with_norm_(self._parameters(), pending.max_norm, norm)
-                    pending.optimizer.step()
+                    self._agreement.raise_any(take_step(pending.optimizer))
         pending.optimizer.zero_grad()
         self._recent.record(clips)
         loss = next(report.loss for report in reports if report.loss is not None)
@@ -218,6 +225,17 @@ class LateSteps:
     def close(self) -> None:
         """Wait for the reports of all ranks and end the thread that gathers them."""
         self._lane.shutdown()
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> ValueError | None:
+    """Take the optimizer's step; if it fails, return an error, which other ranks can raise, too."""
+    try:
+        optimizer.step()
+    except Exception as error:
+        problem = ValueError(f"{type(optimizer).__name__}.step() failed: {type(error).__name__}: {one_line(error)}")
+        problem.__cause__ = error
+        return problem
+    return None
 
 
 def _clips(norm: torch.Tensor, max_norm: float) -> bool:

@@ -26,7 +26,7 @@ from megatron.zero_bubble.pipeline.batches import microbatches_of
 from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, own_norms
 from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
-from megatron.zero_bubble.pipeline.late_steps import TrainingOutcome
+from megatron.zero_bubble.pipeline.late_steps import TrainingOutcome, take_step
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, stage_times
 from megatron.zero_bubble.pipeline.options import (
     PipelineOptions,
@@ -140,14 +140,14 @@ class Pipeline(PartialModel):
         be used any more.
 
         Raises:
-            ValueError: on all ranks, if the batch cannot be used, or the optimizer's step needs a closure.
+            ValueError: on all ranks, if the batch cannot be used, or the optimizer's step fails or needs a closure.
         """
         check_optimizer(optimizer)
         if self._late is None:
             loss = self.train_batch(batch)
             with Autocast.off(self.device.type):
                 outcome = TrainingOutcome(loss, self.clip_grad_norm_(max_norm))
-                optimizer.step()
+                self._agreement.raise_any(take_step(optimizer))
             optimizer.zero_grad()
             return outcome
         with torch.enable_grad():
