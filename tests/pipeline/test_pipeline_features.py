@@ -203,6 +203,34 @@ def test_tied_layers_get_the_sum_of_their_copies_gradients(schedule, assign):
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_a_tied_parameter_gets_a_gradient_only_if_one_of_its_copies_has_one(schedule):
+    """Otherwise an optimizer would decay it. Freezing it keeps its gradient of earlier steps."""
+    layers, batch = stack(2)
+    forwards = (times_weight, lambda module, x: x)
+    ends = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH, forward=forward) for forward in forwards]
+    layers = [ends[0], *layers, ends[1]]
+
+    def train(pipeline):
+        gradients = []
+        for thaw in (True, False, True):
+            weights = [weight for name, weight in pipeline.named_parameters() if name in ("0.weight", "5.weight")]
+            for weight in weights:
+                weight.requires_grad_(thaw)
+            pipeline.train_batch(batch)
+            gradients += [[weight.grad.clone() for weight in weights]]
+        biases = [grad for name, grad in gradients_of(pipeline).items() if name in ("0.bias", "5.bias")]
+        assert biases == [None] * len(weights)
+        return gradients
+
+    arguments = {"schedule": schedule, "num_microbatches": 4, "partition": "uniform"}
+    steps = zip(*pipelines(2, layers, nn.functional.mse_loss, train, **arguments), strict=True)
+    (expected, *of_first), *others = ([grad for part in parts for grad in part] for parts in steps)
+    assert expected.any()
+    for times, gradients in zip((1, 1, 2), (of_first, *others), strict=True):
+        assert all(torch.equal(grad, times * expected) for grad in gradients)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_checkpointed_layers_run_again_in_r_and_give_the_same_gradients(schedule, monkeypatch):
     layers, batch = stack(4)
     model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)

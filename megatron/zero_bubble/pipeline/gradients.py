@@ -73,19 +73,35 @@ class TiedLayer:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Give every copy the sum of all copies' gradients of this step, added in the order of the stages."""
-        for k in range(self._num_parameters):
-            like = next(iter(self._own.values()))[k]
-            if not like.requires_grad:
-                continue
-            first, *others = (
-                self._broadcast(stage, self._contiguous_copy(stage, k, of_gradient=True)) for stage in self._stages
-            )
-            total = sum(others, start=first)
+        """Give every copy the sum of all copies' gradients of this step, added in the order of the stages.
+
+        A parameter that no copy has a gradient for gets none.
+        """
+        for k, has_gradient in enumerate(self._has_gradient()):
+            if has_gradient:
+                first, *others = (
+                    self._broadcast(stage, self._contiguous_copy(stage, k, of_gradient=True)) for stage in self._stages
+                )
+                total = sum(others, start=first)
             for copy in self._own.values():
                 before = self._before[copy[k]]
-                copy[k].grad = total.clone() if before is None else before.add_(total)
+                if has_gradient:
+                    before = total.clone() if before is None else before.add_(total)
+                copy[k].grad = before
         self._before = {}
+
+    def _has_gradient(self) -> list[bool]:
+        """Return for each parameter whether any copy has a gradient; a collective call."""
+        copies = [[copy[k] for copy in self._own.values()] for k in range(self._num_parameters)]
+        own = [any(parameter.grad is not None for parameter in of_one) for of_one in copies]
+        if self._collectives is None or not own:
+            return own
+        flags = torch.tensor(own, dtype=torch.int32).to(copies[0][0].device, non_blocking=True)
+        of_ranks = flags.new_empty(self._collectives.size, len(own))
+        self._collectives.gather_all(flags, of_ranks)
+        if all(has or not of_one[0].requires_grad for has, of_one in zip(own, copies, strict=True)):
+            return own  # because reading the flags waits for the device
+        return [bool(has) for has in of_ranks.any(0).tolist()]
 
     def _contiguous_copy(self, stage: int, k: int, *, of_gradient: bool = False) -> torch.Tensor:
         """Return parameter `k` of a stage's copy, or that parameter's gradient; zeros if this rank lacks the tensor."""
