@@ -230,6 +230,27 @@ def test_a_tied_parameter_gets_a_gradient_only_if_one_of_its_copies_has_one(sche
         assert all(torch.equal(grad, times * expected) for grad in gradients)
 
 
+def test_the_state_of_layers_that_are_tied_on_one_stage_can_be_loaded():
+    layers = [
+        TiedLayerSpec("both", nn.Linear, WIDTH, WIDTH),
+        *stack(1)[0],
+        TiedLayerSpec("both", nn.Linear, WIDTH, WIDTH),
+    ]
+    shapes = {"weight": (WIDTH, WIDTH), "bias": (WIDTH,)}
+    other = {f"{index}.{name}": torch.rand(shape) for index in (0, 1, 3) for name, shape in shapes.items()}
+    other.update({f"3.{name}": other[f"0.{name}"] for name in shapes})
+
+    def load(pipeline):
+        pipeline.load_state_dict(other)
+        return pipeline.full_state_dict()
+
+    for partition in ([4], [1]):
+        for state in pipelines(
+            2, [*layers, nn.Tanh()], nn.functional.mse_loss, load, schedule="1f1b", partition=partition
+        ):
+            assert_equal(state, other)
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_checkpointed_layers_run_again_in_r_and_give_the_same_gradients(schedule, monkeypatch):
     layers, batch = stack(4)
