@@ -278,3 +278,37 @@ def test_an_optimizer_that_fails_on_one_rank_ends_all_ranks(post_validation, max
     if post_validation and max_norm > 1:
         parameters = [(before[name], value) for before, now in states.values() for name, value in now.items()]
         assert all(torch.equal(*pair) for pair in parameters if pair[0].dim() > 1), "the step is undone"
+
+
+class Decaying(torch.optim.SGD):
+    """Adds the weight decay to the gradients themselves."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.data.add_(parameter.data, alpha=0.1)
+        super().step()
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_change_before_a_step_is_amended_end_all_ranks(in_step, clips):
+    _, [(_, norm), *_] = train_in_one_process(stack(4), OPTIMIZERS["sgd"], 1e9)
+    max_norm = 0.99 * float(norm) if clips else 1e9
+
+    def train(interconnect):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": True}
+        pipeline = pipeline_of(stack(4), mse_loss, interconnect, **arguments)
+        on_last = interconnect.rank == 1
+        optimizer = (Decaying if on_last and in_step else torch.optim.SGD)(pipeline.parameters(), lr=0.05)
+        for step in range(2):
+            pipeline.train_step(batch(step), optimizer, max_norm)
+            if on_last and not in_step:
+                optimizer.zero_grad()
+
+    message = (
+        "with post_validation=True gradients may not change before the next step validates them: choose an optimizer "
+        "whose step() does not change gradients, and call zero_grad() only after settle()"
+    )
+    found = [error and str(error) for error in errors_on_ranks(2, train)]
+    assert found == [message if clips else None] * 2

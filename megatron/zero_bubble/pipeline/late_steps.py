@@ -86,6 +86,8 @@ class _UnvalidatedStep:
     """A training step that is not validated yet."""
 
     reports: Future[list[StepReport]]
+    norms: list[LayerNorm]
+    """The norms of this rank's gradients."""
     optimizer: torch.optim.Optimizer
     max_norm: float
     has_stepped: bool
@@ -104,6 +106,7 @@ class LateSteps:
         agreement: an agreement of all ranks that only this object uses, because a background thread calls it.
         executor: the executor of a schedule with post-validation.
         parameters: returns the parameters of this rank, which `load_state_dict(..., assign=True)` replaces.
+        norms: returns the norms of this rank's gradients.
     """
 
     def __init__(
@@ -114,8 +117,9 @@ class LateSteps:
         executor: Executor,
         tied: Sequence[TiedLayer],
         parameters: Callable[[], Sequence[torch.nn.Parameter]],
+        norms: Callable[[], list[LayerNorm]],
     ) -> None:
-        self._agreement, self._parameters = agreement, parameters
+        self._agreement, self._parameters, self._norms = agreement, parameters, norms
         self._stage, self._messages, self._executor, self._tied = stage, messages, executor, tied
         stage.validate = self._validate_before_backward
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="post-validation")
@@ -162,15 +166,13 @@ class LateSteps:
             tied.begin_step()
         return was_wrong
 
-    def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """Take the optimizer's step unless it waits or is wrong; send this rank's `StepReport` to all ranks.
 
         The report does not delay the next step, whose first backward comes after the optimizer steps of all ranks.
-
-        Args:
-            norms: the norms of this rank's complete gradients.
         """
         assert self._pending is None, "the last step has to be validated first"
+        norms = self._norms()
         failure, loss = min(self._stage.failures, default=None), self._stage.end()
         cause: BaseException | None = self._stage.cause
         waits = self._recent.next_waits
@@ -182,7 +184,7 @@ class LateSteps:
         report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
         reports = self._lane.submit(self._agreement.gather, report)
         settings = settings_of(optimizer.param_groups)
-        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, waits, cause, settings)
+        self._pending = _UnvalidatedStep(reports, norms, optimizer, max_norm, has_stepped, waits, cause, settings)
 
     def validate(self) -> bool:
         """Wait for the reports of all ranks, amend the last optimizer step if it was wrong, and drop the gradients.
@@ -191,8 +193,8 @@ class LateSteps:
             Whether the last optimizer step was wrong on any rank; the value is the same on every rank.
 
         Raises:
-            ValueError: on all ranks, if a forward of the step or an optimizer's step has failed; ranks that have taken
-                the optimizer's step undo it.
+            ValueError: on all ranks, if a forward of the step or an optimizer's step has failed, or the step has to be
+                amended but its gradients have changed; ranks that have taken the optimizer's step undo it.
         """
         if self._pending is None:
             return False
@@ -208,6 +210,7 @@ class LateSteps:
                     self._snapshot(pending.optimizer).undo()
                 if failures:
                     raise ValueError(min(failures).problem) from pending.cause
+                self._agreement.together(lambda: _check_unchanged(pending.norms, self._norms()))
                 with Autocast.off(self._stage.device.type):
                     torch.nn.utils.clip_grads_with_norm_(self._parameters(), pending.max_norm, norm)
                     self._agreement.raise_any(take_step(pending.optimizer))
@@ -236,6 +239,15 @@ def take_step(optimizer: torch.optim.Optimizer) -> ValueError | None:
         problem.__cause__ = error
         return problem
     return None
+
+
+def _check_unchanged(before: list[LayerNorm], now: list[LayerNorm]) -> None:
+    pairs = zip((norm for *_, norm in before), (norm for *_, norm in now), strict=False)
+    if len(before) != len(now) or not all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs):
+        raise ValueError(
+            "with post_validation=True gradients may not change before the next step validates them: choose an "
+            "optimizer whose step() does not change gradients, and call zero_grad() only after settle()"
+        )
 
 
 def _clips(norm: torch.Tensor, max_norm: float) -> bool:
