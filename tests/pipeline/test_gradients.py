@@ -1,11 +1,12 @@
-"""Gradients are averaged over replicas, in real process groups."""
+"""Gradients are averaged over replicas, in real process groups, and have the norms that torch computes."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.pipeline.gradients import average_over
+from megatron.zero_bubble.pipeline.gradients import average_over, own_norms, total_norm
 from tests.ranks import run_on_ranks
 from tests.trainings import process_group
 
@@ -25,3 +26,40 @@ def average_gradients(rank: int, num_ranks: int, port: int) -> None:
 def test_a_parameter_without_a_gradient_on_any_replica_keeps_none():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     assert run_on_ranks(2, average_gradients, (store.port,), timeout=60) == 0
+
+
+class OtherTensor(torch.Tensor):
+    """A type of tensor that torch does not pass to its functions for lists of tensors."""
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("has_other", [False, True])
+def test_norms_come_from_the_functions_that_torch_uses(norm_type, has_other, monkeypatch):
+    """The function for lists of tensors rounds differently here, as on a CUDA device."""
+    foreach_norm = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *given: [norm * (1 + 1e-3) for norm in foreach_norm(*given)])
+    torch.manual_seed(6)
+    types = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.complex64,
+        torch.float16,
+    ]
+    for order in (types, types[::-1], [torch.float32] * 7):
+        parameters = [torch.nn.Parameter(torch.zeros(50 + k, dtype=dtype)) for k, dtype in enumerate(order)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        if has_other:
+            parameters[2].grad = parameters[2].grad.as_subclass(OtherTensor)
+        expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], norm_type)
+        counted = list(enumerate(parameters))
+        of_ranks = [*own_norms(counted[4:], norm_type), *own_norms(counted[:4], norm_type)]
+        found = total_norm(of_ranks, torch.device("cpu"), norm_type)
+        if not has_other:  # with it, torch's choice depends on the gradients of all ranks
+            assert torch.equal(found, expected)
+            assert found.dtype is expected.dtype
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)

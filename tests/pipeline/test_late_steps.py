@@ -239,3 +239,76 @@ def test_a_batch_that_cannot_be_used_ends_all_ranks_with_the_next_call(second, m
     errors = errors_on_ranks(2, train)
     assert {str(error) for error in errors} == {message}
     assert all(isinstance(error, ValueError) for error in errors)
+
+
+class Failing(torch.optim.SGD):
+    """Fails on rank 1 in the second step, after it has changed a parameter."""
+
+    def step(self):
+        super().step()
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 2 and self.rank == 1:
+            raise RuntimeError("no more\nmemory")
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("max_norm", [1e9, 1e-3])
+def test_an_optimizer_that_fails_on_one_rank_ends_all_ranks(post_validation, max_norm):
+    layers, states = stack(4), {}
+
+    def train(interconnect):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": post_validation}
+        pipeline = pipeline_of(layers, mse_loss, interconnect, **arguments)
+        optimizer = Failing(pipeline.parameters(), lr=0.05)
+        optimizer.rank = interconnect.rank
+        pipeline.train_step(batch(0), optimizer, max_norm)
+        pipeline.settle()
+        before = copy.deepcopy(pipeline.state_dict())
+        try:
+            pipeline.train_step(batch(1), optimizer, max_norm)
+            pipeline.settle()
+        finally:
+            states[interconnect.rank] = before, pipeline.state_dict()
+
+    errors = errors_on_ranks(2, train)
+    assert {(type(error), str(error)) for error in errors} == {
+        (ValueError, "Failing.step() failed: RuntimeError: no more memory")
+    }
+    assert isinstance(errors[1].__cause__, RuntimeError) or (post_validation and max_norm < 1)
+    if post_validation and max_norm > 1:
+        parameters = [(before[name], value) for before, now in states.values() for name, value in now.items()]
+        assert all(torch.equal(*pair) for pair in parameters if pair[0].dim() > 1), "the step is undone"
+
+
+class Decaying(torch.optim.SGD):
+    """Adds the weight decay to the gradients themselves."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.data.add_(parameter.data, alpha=0.1)
+        super().step()
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_change_before_a_step_is_amended_end_all_ranks(in_step, clips):
+    _, [(_, norm), *_] = train_in_one_process(stack(4), OPTIMIZERS["sgd"], 1e9)
+    max_norm = 0.99 * float(norm) if clips else 1e9
+
+    def train(interconnect):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": True}
+        pipeline = pipeline_of(stack(4), mse_loss, interconnect, **arguments)
+        on_last = interconnect.rank == 1
+        optimizer = (Decaying if on_last and in_step else torch.optim.SGD)(pipeline.parameters(), lr=0.05)
+        for step in range(2):
+            pipeline.train_step(batch(step), optimizer, max_norm)
+            if on_last and not in_step:
+                optimizer.zero_grad()
+
+    message = (
+        "with post_validation=True gradients may not change before the next step validates them: choose an optimizer "
+        "whose step() does not change gradients, and call zero_grad() only after settle()"
+    )
+    found = [error and str(error) for error in errors_on_ranks(2, train)]
+    assert found == [message if clips else None] * 2

@@ -203,6 +203,55 @@ def test_tied_layers_get_the_sum_of_their_copies_gradients(schedule, assign):
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_a_tied_parameter_gets_a_gradient_only_if_one_of_its_copies_has_one(schedule):
+    """Otherwise an optimizer would decay it. Freezing it keeps its gradient of earlier steps."""
+    layers, batch = stack(2)
+    forwards = (times_weight, lambda module, x: x)
+    ends = [TiedLayerSpec("ends", nn.Linear, WIDTH, WIDTH, forward=forward) for forward in forwards]
+    layers = [ends[0], *layers, ends[1]]
+
+    def train(pipeline):
+        gradients = []
+        for thaw in (True, False, True):
+            weights = [weight for name, weight in pipeline.named_parameters() if name in ("0.weight", "5.weight")]
+            for weight in weights:
+                weight.requires_grad_(thaw)
+            pipeline.train_batch(batch)
+            gradients += [[weight.grad.clone() for weight in weights]]
+        biases = [grad for name, grad in gradients_of(pipeline).items() if name in ("0.bias", "5.bias")]
+        assert biases == [None] * len(weights)
+        return gradients
+
+    arguments = {"schedule": schedule, "num_microbatches": 4, "partition": "uniform"}
+    steps = zip(*pipelines(2, layers, nn.functional.mse_loss, train, **arguments), strict=True)
+    (expected, *of_first), *others = ([grad for part in parts for grad in part] for parts in steps)
+    assert expected.any()
+    for times, gradients in zip((1, 1, 2), (of_first, *others), strict=True):
+        assert all(torch.equal(grad, times * expected) for grad in gradients)
+
+
+def test_the_state_of_layers_that_are_tied_on_one_stage_can_be_loaded():
+    layers = [
+        TiedLayerSpec("both", nn.Linear, WIDTH, WIDTH),
+        *stack(1)[0],
+        TiedLayerSpec("both", nn.Linear, WIDTH, WIDTH),
+    ]
+    shapes = {"weight": (WIDTH, WIDTH), "bias": (WIDTH,)}
+    other = {f"{index}.{name}": torch.rand(shape) for index in (0, 1, 3) for name, shape in shapes.items()}
+    other.update({f"3.{name}": other[f"0.{name}"] for name in shapes})
+
+    def load(pipeline):
+        pipeline.load_state_dict(other)
+        return pipeline.full_state_dict()
+
+    for partition in ([4], [1]):
+        for state in pipelines(
+            2, [*layers, nn.Tanh()], nn.functional.mse_loss, load, schedule="1f1b", partition=partition
+        ):
+            assert_equal(state, other)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_checkpointed_layers_run_again_in_r_and_give_the_same_gradients(schedule, monkeypatch):
     layers, batch = stack(4)
     model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
@@ -222,6 +271,38 @@ def test_checkpointed_layers_run_again_in_r_and_give_the_same_gradients(schedule
     arguments = {"schedule": schedule, "num_microbatches": 4, "checkpoint": True}
     assert_equal(merged(pipelines(2, layers, nn.functional.mse_loss, train, **arguments)), gradients_of(model))
     assert len(recomputed) >= 4
+
+
+class Watched(nn.Module):
+    """Hooks its input, and returns a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(self.seen.append)
+        return x.view_as(x)
+
+
+def test_checkpointed_layers_may_return_views_of_their_inputs():
+    layers, batch = stack(2)
+    watched = Watched()
+    layers[1:1] = [nn.Unflatten(1, (2, 3)), nn.Identity(), nn.Flatten(), watched, nn.Flatten()]
+    model, loss = run_in_one_process(layers, nn.functional.mse_loss, batch, 4)
+
+    def train(pipeline):
+        assert torch.equal(pipeline.train_batch(batch), loss)
+        seen = [module.seen for module in pipeline.modules() if isinstance(module, Watched)]
+        return {"seen": seen, **gradients_of(pipeline)}
+
+    for partition in ([2], [3], [7]):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "partition": partition, "checkpoint": True}
+        parts = pipelines(2, layers, nn.functional.mse_loss, train, **arguments)
+        (seen,) = [seen for part in parts for seen in part.pop("seen")]
+        assert len(seen) == 4, "the hook ran once for each microbatch"
+        assert_equal(merged(parts), {**dict.fromkeys(merged(parts)), **gradients_of(model)})
 
 
 def test_a_checkpointed_layer_draws_the_same_random_numbers_twice():

@@ -349,6 +349,26 @@ def test_an_optimizer_whose_step_needs_a_closure_is_refused():
     assert [str(error) for error in errors_on_ranks(2, run)] == [message] * 2
 
 
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_an_iterator_that_fails_on_one_rank_ends_all_ranks(post_validation):
+    def pairs(samples):
+        for sample in samples:
+            yield X[:2] * sample["x"], Y[:2]
+
+    def run(interconnect):
+        arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": post_validation}
+        pipeline = pipeline_of(linears(2), nn.functional.mse_loss, interconnect, **arguments)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        samples = [{"x": 1}] * 4
+        pipeline.train_step(pairs(samples), optimizer)
+        pipeline.train_step(pairs([*samples[:2], {}] if interconnect.rank == 0 else samples), optimizer)
+        pipeline.settle()
+
+    errors = errors_on_ranks(2, run)
+    assert [str(error) for error in errors] == ["the iterator failed at microbatch 2: KeyError: 'x'"] * 2
+    assert isinstance(errors[0].__cause__, KeyError) or post_validation
+
+
 @pytest.mark.parametrize("use", ["train_batch", "full_state_dict", "clip_grad_norm_"])
 def test_a_closed_pipeline_is_not_used(use):
     def close_first(interconnect):

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage
 from megatron.zero_bubble.runtime.microbatch_sizes import size_of
+from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
 
 
@@ -25,13 +26,17 @@ def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatche
 
     Raises:
         ValueError: the batch has a wrong type, its tensors have unequal lengths, its length is no multiple of `count`,
-            or the iterator ends too early.
+            or the iterator fails or ends too early.
     """
     if isinstance(batch, Iterator):
-        pairs = [
-            _inputs_and_targets(next(batch, None), f"the iterator ended after {k} of {count} microbatches")
-            for k in range(count)
-        ]
+        pairs = []
+        for k in range(count):
+            try:
+                drawn = next(batch, None)
+            except Exception as error:
+                problem = f"the iterator failed at microbatch {k}: {type(error).__name__}: {one_line(error)}"
+                raise ValueError(problem) from error
+            pairs.append(_inputs_and_targets(drawn, f"the iterator ended after {k} of {count} microbatches"))
     else:
         problem = f"a batch is a pair (inputs, targets), or an iterator of such pairs, got {type(batch).__name__}"
         inputs, targets = _inputs_and_targets(batch, problem)

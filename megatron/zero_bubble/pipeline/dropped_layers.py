@@ -72,7 +72,9 @@ class _DroppedCall:
         self._tensors, self._needs_gradient = tensors, needs_gradient
         self._random_state, self._device_states = torch.get_rng_state(), get_device_states(*tensors)
         with torch.no_grad(), self._autocast.forward(keeps_casts=False):
-            output = StageMessage.of(self._layer(self._given.value_of(tensors)))
+            # Detached, because a view of an input that needs a gradient would need one, too, but has no graph.
+            inputs = [tensor.detach() for tensor in tensors]
+            output = StageMessage.of(self._layer(self._given.value_of(inputs)))
         self.returned = output.spec
         return output.tensors
 

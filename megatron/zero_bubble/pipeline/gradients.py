@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from megatron.zero_bubble.pipeline.held_layers import HeldLayers, stages_of_ties
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
@@ -71,19 +73,35 @@ class TiedLayer:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Give every copy the sum of all copies' gradients of this step, added in the order of the stages."""
-        for k in range(self._num_parameters):
-            like = next(iter(self._own.values()))[k]
-            if not like.requires_grad:
-                continue
-            first, *others = (
-                self._broadcast(stage, self._contiguous_copy(stage, k, of_gradient=True)) for stage in self._stages
-            )
-            total = sum(others, start=first)
+        """Give every copy the sum of all copies' gradients of this step, added in the order of the stages.
+
+        A parameter that no copy has a gradient for gets none.
+        """
+        for k, has_gradient in enumerate(self._has_gradient()):
+            if has_gradient:
+                first, *others = (
+                    self._broadcast(stage, self._contiguous_copy(stage, k, of_gradient=True)) for stage in self._stages
+                )
+                total = sum(others, start=first)
             for copy in self._own.values():
                 before = self._before[copy[k]]
-                copy[k].grad = total.clone() if before is None else before.add_(total)
+                if has_gradient:
+                    before = total.clone() if before is None else before.add_(total)
+                copy[k].grad = before
         self._before = {}
+
+    def _has_gradient(self) -> list[bool]:
+        """Return for each parameter whether any copy has a gradient; a collective call."""
+        copies = [[copy[k] for copy in self._own.values()] for k in range(self._num_parameters)]
+        own = [any(parameter.grad is not None for parameter in of_one) for of_one in copies]
+        if self._collectives is None or not own:
+            return own
+        flags = torch.tensor(own, dtype=torch.int32).to(copies[0][0].device, non_blocking=True)
+        of_ranks = flags.new_empty(self._collectives.size, len(own))
+        self._collectives.gather_all(flags, of_ranks)
+        if all(has or not of_one[0].requires_grad for has, of_one in zip(own, copies, strict=True)):
+            return own  # because reading the flags waits for the device
+        return [bool(has) for has in of_ranks.any(0).tolist()]
 
     def _contiguous_copy(self, stage: int, k: int, *, of_gradient: bool = False) -> torch.Tensor:
         """Return parameter `k` of a stage's copy, or that parameter's gradient; zeros if this rank lacks the tensor."""
@@ -136,42 +154,59 @@ def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Para
                 parameter.grad = None
 
 
-LayerNorm = tuple[int, torch.Tensor]
-"""The index of a layer, and the norm of the gradient of one of its parameters, in host memory."""
+LayerNorm = tuple[int, torch.dtype, torch.Tensor]
+"""The index of a layer, and the type and the norm of the gradient of one of its parameters; the norm is on the host."""
 
 
 def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: float = 2.0) -> list[LayerNorm]:
-    """Return the norms of this rank's gradients.
+    """Return the norms of this rank's gradients, computed by the same functions as in `torch.nn.utils.get_total_norm`.
 
     Args:
         counted: the parameters without a copy on an earlier stage, each with its layer's index, in model order.
     """
-    return [
-        (layer, _norm(parameter.grad, norm_type).cpu()) for layer, parameter in counted if parameter.grad is not None
-    ]
+    grads = [(layer, _values(parameter.grad)) for layer, parameter in counted if parameter.grad is not None]
+    norms: dict[int, torch.Tensor] = {}
+    for indices in _groups([values for _, values in grads]):
+        group = [grads[k][1] for k in indices]
+        has_foreach = _has_foreach_support(group, group[0].device)
+        alone = partial(torch.linalg.vector_norm, ord=norm_type)
+        of_group = torch._foreach_norm(group, norm_type) if has_foreach else map(alone, group)
+        norms.update(zip(indices, of_group, strict=True))
+    return [(layer, values.dtype, norms[k].cpu()) for k, (layer, values) in enumerate(grads)]
 
 
-def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """Return the indices of the tensors of each device and type, in the order of `torch.nn.utils.get_total_norm`."""
+    groups = _group_tensors_by_device_and_dtype([[*tensors]], with_indices=True) if tensors else {}
+    return [indices for _, indices in groups.values()]
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor with the gradient's norm."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     # An empty tensor has no largest value.
-    return torch.linalg.vector_norm(values, norm_type if values.numel() else 2.0)
+    return values if values.numel() else values.new_zeros(1)
 
 
-def total_norm(norms: Sequence[LayerNorm], norm_type: float = 2.0) -> torch.Tensor:
+def total_norm(norms: Sequence[LayerNorm], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all ranks' gradients, equal bit by bit to the norm in a single process.
 
-    The norms are combined in the order of the model's parameters, as `torch.nn.utils.clip_grad_norm_` does.
+    The norms are combined on `device`, in the order of `torch.nn.utils.get_total_norm`: by type, then in the order of
+    the model's parameters.
     """
     if not norms:
         return torch.tensor(0.0)
     in_order = sorted(norms, key=lambda entry: entry[0])
-    return torch.linalg.vector_norm(torch.stack([norm for _, norm in in_order]), norm_type)
+    groups = _groups([torch.empty(0, dtype=dtype) for _, dtype, _ in in_order])
+    by_type = torch.stack([in_order[k][2] for indices in groups for k in indices])
+    return torch.linalg.vector_norm(by_type.to(device), norm_type)
 
 
 def clip_grad_norm(
     parameters: Sequence[torch.nn.Parameter],
     counted: Sequence[tuple[int, torch.nn.Parameter]],
     agreement: Agreement,
+    device: torch.device,
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
@@ -180,9 +215,10 @@ def clip_grad_norm(
     Args:
         parameters: all parameters of this rank.
         counted: the parameters without a copy on an earlier stage, each with its layer's index, in model order.
+        device: the device of the gradients, on which the norm is computed.
     """
     of_all = [entry for entries in agreement.gather(own_norms(counted, norm_type)) for entry in entries]
-    total = total_norm(of_all, norm_type)
+    total = total_norm(of_all, device, norm_type)
     if of_all:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total

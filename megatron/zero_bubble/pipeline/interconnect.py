@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar, cast
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
 from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator
-from megatron.zero_bubble.runtime.joint import attempt, raise_first
+from megatron.zero_bubble.runtime.joint import attempt
 from megatron.zero_bubble.schedule import Placement
 
 T = TypeVar("T")
@@ -151,8 +151,9 @@ class Agreement:
             ValueError: `action` raises `ValueError` or `OSError` on any rank. Every rank raises the error of the lowest
                 rank whose `action` fails.
         """
-        outcomes = self.gather(attempt(action))
-        raise_first(error for _, error in outcomes)
+        outcome = attempt(action)
+        outcomes = self.gather(outcome)
+        _raise_first((error for _, error in outcomes), outcome[1])
         return [cast(T, result) for result, _ in outcomes]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -161,6 +162,17 @@ class Agreement:
         self.collect(lambda: results.append(action()))
         return results[0]
 
+    def raise_any(self, error: Exception | None) -> None:
+        """Raise on every rank the error that the lowest rank passes, if a rank passes an error; a collective call."""
+        _raise_first(self.gather(error), error)
+
     def on(self, rank: int, action: Callable[[], T]) -> T:
         """Run `action` on one rank and return the result on every rank; raises the same errors as `collect`."""
         return cast(T, self.collect(lambda: action() if self._collectives.rank == rank else None)[rank])
+
+
+def _raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
+    """Raise the first error of all ranks, from the cause of this rank's error, because causes are not sent."""
+    for error in errors:
+        if error is not None:
+            raise error from (own and own.__cause__)

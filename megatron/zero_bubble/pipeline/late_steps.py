@@ -1,6 +1,6 @@
 """Takes the optimizer's step of a pipeline before the norm of all gradients is known, and amends a step that was wrong.
 
-Once its gradients are complete, a rank reports their norms in the background, takes the optimizer's step, and goes on
+Once its gradients are complete, a rank takes the optimizer's step, reports the norms in the background, and goes on
 with the forwards of the next training step. Before the first backward of the next step, the rank waits for the reports
 of all ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips, steps again, and runs the
 forwards of the next step again. Parameters, losses and norms are the same, bit by bit, as in a step that waits for the
@@ -28,6 +28,7 @@ from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.recent_steps import RecentSteps
 from megatron.zero_bubble.runtime.rollback import Snapshot, settings_of, with_settings
 from megatron.zero_bubble.runtime.stage import Stage
+from megatron.zero_bubble.schedule.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,15 @@ class _UnvalidatedStep:
     """A training step that is not validated yet."""
 
     reports: Future[list[StepReport]]
+    norms: list[LayerNorm]
+    """The norms of this rank's gradients."""
     optimizer: torch.optim.Optimizer
     max_norm: float
     has_stepped: bool
     waits: bool
     """Whether every rank withheld the optimizer's step."""
+    cause: BaseException | None
+    """The error of this rank's failed forward or optimizer step."""
     settings: list[dict[str, Any]]
     """Settings of the parameter groups after the optimizer's step; a learning-rate scheduler may change them later."""
 
@@ -101,6 +106,7 @@ class LateSteps:
         agreement: an agreement of all ranks that only this object uses, because a background thread calls it.
         executor: the executor of a schedule with post-validation.
         parameters: returns the parameters of this rank, which `load_state_dict(..., assign=True)` replaces.
+        norms: returns the norms of this rank's gradients.
     """
 
     def __init__(
@@ -111,8 +117,9 @@ class LateSteps:
         executor: Executor,
         tied: Sequence[TiedLayer],
         parameters: Callable[[], Sequence[torch.nn.Parameter]],
+        norms: Callable[[], list[LayerNorm]],
     ) -> None:
-        self._agreement, self._parameters = agreement, parameters
+        self._agreement, self._parameters, self._norms = agreement, parameters, norms
         self._stage, self._messages, self._executor, self._tied = stage, messages, executor, tied
         stage.validate = self._validate_before_backward
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="post-validation")
@@ -159,23 +166,25 @@ class LateSteps:
             tied.begin_step()
         return was_wrong
 
-    def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norms: list[LayerNorm]) -> None:
-        """Send this rank's `StepReport` to all ranks; take the optimizer's step unless it waits or is wrong.
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """Take the optimizer's step unless it waits or is wrong; send this rank's `StepReport` to all ranks.
 
-        Args:
-            norms: the norms of this rank's complete gradients.
+        The report does not delay the next step, whose first backward comes after the optimizer steps of all ranks.
         """
         assert self._pending is None, "the last step has to be validated first"
+        norms = self._norms()
         failure, loss = min(self._stage.failures, default=None), self._stage.end()
+        cause: BaseException | None = self._stage.cause
         waits = self._recent.next_waits
-        has_stepped = failure is None and not waits and not _clips(total_norm(norms), max_norm)
-        report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
-        reports = self._lane.submit(self._agreement.gather, report)
+        has_stepped = failure is None and not waits and not _clips(total_norm(norms, self._stage.device), max_norm)
         if has_stepped:
             self._snapshot(optimizer).before_step()
-            optimizer.step()
+            if (error := take_step(optimizer)) is not None:
+                failure, cause = Failure(0, self._stage.stages[0], str(error)), error.__cause__
+        report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
+        reports = self._lane.submit(self._agreement.gather, report)
         settings = settings_of(optimizer.param_groups)
-        self._pending = _UnvalidatedStep(reports, optimizer, max_norm, has_stepped, waits, settings)
+        self._pending = _UnvalidatedStep(reports, norms, optimizer, max_norm, has_stepped, waits, cause, settings)
 
     def validate(self) -> bool:
         """Wait for the reports of all ranks, amend the last optimizer step if it was wrong, and drop the gradients.
@@ -184,26 +193,27 @@ class LateSteps:
             Whether the last optimizer step was wrong on any rank; the value is the same on every rank.
 
         Raises:
-            ValueError: on all ranks, if a forward of the step has failed; ranks that have taken the optimizer's step
-                undo it.
+            ValueError: on all ranks, if a forward of the step or an optimizer's step has failed, or the step has to be
+                amended but its gradients have changed; ranks that have taken the optimizer's step undo it.
         """
         if self._pending is None:
             return False
         pending, self._pending = self._pending, None
         reports = pending.reports.result()
         failures = [report.failure for report in reports if report.failure is not None]
-        norm = total_norm([entry for report in reports for entry in report.norms])
+        norm = total_norm([entry for report in reports for entry in report.norms], self._stage.device)
         clips = _clips(norm, pending.max_norm)
-        was_wrong = clips or not all(report.has_stepped for report in reports)
+        was_wrong = clips or bool(failures) or not all(report.has_stepped for report in reports)
         if was_wrong:
             with with_settings(pending.optimizer.param_groups, pending.settings):
                 if pending.has_stepped:
                     self._snapshot(pending.optimizer).undo()
                 if failures:
-                    raise ValueError(min(failures).problem)
+                    raise ValueError(min(failures).problem) from pending.cause
+                self._agreement.together(lambda: _check_unchanged(pending.norms, self._norms()))
                 with Autocast.off(self._stage.device.type):
                     torch.nn.utils.clip_grads_with_norm_(self._parameters(), pending.max_norm, norm)
-                    pending.optimizer.step()
+                    self._agreement.raise_any(take_step(pending.optimizer))
         pending.optimizer.zero_grad()
         self._recent.record(clips)
         loss = next(report.loss for report in reports if report.loss is not None)
@@ -218,6 +228,26 @@ class LateSteps:
     def close(self) -> None:
         """Wait for the reports of all ranks and end the thread that gathers them."""
         self._lane.shutdown()
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> ValueError | None:
+    """Take the optimizer's step; if it fails, return an error, which other ranks can raise, too."""
+    try:
+        optimizer.step()
+    except Exception as error:
+        problem = ValueError(f"{type(optimizer).__name__}.step() failed: {type(error).__name__}: {one_line(error)}")
+        problem.__cause__ = error
+        return problem
+    return None
+
+
+def _check_unchanged(before: list[LayerNorm], now: list[LayerNorm]) -> None:
+    pairs = zip((norm for *_, norm in before), (norm for *_, norm in now), strict=False)
+    if len(before) != len(now) or not all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs):
+        raise ValueError(
+            "with post_validation=True gradients may not change before the next step validates them: choose an "
+            "optimizer whose step() does not change gradients, and call zero_grad() only after settle()"
+        )
 
 
 def _clips(norm: torch.Tensor, max_norm: float) -> bool:

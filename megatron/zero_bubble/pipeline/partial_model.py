@@ -61,7 +61,7 @@ class PartialModel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's layers from a state that has at least these layers, such as the state of the whole model."""
-        elsewhere = set(map(str, range(self._num_layers))) - set(dict(self.named_children()))
+        elsewhere = set(map(str, range(self._num_layers))) - set(self._modules)  # also of layers that are one module
         own = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
         return super().load_state_dict(own, strict, assign)
 

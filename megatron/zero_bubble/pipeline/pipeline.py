@@ -23,10 +23,10 @@ from torch import nn
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import microbatches_of
-from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, own_norms
+from megatron.zero_bubble.pipeline.gradients import LayerNorm, average_over, clip_grad_norm, own_norms
 from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
-from megatron.zero_bubble.pipeline.late_steps import TrainingOutcome
+from megatron.zero_bubble.pipeline.late_steps import LateSteps, TrainingOutcome, take_step
 from megatron.zero_bubble.pipeline.layer_costs import LayerTimes, stage_times
 from megatron.zero_bubble.pipeline.options import (
     PipelineOptions,
@@ -94,7 +94,9 @@ class Pipeline(PartialModel):
         self.layout = self._agreement.on(0, request.layout)
         self._steps = RankSteps(layers, loss_fn, self.layout, options, interconnect, self._agreement)
         self._hold(self._steps.held, len(layers))
-        self._late = self._steps.late_steps(self.own_parameters) if options.post_validation else None
+        self._late: LateSteps | None = None
+        if options.post_validation:
+            self._late = self._steps.late_steps(self.own_parameters, self._own_norms)
         own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((self._steps.held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
@@ -140,21 +142,21 @@ class Pipeline(PartialModel):
         be used any more.
 
         Raises:
-            ValueError: on all ranks, if the batch cannot be used, or the optimizer's step needs a closure.
+            ValueError: on all ranks, if the batch cannot be used, or the optimizer's step fails or needs a closure.
         """
         check_optimizer(optimizer)
         if self._late is None:
             loss = self.train_batch(batch)
             with Autocast.off(self.device.type):
                 outcome = TrainingOutcome(loss, self.clip_grad_norm_(max_norm))
-                optimizer.step()
+                self._agreement.raise_any(take_step(optimizer))
             optimizer.zero_grad()
             return outcome
         with torch.enable_grad():
             self._late.run(self._load(batch), optimizer)
         with Autocast.off(self.device.type):
             self._sum_gradients()
-            self._late.step(optimizer, max_norm, own_norms(self._counted()))
+            self._late.step(optimizer, max_norm)
         return self._late.take_outcome()
 
     def settle(self) -> TrainingOutcome | None:
@@ -226,12 +228,16 @@ class Pipeline(PartialModel):
         The norm equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
         counts once.
         """
-        return clip_grad_norm(self.own_parameters(), self._counted(), self._agreement, max_norm, norm_type)
+        counted = self._counted()
+        return clip_grad_norm(self.own_parameters(), counted, self._agreement, self.device, max_norm, norm_type)
 
     def _counted(self) -> list[tuple[int, nn.Parameter]]:
         """Return this rank's parameters that no earlier stage has a copy of, each with its layer's index."""
         copies = {parameter for tied in self._steps.tied for parameter in tied.parameters_beyond_first}
         return [(layer_of(name), own) for name, own in self.own_named_parameters().items() if own not in copies]
+
+    def _own_norms(self) -> list[LayerNorm]:
+        return own_norms(self._counted())
 
     def summary(self) -> str:
         """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""

@@ -11,7 +11,7 @@ import torch
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.discovery import StepMessages
-from megatron.zero_bubble.pipeline.gradients import connect_ties
+from megatron.zero_bubble.pipeline.gradients import LayerNorm, connect_ties
 from megatron.zero_bubble.pipeline.held_layers import LayerBuilder
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
 from megatron.zero_bubble.pipeline.late_steps import LateSteps, SteppingLayerStage
@@ -70,11 +70,14 @@ class RankSteps:
         self._plans_order = options.microbatch_order == "planned" and self._offload is None
         self._executors: dict[bool, Executor] = {}
 
-    def late_steps(self, parameters: Callable[[], Sequence[torch.nn.Parameter]]) -> LateSteps:
+    def late_steps(
+        self, parameters: Callable[[], Sequence[torch.nn.Parameter]], norms: Callable[[], list[LayerNorm]]
+    ) -> LateSteps:
         """Make the object that runs training steps with post-validation; a collective call.
 
         Args:
             parameters: returns the parameters of this rank.
+            norms: returns the norms of this rank's gradients.
         """
         return LateSteps(
             Agreement.among_all(self._interconnect),
@@ -83,6 +86,7 @@ class RankSteps:
             self._executor_of(prepare(self._schedule.without_communication(), post_validation=True)),
             self.tied,
             parameters,
+            norms,
         )
 
     def train(self, load: Load, recorder: OpRecorder | None = None) -> torch.Tensor:

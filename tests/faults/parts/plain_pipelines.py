@@ -8,9 +8,8 @@ FAULTS = (
     Fault(
         name="tied-gradient-forgets-earlier-steps",
         file="pipeline/gradients.py",
-        old="""                before = self._before[copy[k]]
-                copy[k].grad = total.clone() if before is None else before.add_(total)""",
-        new="                copy[k].grad = total.clone()",
+        old="before = total.clone() if before is None else before.add_(total)",
+        new="before = total.clone()",
         effect=(
             "When gradients of several train_batch calls are accumulated, tied layers keep only those of the last call."
         ),
@@ -18,9 +17,8 @@ FAULTS = (
     Fault(
         name="norm-in-the-order-of-ranks",
         file="pipeline/gradients.py",
-        old="""    in_order = sorted(norms, key=lambda entry: entry[0])
-    return torch.linalg.vector_norm(torch.stack([norm for _, norm in in_order]), norm_type)""",
-        new="    return torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]), norm_type)",
+        old="in_order = sorted(norms, key=lambda entry: entry[0])",
+        new="in_order = list(norms)",
         effect=(
             "With several chunks a rank, the norm of all gradients, and so clipping, no longer has the bits of "
             "one process."
