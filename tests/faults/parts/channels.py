@@ -56,7 +56,7 @@ FAULTS = (
     Fault(
         name="second-group-meets-the-first-ones-keys",
         file="runtime/process_group.py",
-        old="""    # All members count their groups of this name, so that a second group does not read the first one's keys.
+        old="""    # Each member counts its groups of this name, so that a second group does not read the keys of the first group.
     generation = store.add(f"generation of {rank}", 1)
     store = dist.PrefixStore(str(generation), store)
 """,

@@ -19,7 +19,7 @@ FAULTS = (
     Fault(
         name="override-of-learning-rate-lost",
         file="trainer/checkpoint.py",
-        old="""            # Loading the optimizer brought back the checkpoint's values, which the scheduler prefers to its own.
+        old="""            # The optimizer's groups now hold the checkpoint's rates, and the scheduler prefers a group's rates.
             group["max_lr"], group["min_lr"] = scheduler.max_lr, scheduler.min_lr
 """,
         new="",

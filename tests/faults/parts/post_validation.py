@@ -19,7 +19,7 @@ FAULTS = (
         name="state-made-by-undone-step-kept",
         file="runtime/rollback.py",
         old="""            for key in [key for key in optimizer.state if key not in states]:
-                del optimizer.state[key]  # the step created this state
+                del optimizer.state[key]  # the undone step created this state
 """,
         new="",
         effect=(
