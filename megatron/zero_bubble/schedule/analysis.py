@@ -31,17 +31,17 @@ class Bubble:
     warmup: float
     """Idle time before the first F of the rank, while the pipeline fills."""
     waiting_for_forward: float
-    """Idle time until the input of an F, E (embedding) or S (output layer) arrives; the first F does not count."""
+    """Idle time until the input of an F, E (embedding) or S (output layer) arrives, except before a rank's first F."""
     waiting_for_backward: float
     """Idle time until the input of a backward, a loss or a weight gradient arrives."""
     waiting_for_validation: float
-    """Idle time of post-validation: the rank waits for the reduced norm of the previous iteration's gradients."""
+    """Idle time until the norm of the previous iteration's gradients, reduced over all ranks, arrives at VALIDATE."""
     communication: float
     """Time for which sends and receives block the rank; 0 if communication overlaps with computation."""
     tail: float
     """Idle time after the last operation of the rank, while the pipeline drains."""
     waiting_for_copy: float = 0
-    """Idle time until a copy to the host ends, or until the activations of a backward are back from the host."""
+    """Idle time until a copy to the host ends (at D), or until activations are back from the host (at a backward)."""
     streams: float = 0
     """Idle time because a message or launch waits behind another launch on the GPU (see `schedule.streams`)."""
 
@@ -82,7 +82,8 @@ BUBBLE_WORDS = (
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
 
-    The causes validation, copies and streams are left out if such waits cannot occur in the timeline.
+    A column is left out if its cause cannot occur in the timeline: validation without post-validation, copies without
+    offload, and streams without simulated hardware queues.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -138,8 +139,8 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The critical path of a timeline: the chain of operations that determines the makespan.
 
     Each operation of the critical path waits for the previous operation of the path. The previous operation either runs
-    on the same rank or produces an input of the waiting operation. If the rank becomes free at the same time as the
-    last input arrives, the critical path stays on the rank. Waits on NCCL's streams are not part of the critical path.
+    on the same rank or produces an input of the waiting operation. If an operation waits for its rank as long as for
+    its last input, the critical path stays on the rank. Waits of launches on NCCL's streams are not considered.
 
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.
@@ -173,7 +174,7 @@ class Input(NamedTuple):
     position: int
     """Position of the producing operation among the operations of its rank."""
     arrival: float
-    """Time at which the result arrives; without overlap of communication, the time at which the result is produced."""
+    """Time at which the result arrives; if communication does not overlap, the time at which the result is produced."""
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:

@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.costs import COPY_COSTS, StageCosts
 def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """The costs of a schedule whose stages recompute their activations in several groups of layers.
 
-    In a stage with several groups of layers, the activations of the last group are kept by F or recomputed by R. The
+    In a stage with several groups of layers, F keeps the activations of the last group, or R recomputes them. The
     activations of every earlier group are recomputed inside of B, right before the backward of the group. B also
     computes the weight gradients of all groups except the first, so that the activations of at most one group are in
     memory at a time. D (offload) copies only activations that F keeps.

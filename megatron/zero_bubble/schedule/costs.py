@@ -42,8 +42,8 @@ class StageCosts:
     Offload: D releases `memory_d` after a copy to the host, and H allocates `memory_d` for the copy back. The copies
     occupy the link between the device and the host of the rank.
 
-    Vocabulary shards: a rank has one shard. The costs of the shard belong to the stage of the rank's first chunk. The
-    stages of all other chunks have zeros in the fields for vocabulary shards.
+    Vocabulary shards: a rank has one shard. In the fields for vocabulary shards, the costs of a rank's shard are the
+    entries of the stage of the rank's first chunk, and the entries of all other stages are zeros.
     """
 
     time_f: tuple[float, ...]
@@ -178,8 +178,9 @@ class StageCosts:
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
         """Return the time of a pair: a forward and a backward, of which one computes while the other exchanges tokens.
 
-        The time of a pair is the larger of two sums over both operations: their computation times, and their exchange
-        times. A rank computes only one operation, and exchanges the tokens of only one operation, at a time.
+        The time of a pair is the larger of two sums: the computation times of both operations, and the exchange times
+        of both operations. A rank computes at most one operation, and exchanges the tokens of at most one operation, at
+        a time.
 
         Args:
             forward: stage of the forward.
@@ -196,7 +197,7 @@ class StageCosts:
         return any(self.all_to_all_f) or any(self.all_to_all_b)
 
     def work(self, stage: int) -> float:
-        """Return the total time of one microbatch's F, B, W and operations on the vocabulary shard, on `stage`."""
+        """Return the total time of one microbatch on `stage`: F, B, W and the operations on the vocabulary shard."""
         work = self.time_f[stage] + self.time_b[stage] + self.time_w[stage]
         return work + sum(getattr(self, name)[stage] for name in SHARD_TIMES)
 
@@ -218,7 +219,7 @@ class StageCosts:
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether every rank has a vocabulary shard, so that the operations on shards take time."""
+        """Whether the costs are for ranks with vocabulary shards, that is, whether any S (output layer) takes time."""
         return any(self.time_s)
 
     def with_shards(self, placement: Placement, shard: Mapping[str, float]) -> StageCosts:
@@ -301,7 +302,7 @@ class StageCosts:
 def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
     """Convert measured values of kinds of operations, such as the fused backward BW, to values of F, B and W.
 
-    A fused backward counts half as B and half as W, unless B and W were measured separately.
+    Half of the value of a fused backward counts as B and half as W, unless B and W were measured separately.
 
     Args:
         measured: kind of operation -> measured value, such as a time.

@@ -1,7 +1,7 @@
 """Dependencies of operations, and messages between ranks.
 
-The table `KINDS` lists the needs and messages of each kind of operation. This module computes the stages and ranks that
-make and use the results of operations. Results are identified by stage (see `Node`), not by rank and chunk.
+The table `KINDS` lists the inputs and messages of each kind of operation. This module computes the stages and ranks
+that make and use the results of operations. Results are identified by stage (see `Node`), not by rank and chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
 
 
 class Source(NamedTuple):
-    """The origin of a result that all operations of one kind and stage need."""
+    """The origin of a result that every operation of one kind in one stage needs."""
 
     need: Need
     stage: int
@@ -50,7 +50,7 @@ class Source(NamedTuple):
     is_remote: bool
     """Whether the stage that makes the result is on another rank."""
     edge: int | None
-    """The number s of a message between stages s and s + 1, as in `Arrival.edge`; used only if `is_remote`."""
+    """The number s if the result passes between stages s and s + 1, as in `Arrival.edge`; used only if `is_remote`."""
 
 
 @lru_cache(maxsize=MAX_STAGES)
@@ -144,7 +144,7 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
 
 
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
-    """The collective that brings the input of the compute operation `op` of `rank`; None without a collective.
+    """The collective that brings the input of the compute operation `op` of `rank`; None if no collective does.
 
     The rank that broadcasts a result needs no collective, because this rank has the result already.
     """

@@ -31,7 +31,7 @@ class Hierarchy:
 
     levels: tuple[Level, ...]
     warmup: int = 0
-    """The first `warmup` iterations of training reduce gradients over all replicas."""
+    """Number of iterations, at the start of training, in which gradients are reduced over all replicas."""
 
     def __post_init__(self) -> None:
         first = self.levels[0]
@@ -68,7 +68,7 @@ class Hierarchy:
         return self.levels[-1].group_size
 
     def is_local(self, iteration: int) -> bool:
-        """Whether replicas step on their own gradients in `iteration`, counted from 1."""
+        """Whether each replica takes the optimizer step of `iteration` (from 1) on its own gradients."""
         return iteration > self.warmup
 
     def group_size_after(self, iteration: int) -> int | None:

@@ -20,8 +20,8 @@ class LinkTimes:
     """The host link of one rank: the link between its device and its host. The link runs one copy at a time, in the
     order in which the copies are queued.
 
-    A copy to the host is queued at the end of F, and the copy back to the device when the rank reaches H (reload). At D
-    (offload) the rank waits for the end of the copy to the host, and at the backward for the end of the copy back.
+    A copy to the host is queued when F ends, and D (offload) waits for the end of this copy. The copy back to the
+    device is queued when the rank reaches H (reload), and the backward waits for the end of the copy back.
     """
 
     def __init__(self, schedule: Schedule, times: Mapping[tuple[OpKind, int], float], rank: int) -> None:

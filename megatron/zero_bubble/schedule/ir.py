@@ -70,7 +70,7 @@ class Placement:
 
     - `linear`: one chunk a rank; rank `r` has stage `r`.
     - `interleaved`: chunk `c` of rank `r` is stage `c * num_ranks + r` (Megatron's virtual pipeline).
-    - `v`: like `interleaved`, but odd chunks have the ranks in reverse order. In a V, chunk 1 of rank `r` is stage
+    - `v`: like `interleaved`, but odd chunks go to the ranks in reverse order. In a V, chunk 1 of rank `r` is stage
       `2 * num_ranks - 1 - r`; with two chunks a rank, the first and the last stage are on rank 0.
     """
 
@@ -198,7 +198,7 @@ class Schedule:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any F drops activations, which R or B recomputes."""
+        """Whether any F drops activations; R or B then recomputes the dropped activations."""
         return OpKind.R in self.kinds or max(self.groups, default=1) > 1
 
     @property

@@ -150,28 +150,28 @@ class KindFacts:
     time: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is the time of the operation; empty if the operation takes no time."""
     memory: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is the change of memory by the operation, apart from `frees`."""
+    """The fields of `StageCosts` whose sum is the change of memory by the operation, without the memory of `frees`."""
     frees: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is the memory that the operation releases."""
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation: F for R (recomputation). If this operation follows for the same microbatch, the
-    earlier operation does not allocate the memory that this operation allocates."""
+    """Kind of an earlier operation that allocates less memory if this operation follows for the same microbatch. The
+    difference is the memory that this operation allocates. For R (recomputation), the earlier operation is F."""
     waiting: str = ""
     """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """Plural name of a result that ranks must make once for each microbatch, in microbatch order; otherwise empty."""
+    """Plural name of the result if it must be made once for each microbatch, in microbatch order; otherwise empty."""
     pairs_with: OpKind | None = None
     """Kind of the preceding operation with which this operation runs as one (see `pairs`); None outside of pairs."""
     runs_on: Place = Place.SAME_STAGE
-    """Where the operation runs: in every stage, or with chunk 0 on every rank or on the last rank."""
+    """Where the operation runs: in every stage, in chunk 0 of every rank, or in chunk 0 of the last rank."""
     adds_gradient: bool = False
-    """Whether the operation adds to gradients. Operations that add to no gradient can be run again."""
+    """Whether the operation adds to gradients. An operation that adds to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether a rank may run the operation long before its first forward; the span of the rank then starts later."""
+    """Whether a rank may run the operation long before its first forward; the span leaves out the time in between."""
     is_per_iteration: bool = False
-    """Whether a rank runs the operation once an iteration; its `microbatch` is then the iteration number."""
+    """Whether a rank runs the operation once an iteration; `Op.microbatch` is then the number of the iteration."""
     colour: str = ""
     """Fill colour in drawings, from the palette of Okabe and Ito (2008) for colour-blind readers."""
     meaning: str = ""

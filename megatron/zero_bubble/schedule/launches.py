@@ -51,7 +51,7 @@ class Streams:
 
     def __init__(self, num_ranks: int) -> None:
         self.validation = Stream(num_ranks)
-        """The reductions of the norm of all gradients. STEP starts a reduction, and VALIDATE waits for its result."""
+        """The reductions of the norm of all gradients. STEP starts a reduction; the next VALIDATE needs the norm."""
         self.collectives = Stream(num_ranks)
         """The collectives of vocabulary shards."""
         self._channels: dict[tuple[int, int], Stream] = {}
@@ -86,7 +86,7 @@ class StreamLaunch(NamedTuple):
 
 
 class Host:
-    """The launches of the executor of one rank."""
+    """The launches that the executor of one rank makes on the compute stream and on NCCL's streams."""
 
     def __init__(self, schedule: Schedule, costs: StageCosts | None, rank: int, streams: Streams) -> None:
         self.schedule, self.rank, self.ops = schedule, rank, schedule.ops[rank]

@@ -33,17 +33,19 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     """Add sends, receives and collectives to a schedule, in an order that NCCL can run.
 
     Every ordered pair of ranks (source, destination) is a channel for activations and gradients. A send comes right
-    after the operation that makes the tensor. The receives of a channel have the order of its sends. A receive only
-    posts the message; the operation that uses the tensor waits for the message. Neighbouring stages on the same rank
-    need no message. All ranks run the collectives of vocabulary shards in the same order (see `place_collectives`).
+    after the operation that makes the tensor. The receives of a channel are posted in the order of the channel's sends.
+    A receive only posts the message; the operation that uses the tensor waits for the message. Neighbouring stages on
+    the same rank need no message. All ranks run the collectives of vocabulary shards in the same order (see
+    `place_collectives`).
 
-    A receive is posted `receive_ahead` computations before its consumer, or earlier if the order of its channel demands
-    an earlier place. If ranks deadlock or lose time on GPUs with one hardware queue (see `streams`), `lower` also tries
-    receives at places that exclude deadlocks (see `_between_makers`). The faster of the two schedules is returned. A
-    lowered schedule deadlocks only if the schedule deadlocks even without communication.
+    A receive is posted `receive_ahead` computations before its consumer, or earlier if the next receive of its channel
+    is posted earlier. If such receives make ranks deadlock or lose time on GPUs with one hardware queue (see
+    `streams`), `lower` also tries places of receives that exclude deadlocks (see `_between_makers`), and returns the
+    faster of the two lowered schedules. A lowered schedule deadlocks only if the schedule deadlocks even without
+    communication.
 
-    If the sender sends a message after a VALIDATE (post-validation), the receiver posts the receive after the same
-    VALIDATE, because a failed validation repeats only the messages that were sent before VALIDATE.
+    If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
+    VALIDATE of the same iteration. A failed validation repeats only the messages that were sent before VALIDATE.
 
     Lowering is idempotent, because `lower` first removes existing communication.
 
@@ -101,11 +103,11 @@ class _Place(NamedTuple):
     """The place of a receive in the order of its rank."""
 
     before: int
-    """Position of the computation before which the receive is posted."""
+    """Position of the computation right before which the receive is posted."""
     turn: int
-    """Sort key of receives that are posted before the same computation: the place in the serial order of the
-    computation that makes the previous message of the channel. With this key, a rank posts receives in the order in
-    which their channels become free."""
+    """Sort key of receives that are posted before the same computation. The key of a receive is the place in the serial
+    order of the computation that makes the previous message of the channel of the receive. With this key, a rank posts
+    receives in the order in which their channels become free."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -203,12 +205,16 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Message -> place in the serial order of the computation that makes the channel's previous message; -1 if none."""
+    """Message -> place in the serial order of the maker of the channel's previous message; -1 for the first message."""
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
 def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
-    """Place every receive `receive_ahead` computations before its consumer, but not before an earlier VALIDATE."""
+    """Place each receive `receive_ahead` computations before its consumer.
+
+    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. A
+    receive is posted earlier if the next receive of its channel is posted earlier.
+    """
     phases = order.phases[channel.destination]
     places: list[_Place] = []
     for message, turn in reversed(list(zip(channel.messages, _turns(channel, order), strict=True))):
@@ -223,8 +229,8 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
     Consider a run of all computations one at a time, in `order`. A receive is posted after the computation that makes
     the previous message of its channel, so that the receive blocks no launch of its own rank. A receive is posted
     before the computation that makes the next message of its channel, because the send of the next message waits for
-    the receive. By induction, when a computation starts, every message of a channel except the last is complete, and no
-    earlier launch waits.
+    the receive. By induction, when a computation starts, all messages posted on a channel so far, except the last, are
+    complete, and no earlier launch waits.
 
     The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later if
     the previous message of its channel is still in flight, and earlier if the received tensor would otherwise arrive

@@ -24,17 +24,17 @@ class PlacedCollective(NamedTuple):
     before: tuple[int, ...]
     """Rank -> position of the computation before which the rank joins the collective."""
     turn: int
-    """Place in the serial order of all computations at which the previous collective is complete."""
+    """Place in the serial order of all computations after which the previous collective is complete."""
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
     """Place the collectives of a schedule in the same order on all ranks, sorted by their last contributing operation.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
-    rank joins a collective before the computation that is running when the collective can start. With one hardware
-    queue, a rank that joins while the previous collective is in flight delays its own next computation. A rank avoids
-    this delay by joining after its next computation, unless joining late delays the collective by more than joining
-    early delays the computation.
+    rank joins a collective right before the computation that the rank would be running when the collective can start.
+    With one hardware queue, a rank that joins while the previous collective is in flight delays its own next
+    computation. A rank avoids this delay by joining after its next computation, unless joining late delays the
+    collective by more than joining early delays the computation.
 
     Collectives cannot cause a deadlock, however long the operations take. Consider a run of all computations one at a
     time, in `order`. Every rank joins a collective before the first operation that needs this collective or a later
@@ -72,11 +72,11 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 def joined_early(schedule: Schedule) -> Schedule:
     """Let every rank join each collective as early as possible.
 
-    Joining early delays no computation if the collectives wait in a separate thread. If a rank is late at the place
+    Joining early delays no computation if a separate thread waits for the collectives. If a rank is late at the place
     that `place_collectives` has chosen, the other ranks wait for this rank. With `joined_early`, a rank joins a
     collective after the rank's last operation that contributes to the collective, after the previous collective, and on
-    the same side of STEP and VALIDATE as before. The order of the collectives stays the same, so that ranks cannot
-    deadlock.
+    the same side of STEP and VALIDATE as in `schedule`. The order of the collectives stays the same, so that ranks
+    cannot deadlock.
 
     Args:
         schedule: lowered schedule.

@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Field of `StageCosts` with the time of an operation on a vocabulary shard -> number of collectives around the
-operation. A collective that carries at most one number for each token counts as half a collective."""
+"""Field of `StageCosts` with the time of an operation on a vocabulary shard -> number of collectives right before
+and after the operation. A collective that carries at most one number for each token counts as half a collective."""
 
 Partition = tuple[int, ...]
 """Stage -> number of layers, in model order. The first stage also has the embedding, and the last stage the output."""
@@ -75,7 +75,7 @@ class ModelCosts:
     """Time by which a collective of all ranks, with as much data as one message, delays a rank that computes at the
     same time."""
     latency_collective: float = 0
-    """Time of a collective for a rank that waits while the other ranks compute; 0 stands for `time_comm`."""
+    """Time of a collective, measured on a waiting rank while the other ranks compute; 0 stands for `time_comm`."""
     time_between: float = 0
     """Additional time between two consecutive operations of a rank."""
     spread: float = 0
@@ -145,7 +145,7 @@ class ModelCosts:
     def check(self, partition: Partition, placement: Placement) -> None:
         """Check that a partition divides the layers of the model into the stages of a placement.
 
-        Every stage needs a layer; without vocabulary shards, the first and the last stage do not need a layer.
+        Every stage needs at least one layer, except the first and the last stage of a model without vocabulary shards.
 
         Raises:
             ScheduleError: the partition does not fit the model and the placement.

@@ -23,7 +23,7 @@ def unit_costs(num_stages: int) -> StageCosts:
 
 
 class Phases:
-    """The parts into which VALIDATE divides the operations of a rank; a rank without VALIDATE has one part."""
+    """The phases of a rank: each VALIDATE ends a phase, and a rank without VALIDATE has one phase."""
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self.starts = [0] + [position + 1 for position, op in enumerate(ops) if op.kind is OpKind.VALIDATE]
@@ -95,7 +95,8 @@ class SerialOrder:
     def _turn(self, rank: int, position: int) -> tuple[float, bool]:
         """Sort key of operations that take no time and end at the same time: their end with unit costs.
 
-        With unit costs, an operation ends later than the operations that it waits for.
+        With unit costs, an operation that takes time ends later than the operations that make its inputs. Among
+        operations with the same end, operations that take no time come last.
         """
         unit = self._in_unit_times[rank][position]
         return unit.end, unit.start == unit.end

@@ -38,10 +38,11 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
     """Insert the operations on vocabulary shards; return one schedule without communication for each given delay.
 
     The operations of a rank are sorted by planned start times. The planned start of F comes from a simulation in which
-    W includes the operations on shards. Backwards and W start later than in the simulation, by the given delay. E
-    (embedding) starts `LEAD` microbatches before the F of its microbatch. S (output layer) starts when the output of
-    the last stage arrives. The weight gradients T and EW start with the W of their microbatch, or later if their inputs
-    arrive later. Pairs are split, because operations on shards may come between the forward and the backward of a pair.
+    W also takes the time of the operations on shards. Backwards and W start later than in the simulation, by the given
+    delay. E (embedding) starts `LEAD` microbatches before the F of its microbatch. S (output layer) starts when the
+    output of the last stage arrives. The weight gradients T and EW start with the W of their microbatch, or later if
+    their inputs arrive later. Pairs are split, because operations on shards may come between the forward and the
+    backward of a pair.
 
     Args:
         schedule: schedule into which operations are inserted.
@@ -66,7 +67,8 @@ def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[floa
     Args:
         schedule: schedule into which operations are inserted.
         costs: costs of the stages, with vocabulary shards.
-        limits: memory limit of every rank; a schedule that exceeds a limit is chosen only if all schedules do.
+        limits: memory limit of every rank; None without limits. A schedule that exceeds a limit is chosen only if every
+            schedule exceeds a limit.
     """
     timelines = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays(schedule, costs))]
 
@@ -119,7 +121,10 @@ class _Times:
         """Microbatch -> planned time at which the gradient of the embedding is ready."""
 
     def of_rank(self, rank: int) -> Iterator[_Timed]:
-        """Yield sort keys of a rank's operations: planned start, then operations for which other ranks wait first."""
+        """Yield the operations of a rank with sort keys.
+
+        The first key is the planned start. At equal planned starts, operations for which other ranks wait come first.
+        """
         order = [OpKind.E, OpKind.S, OpKind.L, *(kind for kind in KINDS if kind not in VOCABULARY), OpKind.T, OpKind.EW]
         starts = {**self._starts[rank], **self._of_shard(rank)}
         return ((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())

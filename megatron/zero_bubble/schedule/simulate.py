@@ -34,9 +34,9 @@ def simulate(
 
     Every rank runs its operations in order, each as soon as the rank is free and the inputs of the operation have
     arrived. A message between ranks takes `costs.time_comm`. VALIDATE waits for the reduction of the norm of all
-    gradients. This reduction takes the time of a collective (`collective_time`) and occupies no rank. Copies to and
-    from the host occupy only the host link of their rank (see `LinkTimes`). The simulation computes only sums and
-    maxima, so that integers and fractions give exact results.
+    gradients. The reduction of the norm takes the time of a collective (`collective_time`) and occupies no rank. Copies
+    to and from the host occupy only the host link of their rank (see `LinkTimes`). The simulation computes only sums
+    and maxima, so that integers and fractions give exact results.
 
     Args:
         schedule: schedule with or without communication.
@@ -110,9 +110,9 @@ class _Step(NamedTuple):
     time: float
     """Time of the operation."""
     plain_waits: tuple[tuple[int, float | None], ...]
-    """(slot, transit) for each wait; empty if any wait is optional, occupies a rank or is for another microbatch."""
+    """(slot, transit) of each needed result; empty if any `_Wait` of the operation has another field set."""
     waits: tuple[_Wait, ...]
-    """The waits of the operation, if `plain_waits` cannot represent them; otherwise empty."""
+    """The results that the operation needs, if `plain_waits` cannot represent them; otherwise empty."""
     slots: tuple[int, ...]
     """Indices of the operation's results for microbatch 0 in the list of end times."""
     sending: float
@@ -128,7 +128,7 @@ class _Lane:
 
 
 class _Simulation:
-    """A simulation that runs each rank until the rank waits for a result, and continues when the result is known.
+    """Runs each rank until an operation lacks a result, and continues the rank when the time of the result is known.
 
     Planners simulate many schedules. For speed, values that are the same for all microbatches are computed once, and
     the end times of all results are in one flat list.

@@ -1,4 +1,4 @@
-"""Adds the STEP and VALIDATE of post-validation to a schedule, and repeats the iterations of a schedule.
+"""Adds the STEP and VALIDATE of post-validation to a schedule, and repeats a schedule for several iterations.
 
 Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With post-validation a rank
 takes its optimizer step (STEP) as soon as its own gradients are complete, and starts the next iteration. Before its
@@ -33,7 +33,7 @@ _STEP, _VALIDATE = Op(OpKind.STEP, 0), Op(OpKind.VALIDATE, 0)
 
 
 def repeat(schedule: Schedule, num_steps: int) -> Schedule:
-    """Repeat the iterations of a schedule, for simulations and drawings.
+    """Repeat a schedule for several iterations, for simulations and drawings.
 
     The numbers of the microbatches continue from one iteration to the next. STEP and VALIDATE are numbered by
     iteration: `VALIDATE2` validates `STEP1` of all ranks. The first iteration has no VALIDATE, because no optimizer
@@ -142,7 +142,7 @@ def without_post_validation(schedule: Schedule) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """Rank -> number of forwards before VALIDATE: `counts`, reduced until all inputs come from before VALIDATE."""
+    """Rank -> number of forwards before VALIDATE: `counts`, reduced until no forward needs a result after VALIDATE."""
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
         results = _results(schedule, early)
@@ -161,7 +161,7 @@ def _results(schedule: Schedule, ops: Sequence[Iterable[Op]]) -> set[Node]:
 
 
 def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The operations of `rank` before VALIDATE, with communication, that run again if the validation fails."""
+    """The operations of `rank` before VALIDATE, including communication; they run again if the validation fails."""
     ops = schedule.ops[rank]
     return ops[: next((k for k, op in enumerate(ops) if op.kind is OpKind.VALIDATE), 0)]
 
@@ -195,9 +195,9 @@ def num_forwards_before_validation(schedule: Schedule) -> int:
 def check_post_validation(schedule: Schedule) -> None:
     """Check that STEP and VALIDATE of a schedule are in allowed places.
 
-    Every rank has one STEP, which is its last operation, and one VALIDATE. The operations before VALIDATE can be run
-    again: forwards whose inputs are made before a VALIDATE, receives of messages that are sent before a VALIDATE,
-    sends, and collectives that come before VALIDATE on all ranks.
+    Every rank has one STEP, which is its last operation, and one VALIDATE. All operations before VALIDATE can be run
+    again. Such operations are forwards whose inputs other ranks make before their own VALIDATE, receives of messages
+    that other ranks send before their own VALIDATE, sends, and collectives that come before VALIDATE on all ranks.
 
     Raises:
         InvalidSchedule: STEP, VALIDATE or an operation before VALIDATE is not in an allowed place.

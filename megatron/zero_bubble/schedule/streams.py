@@ -1,16 +1,15 @@
 """Simulation of the messages of a lowered schedule on NCCL's streams, and the check for deadlocks.
 
-Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts when the
-compute stream of its rank has reached the point where the send or receive is posted and the previous message of its
-channel is complete. A message is complete when the time of the message has passed since both ends have started. The
-computation that uses the message waits until the message is complete. A collective of vocabulary shards is a message
-with an end on every rank; all collectives share one stream.
+Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts under
+two conditions: the compute stream of its rank has reached the point where the send or receive is posted, and the
+previous message of its channel is complete. A message is complete when the time of the message has passed after the
+starts of both its send and its receive. The computation that uses the message waits until the message is complete. A
+collective of vocabulary shards is a message with an end on every rank; all collectives share one stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
-With one queue, the launches of a rank start in order: a launch waits until the previous work of its stream is complete,
-and all later launches of the rank wait for this launch. With one queue, a send or receive that is posted while the
-previous message of its channel is in flight blocks the next computation, even if the message in flight depends on that
-computation.
+With one queue, the launches of a rank start in order. A launch that waits for earlier work of its stream therefore
+delays all later launches of the rank. With one queue, a send or receive that is posted while the previous message of
+its channel is in flight blocks the next computation, even if the message in flight depends on that computation.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class _Device:
         self._by_kind: dict[tuple[OpKind, int], StreamLaunch] = {}
         """(kind, chunk) -> launch of the operations with this kind and chunk."""
         self._ops: Sequence[Op | None] = launches.ops
-        """The operations in order; None stands for a wait of the compute stream for all sends and collectives."""
+        """The operations in order; at None, the compute stream waits until all sends and collectives are complete."""
         if launches.schedule.has_post_validation:
             self._ops = [each for op in launches.ops for each in ((op, None) if op.kind is OpKind.STEP else (op,))]
         self._in_line = queues is HardwareQueues.ONE
@@ -139,7 +138,7 @@ class _Device:
         return timed_ops(self._computed, self._starts, self._ends)
 
     def go_on(self, runnable: deque[int]) -> None:
-        """Run launches until a launch has to wait; add ranks whose awaited message becomes complete to `runnable`."""
+        """Run launches until one has to wait; add to `runnable` the ranks whose awaited message becomes complete."""
         self.blocked_by = None
         ops, by_kind, in_line = self._ops, self._by_kind, self._in_line
         for position in range(self._position, len(ops)):
@@ -219,5 +218,5 @@ class _Device:
         return None
 
     def at(self) -> Op | str:
-        """The name of the launch that waits, for error messages."""
+        """Name of the launch at which the rank waits, for error messages."""
         return self._ops[self._position] or "its end"

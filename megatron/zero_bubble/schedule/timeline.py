@@ -125,7 +125,7 @@ class Timeline:
 
     @property
     def cost(self) -> float:
-        """The longest span of a rank, which is the time of an iteration if ranks do not wait for each other."""
+        """The longest span of a rank: the time of an iteration if no rank waits for another between iterations."""
         return max(self.spans)
 
     @property
@@ -157,7 +157,7 @@ class Timeline:
     def bubble_rate(self) -> float:
         """The bubble rate: (longest span - work of the busiest rank) / longest span.
 
-        For equal stages the bubble rate is (cost - m (T_F + T_B + T_W)) / cost, as published. For unequal stages the
+        For equal stages the bubble rate is (cost - m (T_F + T_B + T_W)) / cost (Qi et al. 2024). For unequal stages the
         bubble rate still measures the schedule alone, because under every schedule the longest span is at least the
         work of the busiest rank. `idle` also measures the imbalance of the partition.
         """

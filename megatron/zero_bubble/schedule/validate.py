@@ -109,7 +109,7 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """Length of a row of `_Rows`: n operations cannot cover n + 1 microbatches, so that n + 1 entries suffice."""
+    """Length of a row of `_Rows`: n + 1 entries suffice, because n operations omit at least one microbatch of n + 1."""
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 
@@ -209,7 +209,7 @@ def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[in
 
 
 def _check_messages(schedule: Schedule, rank: int, rows: _Rows) -> None:
-    """Check that a rank receives every remote input before its use, and sends every result after its computation."""
+    """Check that `rank` receives each remote input before the input is used, and sends each result after it is made."""
     placement, none = schedule.placement, [-1] * schedule.num_microbatches
     unused = {key: list(row) for key, row in rows.items() if key[0] in COMMUNICATION}
     for (kind, chunk), row in rows.items():

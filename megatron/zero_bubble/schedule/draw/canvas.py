@@ -13,7 +13,7 @@ PAPER = "#ffffff"
 LANE = "#f2f2f2"
 STRONG = "#000000"
 LABEL_INKS = ("#111111", "#fefefe")
-"""Colours of labels on light operations and on dark operations; both colours are the same on light and dark pages."""
+"""Colours of labels on light operations and on dark operations; neither colour depends on the colour of the page."""
 
 _IN_THE_DARK = {INK: "#e6edf3", FAINT: "#30363d", PAPER: "#0d1117", LANE: "#21262d", STRONG: "#ffffff"}
 _STYLE = (
@@ -23,7 +23,7 @@ _STYLE = (
     )
     + "}"
 )
-"""CSS that replaces the colours of a light page with dark colours. Programs that ignore CSS draw a light page."""
+"""CSS that gives the drawing dark colours if the browser prefers dark pages. Programs without CSS draw a light page."""
 
 
 def number(value: float, digits: int = 2) -> str:
@@ -54,7 +54,7 @@ def text(x: float, y: float, words: str, size: float = 12, anchor: str = "start"
 
 
 def label(x: float, y: float, words: str, size: float, fill: str, squeezed_to: float | None = None) -> str:
-    """A text centred at `x`; if `squeezed_to` is given, the text is narrowed to a width of that many pixels."""
+    """A text centred at `x`, narrowed to a width of `squeezed_to` pixels if `squeezed_to` is given."""
     place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="middle"'
     squeezed = "" if squeezed_to is None else f' textLength="{number(squeezed_to)}" lengthAdjust="spacingAndGlyphs"'
     return f'<text class="l" {place}{squeezed} fill="{fill}">{clean(words)}</text>'

@@ -30,7 +30,7 @@ _SHORTEST_WITH_LABEL = 0.1
 
 @dataclass(frozen=True)
 class Drawing:
-    """A timeline, and the places and sizes in its drawing, in pixels."""
+    """A timeline, and the positions and sizes, in pixels, of the elements of its drawing."""
 
     timeline: Timeline
     title: str
@@ -43,7 +43,7 @@ class Drawing:
     width: float
     """Width of the drawing in pixels."""
     duration: float
-    """Time that the width of the lanes represents."""
+    """Time from the left to the right end of the lanes."""
 
     @property
     def num_lanes(self) -> int:
@@ -94,7 +94,7 @@ class Drawing:
 
     @cached_property
     def has_memory(self) -> bool:
-        """Whether the timeline has memory costs, which a measured step lacks if there is no profile."""
+        """Whether the timeline has memory costs; the timeline of a measured step without a profile has none."""
         return max(self.timeline.peak_memory, default=0) > 0
 
     @property
@@ -107,7 +107,7 @@ class Drawing:
 
     @cached_property
     def _label_sizes(self) -> dict[OpKind, float]:
-        """Kind of operation -> font size in which nine of ten labels fit, for kinds whose labels are then readable."""
+        """Kind of operation -> font size in which nine of ten labels fit; kinds with too small a font are left out."""
         scale = (self.width - LEFT - RIGHT) / self.duration
         sizes: dict[OpKind, list[float]] = defaultdict(list)
         for kind, time, width in self._labels():
@@ -142,7 +142,7 @@ class Drawing:
 
     @property
     def width_for_labels(self) -> float:
-        """Width in which nine of ten labels fit in the largest font size; labels of short operations are ignored."""
+        """Width of the drawing with which nine of ten labels fit in the largest font; short operations do not count."""
         labels = [(time, width) for _, time, width in self._labels()]
         shortest = _SHORTEST_WITH_LABEL * max((time for time, _ in labels), default=0)
         scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for time, width in labels if time > shortest)

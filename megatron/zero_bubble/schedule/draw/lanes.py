@@ -26,12 +26,12 @@ from megatron.zero_bubble.schedule.kinds import COPIES, KINDS, POST_VALIDATION
 from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
 
 _MARK_WIDTH = 3
-"""Smallest width in pixels of a mark, which shows a STEP, a VALIDATE, or an operation that takes no time."""
+"""Smallest width of a mark in pixels. A mark shows a STEP, a VALIDATE, or an operation that takes no time."""
 _ARROW_HEAD = 5
 
 
 def lanes(drawing: Drawing) -> Iterator[str]:
-    """Yield the elements of all lanes, grouped by microbatch, so that hovering shows the messages of a microbatch."""
+    """Yield the SVG elements of all lanes. Hovering over an operation shows the messages of its microbatch."""
     for rank, bubble in enumerate(bubbles(drawing.timeline)):
         yield from _frame(drawing, rank, bubble)
     for elements_of_lane in (_operations, _copies):
@@ -59,7 +59,7 @@ def style(drawing: Drawing) -> str:
 
 
 def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
-    """Yield the background of a lane, the rank's name, and its idle time in percent with a tooltip of the causes."""
+    """Yield the background of a lane, the rank's name, and the idle time in percent with a tooltip of its causes."""
     timeline = drawing.timeline
     top, height = drawing.lane_top(rank), drawing.lane_height
     size = max(8, min(11, height - 3))
@@ -150,7 +150,7 @@ def _critical_path(drawing: Drawing) -> Iterator[str]:
 
 
 def _messages(drawing: Drawing) -> Iterator[str]:
-    """For each microbatch, yield the arrows of its messages, hidden until the pointer is over one of its operations."""
+    """Yield the arrows of all messages; the pointer on an operation shows the arrows of the operation's microbatch."""
     arrows: dict[int, list[str]] = defaultdict(list)
     for source, sent, destination, used in messages(drawing.timeline):
         start = drawing.x(sent.end), drawing.middle(source)
@@ -167,7 +167,7 @@ def _on_everything(kind: str, d: str) -> Iterator[str]:
 
 
 def _arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """The path of an arrow, whose head is two strokes."""
+    """The SVG path of an arrow with a head of two strokes."""
     length = hypot(x2 - x1, y2 - y1) or 1
     along_x, along_y = _ARROW_HEAD * (x2 - x1) / length, _ARROW_HEAD * (y2 - y1) / length
     heads = ((x2 - along_x + side * along_y * 0.6, y2 - along_y - side * along_x * 0.6) for side in (1, -1))

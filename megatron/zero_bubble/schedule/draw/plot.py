@@ -27,7 +27,7 @@ def to_plot(series: Sequence[Series], *, title: str, x_label: str, y_label: str,
         title: title of the plot.
         x_label: label of the x axis, which starts at 0.
         y_label: label of the y axis.
-        y_from: start of the y axis, unless a point is below this value.
+        y_from: lowest value on the y axis; if a point is lower, the y axis starts at the lowest point.
     """
     largest_x = max((float(x) for curve in series for x, _ in curve.points), default=1.0) or 1.0
     least_y = min((float(y) for curve in series for _, y in curve.points), default=y_from)

@@ -27,7 +27,7 @@ _GROUPS = "groups"
 def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
     """Return the cells of every rank, and the columns of operations that take no time.
 
-    A cell is the operation that starts in its time slot, `-` if an operation continues, and empty if the rank is idle.
+    A cell names the operation that starts in the time slot, is `-` if an operation continues, and is empty otherwise.
     """
     # With several groups of layers, operations would take fractions of a time slot.
     timeline = simulate(replace(schedule, groups=()), StageCosts.uniform(schedule.num_stages, time_r=1))
@@ -83,9 +83,9 @@ def schedule_to_csv(schedule: Schedule) -> str:
 
 
 def schedule_from_csv(text: str) -> Schedule:
-    """Read a schedule from the CSV of `schedule_to_csv`, and do not validate the schedule.
+    """Read a schedule from the CSV of `schedule_to_csv`; the schedule is not validated.
 
-    The schedule has no communication. The reader uses only the order of the cells in a row, not their columns.
+    The schedule has no sends, receives or collectives. The order of the cells in a row matters, their columns do not.
 
     Raises:
         ScheduleError: the text is not in the format of `schedule_to_csv`.

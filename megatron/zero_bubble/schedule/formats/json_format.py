@@ -51,7 +51,7 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """Read a schedule from the JSON of `schedule_to_json`, and do not validate the schedule.
+    """Read a schedule from the JSON of `schedule_to_json`; the schedule is not validated.
 
     Raises:
         ScheduleError: the text is not in the format of `schedule_to_json`.
@@ -82,7 +82,7 @@ def schedule_from_json(text: str) -> Schedule:
 
 
 def costs_to_json(costs: StageCosts) -> str:
-    """Write costs as JSON, with stages in model order; fractions become floats."""
+    """Write costs as JSON, with stages in model order; exact fractions are written as floats."""
     numbers = {field.name: list(getattr(costs, field.name)) for field in fields(costs)}
     numbers = {name: values for name, values in numbers.items() if any(values) or name not in OPTIONAL}
     lines = [f" {json.dumps(key)}: {json.dumps(values, default=float)}" for key, values in numbers.items()]

@@ -32,8 +32,8 @@ class Profile:
     model: Mapping[str, Setting]
     """Model settings on which the costs depend."""
     inside: tuple[float, ...] = ()
-    """Stage -> largest temporary memory of an operation in bytes: the peak of the operation beyond the memory before
-    and after the operation. Empty if the run measured no temporary memory."""
+    """Stage -> largest temporary memory of an operation in bytes: the peak during the operation, minus the larger of
+    the memory before and the memory after the operation. Empty if the run measured no temporary memory."""
 
     @property
     def inside_ranks(self) -> tuple[float, ...]:

@@ -33,10 +33,12 @@ class _Action(NamedTuple):
 
 
 def schedule_to_pytorch_csv(schedule: Schedule) -> str:
-    """Write a schedule for PyTorch's `_load_csv`, as "compute_only", or as "compute_comms" if the schedule is lowered.
+    """Write a schedule as CSV for PyTorch's `_load_csv`.
+
+    PyTorch reads the CSV of a lowered schedule as "compute_comms", and the CSV of other schedules as "compute_only".
 
     Raises:
-        ScheduleError: PyTorch's CSV has no word for an operation such as STEP, or for recomputation in groups.
+        ScheduleError: the schedule has an operation, such as STEP, or groups that PyTorch's CSV cannot represent.
     """
     nameless = [kind for kind, facts in KINDS.items() if kind in schedule.kinds and facts.makes and not facts.pytorch]
     if nameless:
@@ -62,9 +64,9 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
 
 
 def schedule_from_pytorch_csv(text: str, name: str = "pytorch") -> Schedule:
-    """Read a schedule from the CSV of PyTorch's `_dump_csv`, and do not validate the schedule.
+    """Read a schedule from the CSV of PyTorch's `_dump_csv`; the schedule is not validated.
 
-    The schedule has no communication. The stages of a rank are the stages of the actions in its row.
+    The schedule has no sends or receives. A rank has every stage that occurs in the actions of the rank's row.
 
     Args:
         text: the CSV.

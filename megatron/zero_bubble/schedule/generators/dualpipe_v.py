@@ -34,7 +34,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 class _Lane:
-    """Builds the operations of one rank, part by part."""
+    """Builds the operations of one rank, one phase of DualPipeV after another."""
 
     def __init__(self, num_ranks: int, num_microbatches: int, rank: int) -> None:
         before, after = rank + 1, num_ranks - 1 - rank
