@@ -32,7 +32,7 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
 def defer_in_ddp(call: Call, **more: bool) -> None:
     """Set `delay_wgrad_compute` in a call of DDP's constructor, so that W calls DDP's hooks, which reduce gradients.
 
-    Copying the configuration skips its checks, which would refuse a bucket size derived from `num_buckets`.
+    DDP's configuration is copied without its checks, because they would refuse a bucket size set by `num_buckets`.
 
     Args:
         call: the call of DDP's constructor.

@@ -25,18 +25,18 @@ _MODELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("megatron.core.models.mamba.mamba_model:MambaModel", (), ("0.16", "0.17")),
     ("megatron.core.models.hybrid.hybrid_model:HybridModel", ("vp_stage", "hybrid_layer_pattern"), _NEWER),
 )
-"""Path of each model class, its parameters that other classes lack, and megatron-core versions with the class."""
+"""For each model class: path, parameters that not all model classes have, and megatron-core versions."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
 )
 """Modules with a function that cuts a hybrid model's pattern into stages, and each module's megatron-core versions."""
 _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:LayerWiseDistributedOptimizer")
-"""Optimizers that compute the position of each parameter in DDP's buffers."""
+"""Classes of optimizers that compute the position of each parameter in DDP's buffers."""
 
 
 class ScriptHooks:
-    """Makes the launcher's hooks, and holds the `Run`, which is created when the script makes its process groups."""
+    """Makes the launcher's hooks, and holds the script's `Run`, created when the script makes its process groups."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags

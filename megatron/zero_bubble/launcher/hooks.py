@@ -58,7 +58,7 @@ class Needed:
         return self.path.replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Whether megatron-core `version` (`0.16.1`) has the function; the trainer's functions need `has_trainer`."""
+        """Whether megatron-core `version` (`0.16.1`) has the function; trainer functions also need `has_trainer`."""
         if self.path.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions
@@ -87,7 +87,7 @@ class Target:
 
 
 class InstalledHooks:
-    """Replaces functions by hooks until `restore()`, also in modules that imported the functions by name.
+    """Replaces functions by hooks until `restore()` is called, also in modules that imported the functions by name.
 
     The constructor checks all functions before it replaces the first function.
 
@@ -142,7 +142,7 @@ def _make_replacement(hook: Hook, target: Target) -> Function:
 
 
 def _replace_everywhere(changes: Iterable[tuple[Target, Function, Function]]) -> None:
-    """Replace functions in owners and in modules that imported them by name; each change is (target, old, new)."""
+    """Replace functions where they are defined and where they were imported; each change is (target, old, new)."""
     replacements: dict[int, Function] = {}
     for target, old, new in changes:
         is_static = isinstance(inspect.getattr_static(target.owner, target.attribute), staticmethod)

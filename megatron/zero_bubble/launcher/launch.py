@@ -1,4 +1,4 @@
-"""`enable` and `disable`: run this process's training loop with a zero-bubble schedule, or undo this."""
+"""`enable` gives this process's training loop a zero-bubble schedule; `disable` removes the schedule again."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class _Model:
 
 
 class LoopRun:
-    """Runs the steps of all models of one process. `LoopRun` has the hooks of `Run` that work for any training loop.
+    """Runs the steps of all models of a process, with those hooks of the class `Run` that work for any training loop.
 
     A loop may build several models, such as an actor and a critic. A model in megatron-core's DDP runs under a
     zero-bubble schedule; a model without DDP can only be evaluated, and runs under megatron-core's own schedule.
@@ -65,7 +65,7 @@ class LoopRun:
 
     @property
     def num_steps(self) -> int:
-        """Number of training steps that all models have done."""
+        """Number of training steps that all models together have done."""
         return sum(model.session.num_steps for model in self._models)
 
     def build_chunk(self, call: Call) -> None:

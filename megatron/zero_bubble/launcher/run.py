@@ -65,7 +65,7 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """The hooks that build the stages of the layout; while the layout is still open, the hooks do nothing.
+        """The hooks that build the stages of the layout; the hooks do nothing before a layout is chosen.
 
         Args:
             is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.
@@ -92,7 +92,7 @@ class Run:
         return call.proceed()
 
     def set_up_model(self, call: Call) -> Any:
-        """Hook around `setup_model_and_optimizer`: choose an open layout, then let the script build its model."""
+        """Hook around `setup_model_and_optimizer`: choose the layout unless flags give it, then build the model."""
         if self.session.job.is_layout_open and not self.units.is_building:
             is_chosen = settle_layout(self._script, self.session, self.units, call)
             self.stages = self._placed(is_chosen=is_chosen)
@@ -101,7 +101,7 @@ class Run:
         return call.proceed()
 
     def _keep_layout(self) -> None:
-        """Keep Megatron's layout if the script builds a model before another layout was chosen."""
+        """Keep Megatron's layout if the script builds a model before zero bubble has chosen another layout."""
         if self.session.job.is_layout_open:
             reason = "the script builds its model without Megatron-LM's setup_model_and_optimizer"
             keep_megatrons_layout(self._script, self.session, reason)
@@ -191,7 +191,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`: take a step unless the schedule took it; then average replicas if due."""
+        """Hook around `optimizer.step()`: step unless the schedule did so; then average parameters if that is due."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)
@@ -200,7 +200,7 @@ class Run:
         return outcome
 
     def save(self, call: Call) -> Any:
-        """Hook around `save_checkpoint`: first validate the last step and give all replicas the same state."""
+        """Hook around `save_checkpoint`: first validate the last optimizer step, and average the replicas' state."""
         self.session.settle()
         self.replicas.average_before_saving()
         return call.proceed()

@@ -48,11 +48,11 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     """Hook around `validate_args`: refuse settings before Megatron-LM prints its arguments, and allow uneven stages.
 
-    Stages may be uneven while the layout is open, and with `--allow-padding-num-layers`.
+    Stages may be uneven if zero bubble chooses the layout, and with `--allow-padding-num-layers`.
 
-    Megatron-LM refuses a number of layers that the stages do not divide, unless the arguments give a layout. During the
-    call, the arguments therefore give the most even layout in place of the number of chunks. If zero bubble chooses the
-    layout, the hook removes the most even layout after the call.
+    Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
+    layout. During the call, the arguments therefore give the most even layout in place of the number of chunks. If zero
+    bubble chooses the layout, the hook removes the most even layout after the call.
     """
     script = call["args"]
     with users_mistakes():
@@ -75,7 +75,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """The most even layout of layers that the stages do not divide; None if no such layout is needed or allowed."""
+    """The most even layout if stages may be uneven and do not divide the number of layers, otherwise None."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
     if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
@@ -185,7 +185,7 @@ def _reason_to_keep(script: Namespace) -> str | None:
 
 
 def _other_source(script: Namespace) -> str | None:
-    """Name of the script's argument, if any, that keeps megatron-core from building the model from a layout."""
+    """The script argument that keeps megatron-core from building the model from a layout; None without one."""
     patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 

@@ -104,7 +104,7 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
 
 
 def chunks_asked(flags: JobFlags) -> str | None:
-    """The flag with its value that asks for several model chunks a rank; None if no flag does."""
+    """The flag, with its value, that asks for several model chunks a rank; None if no flag asks for several chunks."""
     entry, kind = ENTRIES.get(flags.zero_bubble_schedule or ""), flags.zero_bubble_placement
     if kind is not None and kind != "linear":
         return f"--zero-bubble-placement {kind}"
@@ -135,7 +135,7 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
 
 
 def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
-    """Put `|`s into the layer pattern of unvalidated arguments if Megatron-LM's own division does not fit the schedule.
+    """Divide the layer pattern of unvalidated arguments by `|` if Megatron-LM's own division does not fit the schedule.
 
     Megatron-LM divides a pattern without `|` into one chunk a rank, all with the same number of layers.
 

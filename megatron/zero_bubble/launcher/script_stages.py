@@ -21,8 +21,8 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 class ScriptStages:
     """Hooks that put the stages of a script's model on the ranks of a placement.
 
-    A V placement has the first and the last stage on rank 0. A script reads data if megatron-core
-    says that the first or the last stage runs, and logs the losses on the last rank.
+    A V placement has the first and the last stage on rank 0. A script's forward step reads data if megatron-core says
+    that its stage is the first or the last one. A script logs the losses on the last rank.
 
     Args:
         layout: the layers of each stage, in model order, in megatron-core's notation; None if the script's own
@@ -113,7 +113,7 @@ class ScriptStages:
         return self._stage_of(call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the script's forward step; in a V, the hooks for the first and last stage refer to the running stage."""
+        """Wrap the script's forward step; in a V, the step then learns whether its own stage is first or last."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
             with self._at(self._stage_of(get_attr_wrapped_model(model, "vp_stage"))):

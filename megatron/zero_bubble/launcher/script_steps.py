@@ -3,8 +3,8 @@
 Under post-validation the schedule has already taken the step when the script calls `optimizer.step()`. The hooked
 `optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. Only in the first
 and the last iteration, and in iterations that the script logs, does the hooked `optimizer.step()` validate the step and
-return the norm of the gradients. Gradients are zeroed when the step is validated; saving and evaluating first validate
-a pending step.
+return the norm of the gradients. Gradients are zeroed when the step is validated. A save or an evaluation first
+validates a step that is not validated yet.
 
 Megatron-LM reduces each iteration's loss over all replicas, so that all replicas would wait in every iteration. Under
 hierarchical SGD, Megatron-LM gets this replica's own loss in a form that Megatron-LM does not reduce. The sums of
@@ -80,13 +80,13 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Hook around zeroing gradients: skip the call while a step awaits validation, which zeroes gradients."""
+        """Hook around zeroing gradients: skip it while a step awaits validation, because validation zeroes them."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
 
     def agreed(self, value: Any, call: Call) -> Any:
-        """Hook in place of a reduction of a value that is equal on all ranks: return the value without waiting."""
+        """Hook in place of a reduction of a value that is equal on all ranks: return the value without reducing it."""
         if self._post_validation is None:
             return call.proceed()
         # The replaced reduction converts to fp32, too, which changes the last digits of a logged learning rate.
@@ -163,7 +163,7 @@ class ScriptReplicas:
         return [{name: _own_mean([each[name] for each in losses]) for name in losses[0]}]
 
     def after_step(self, iteration: int) -> None:
-        """If an average is due after `iteration`, validate the last step and average parameters over replicas."""
+        """If an average is due after `iteration`, validate the last optimizer step and average replicas' parameters."""
         if self._session.replicas.changes_after(iteration):
             self._session.settle()
         self._session.replicas.after_step(iteration)

@@ -1,6 +1,6 @@
-"""megatron-core's local attention with torch's fused kernels, and with context parallelism.
+"""megatron-core's "local" attention, which needs no Transformer Engine, with fused kernels and context parallelism.
 
-megatron-core has fused attention kernels and context parallelism only with Transformer Engine.
+megatron-core itself has fused attention kernels and context parallelism only with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ a group the function cuts a batch for all ranks of the job."""
 
 
 class ContextParallelAttention(DotProductAttention):
-    """Local attention over a sequence that is divided among context-parallel ranks.
+    """Attention without Transformer Engine, over a sequence that is divided among context-parallel ranks.
 
     Each rank gathers the keys and values of all ranks for its own queries, so dividing the sequence saves no memory for
     keys and values. megatron-core's `get_batch_on_this_cp_rank` cuts the sequence into twice as many parts as ranks.
-    Rank r holds the sequence's r-th parts from the front and from the back, for equal work under a causal mask.
-    Backward sums the gradients of keys and values over the ranks; each rank gets the gradients of its part's tokens.
+    Rank r holds the r-th part from the front and the r-th part from the back, so that a causal mask gives all ranks
+    equal work. Backward sums the gradients of keys and values over the ranks, and each rank keeps its own tokens' sums.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ def positions(length: int, rank: int, size: int, device: torch.device) -> torch.
 
 
 class LocalAttention(DotProductAttention):
-    """megatron-core's local attention with any number of value channels per head, which latent attention needs.
+    """megatron-core's attention without Transformer Engine, with any number of value channels per head.
+
+    In multi-head latent attention, values and keys of a head differ in their number of channels.
 
     Args:
         v_channels: number of channels of each head's values; None for the number in the configuration.
@@ -111,7 +113,7 @@ class LocalAttention(DotProductAttention):
 
 
 class TorchAttention(LocalAttention):
-    """megatron-core's local attention, computed by `torch.nn.functional.scaled_dot_product_attention`.
+    """Attention without Transformer Engine, computed by `torch.nn.functional.scaled_dot_product_attention`.
 
     On a GPU, torch uses a kernel that never writes the matrix of attention scores to memory.
     """
@@ -153,7 +155,7 @@ class TorchAttention(LocalAttention):
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Let each tensor-parallel rank draw its own dropout; with sequence parallelism, every rank already does so."""
+        """Let each tensor-parallel rank draw its own dropout mask, as every rank does under sequence parallelism."""
         if self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
@@ -165,11 +167,11 @@ class ContextParallelTorchAttention(ContextParallelAttention, TorchAttention):
 
 
 class ContextParallelLocalAttention(ContextParallelAttention, LocalAttention):
-    """megatron-core's local attention over a sequence that is divided among context-parallel ranks."""
+    """megatron-core's unfused attention over a sequence that is divided among context-parallel ranks."""
 
 
 def core_attention(config: TransformerConfig, *, uses_torch: bool) -> type[DotProductAttention]:
-    """Return the class of core attention for local layers; `uses_torch` chooses torch's fused kernels."""
+    """Return the attention class for layers without Transformer Engine; `uses_torch` chooses torch's fused kernels."""
     if config.context_parallel_size > 1:
         return ContextParallelTorchAttention if uses_torch else ContextParallelLocalAttention
     if uses_torch:

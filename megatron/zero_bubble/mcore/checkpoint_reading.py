@@ -195,7 +195,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Describe in one line why a file cannot be read, without torch's advice to set `weights_only=False`."""
+    """Describe an error in reading a file in one line, without torch's advice to set `weights_only=False`."""
     if isinstance(error, pickle.UnpicklingError):
         if name := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {name[1]}, which does not belong in a checkpoint and could run code"
@@ -205,7 +205,7 @@ def _why(error: Exception) -> str:
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of `.distcp` files, changed to use metadata read before and to name the file in errors."""
+    """torch's reader of `.distcp` files, changed to take metadata that is already read and to name files in errors."""
 
     def __init__(self, metadata: Metadata, path: str) -> None:
         super().__init__(path)

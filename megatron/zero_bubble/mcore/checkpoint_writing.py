@@ -1,4 +1,4 @@
-"""Writes checkpoints in torch_dist format with threads of the saving process; all ranks raise an error of any rank."""
+"""Writes checkpoints in torch_dist format with threads; an error on any rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -85,20 +85,20 @@ def _noting(write: Callable[..., None], failures: list[str]) -> Callable[..., No
 
 
 _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""Names of megatron-core's method that writes a rank's files: the first name up to 0.16, the second from 0.17 on."""
+"""Two names of one method of megatron-core, which writes a rank's files: the first up to 0.16, the second later."""
 
 
 def write_in_threads(*, keep_results: bool) -> None:
-    """Let megatron-core write each file of a checkpoint in a thread; called before the first save.
+    """Let megatron-core write each file of a checkpoint in a thread. Call `write_in_threads` before the first save.
 
     megatron-core 0.16 forks a process for each file, and waits forever when the system kills such a process for lack of
     memory. From 0.17 on, megatron-core starts threads, but an error in a thread ends the process of the rank, and the
-    other ranks wait for this rank.
+    other ranks wait forever for this rank's part of the save.
 
     Args:
-        keep_results: whether a queue in this process takes the writers' results. Otherwise megatron-core starts a
-            server process for the results at the first save. The server process takes 150 MB a rank, and survives when
-            the rank is killed. Asynchronous saves need the server process.
+        keep_results: whether the writing threads put their results into a queue in this process. Otherwise
+            megatron-core starts a server process for the results at the first save. The server process takes 150 MB of
+            memory on each rank, and survives when the rank is killed. Asynchronous saves need the server process.
     """
     for name in _NAMES:
         if hasattr(FileSystemWriterAsync, name):
@@ -108,7 +108,7 @@ def write_in_threads(*, keep_results: bool) -> None:
 
 
 def write_files(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-    """Write a rank's files; put all files' results or, if a write failed, the first error into the queue `results`.
+    """Write the files of a rank's part of a checkpoint, and put the results, or the first error, into `results`.
 
     Args:
         transforms: transformations of the bytes that are written.

@@ -38,9 +38,9 @@ def checkpoint_every_layer(config: Any) -> None:
 
 
 def shorter_last_blocks() -> AbstractContextManager[None]:
-    """Let the last block of a stage have fewer layers than `recompute_num_layers`, as from megatron-core 0.17 on.
+    """Let the last block of a stage have fewer layers than `recompute_num_layers`; only megatron-core 0.16 needs this.
 
-    megatron-core 0.16 requests layers after the last layer of the stage; these layers return their inputs.
+    megatron-core 0.16 also requests layers beyond the last layer of the stage, and gets layers that return their input.
     """
     if not megatron.core.__version__.startswith("0.16."):
         return nullcontext()
@@ -60,7 +60,7 @@ class _NoLayer:
 
 @contextmanager
 def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
-    """Let the blocks whose forward runs inside the `with` block drop or keep their activations, as `store.mode` says.
+    """Let each block that runs its forward inside the `with` block drop or keep its activations, by `store.mode`.
 
     If `store` or `store.mode` is None, the backward of a block runs the block's forward again, as in megatron-core.
     """
@@ -90,7 +90,7 @@ class _BlockRunner:
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """A `CheckpointFunction` whose forward is run again before its backward, by R or by the store within B."""
+    """A `CheckpointFunction` whose forward runs again before its backward: in R, or else at the beginning of B."""
 
     @staticmethod
     def forward(

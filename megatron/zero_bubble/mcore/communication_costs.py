@@ -19,7 +19,7 @@ from megatron.zero_bubble.runtime.message_times import measure_collective, measu
 from megatron.zero_bubble.schedule import Placement
 
 _ROUNDS, _CALLS, _PRODUCTS = 12, 4, 2
-"""Numbers of rounds of a measurement, of communication calls in a round, and of matrix products beside each call."""
+"""Numbers of rounds in a measurement, of communication calls in a round, and of matrix products during each call."""
 
 
 def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
@@ -73,7 +73,7 @@ def collective(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work
 def measure_beside_compute(
     spec: TensorSpec, communicate: Callable[[torch.Tensor, dist.ProcessGroup], list[dist.Work]]
 ) -> float:
-    """Measure how much longer a computation takes beside communication; a collective call of the whole job.
+    """Measure how much longer a computation takes while the rank communicates; a collective call of the whole job.
 
     Messages and collectives run beside the computation, but take processor time, or cores of the device, from the
     computation. All ranks compute and communicate at the same time, as in training.

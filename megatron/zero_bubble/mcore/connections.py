@@ -26,8 +26,8 @@ from megatron.zero_bubble.schedule import Placement, Schedule, ScheduleError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
-"""Settings under which several residual streams pass between stages, so that a message is wider than the configured
-hidden size."""
+"""Settings of megatron-core with which several residual streams pass between stages, so that a message is wider than
+the configured hidden size."""
 
 
 class Connections:
@@ -89,7 +89,7 @@ class Connections:
 
     @property
     def exchange_lane(self) -> ExchangeLane | None:
-        """The lane on which collectives run beside the computation; None without vocabulary shards."""
+        """The CUDA stream or thread that runs the vocabulary shards' collectives; None without vocabulary shards."""
         return None if self._vocabulary is None else self._vocabulary.lane
 
     def vocabulary_step(
@@ -101,9 +101,9 @@ class Connections:
         return VocabularyStep(self._vocabulary, num_microbatches, message_shape, forward_only=forward_only)
 
     def measure_edges(self, placement: Placement, rank: int, message: TensorSpec) -> dict[int, float]:
-        """Measure the milliseconds of a message over each edge of this rank; a collective call of a pipeline's ranks.
+        """Measure the milliseconds of a message between neighbouring stages; a collective call of a pipeline's ranks.
 
-        The channels of this rank must be open.
+        The result has the key `s` for stages `s` and `s + 1`, one of which is on this rank. Channels must be open.
         """
         assert self._channels is not None
         return measure_edges(self._channels, placement, rank, message)

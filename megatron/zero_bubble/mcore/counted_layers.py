@@ -1,10 +1,10 @@
-"""Makes layers on the meta device keep the tensors and count the operations of the kernels that a GPU would run.
+"""Makes layers on the meta device keep the same tensors, and count the same operations, as the kernels of a GPU.
 
 Layers that this module does not replace are counted as megatron-core implements them. The counted layers are
 megatron-core's local layers, also for a job with Transformer Engine, because the layers of Transformer Engine 2.x keep
-the same tensors (`pytorch/module/`). Transformer Engine's fused norm and linear layer saves the norm's input, the
-norm's output and a statistic for each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its input
-(`linear.py`). Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
+the same tensors (see its `pytorch/module/`). Transformer Engine's fused norm and linear layer saves the input and the
+output of the norm, and a statistic for each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its
+input (`linear.py`). Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
 (`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's mask.
 The counted memory leaves out norm statistics.
 """
@@ -127,7 +127,7 @@ class EvenDispatcher:
 
 
 def rotated(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Stand in for `apply_rotary_pos_emb`."""
+    """Stand in for `apply_rotary_pos_emb` with an operator that keeps no tensors for its backward."""
     return _kernel(t.shape, t)
 
 
@@ -231,7 +231,7 @@ def _kernel(
 
 
 def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Stand in for a norm with one kernel, which keeps the norm's input."""
+    """Stand in for a norm with an operator that keeps only the norm's input for its backward."""
     return _kernel(hidden.shape, hidden, *norm.parameters(), kept=(hidden,))
 
 
@@ -252,7 +252,7 @@ def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) ->
 def _delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for the gated delta rule of `fla`: a kernel that keeps its inputs and a matrix per chunk of 64 tokens.
+    """Stand in for the gated delta rule of `fla`, whose kernel keeps its inputs and a matrix per chunk of 64 tokens.
 
     The number of operations is Megatron-LM's estimate: four products of each token's vectors with the state.
     """

@@ -152,7 +152,7 @@ def _random_state() -> Iterator[Substitution]:
 
 
 class _DeviceGenerator:
-    """Emulates CUDA's random generator with torch's CPU generator, which gets the emulated state before it draws.
+    """Emulates CUDA's random generator: for each draw, the CPU generator gets the emulated generator's state.
 
     The emulated generator has its own state, because data loaders and datasets draw from the CPU generator, too. With
     one state for the emulated and the CPU generator, opening a data loader would change the dropout of a resumed run.
@@ -282,7 +282,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Tensor.type` that gives CPU tensors the type names of CUDA tensors; `type_of` may already do so."""
+    """Wrap the method `Tensor.type`, so that it returns the type names of CUDA tensors for CPU tensors, too."""
 
     def cuda_named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_of(self, *args, **kwargs)

@@ -3,7 +3,7 @@
 megatron-core's own check of gradients waits for the device twice for each bucket. The check of this module costs
 nothing while all values are finite. The optimizer reduces the norm of all gradients over all ranks before its step, and
 the norm is finite only if every gradient is finite. If the norm of all gradients is not finite, all ranks notice in the
-same step, and look for the cause.
+same step, and together look for the first non-finite value.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FiniteCheck:
                 group.check_grads = partial(self._record_norms, group)
 
     def _record_norms(self, group: Any, **unused: bool) -> None:
-        """Keep this rank's gradient norms from before the reduction over replicas, without waiting for the device."""
+        """Compute and keep the norms of gradients not yet reduced over replicas, without waiting for the device."""
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:
@@ -102,7 +102,7 @@ class FiniteCheck:
         optimizer.prepare_grads, optimizer.get_grad_norm = prepare_grads, get_grad_norm
 
     def check_norm(self, norm: float | None) -> None:
-        """Raise an error if `norm` is infinite, NaN or None (not computed); the ranks of `steps_with` share a norm."""
+        """Raise an error if `norm` is infinite, NaN or None (not computed); all ranks of `steps_with` share a norm."""
         if norm is None or not math.isfinite(norm):
             finding = self._find_weight() or self._find_loss() or self._find_gradient()
             self._end(f"iteration {self._iteration()}", finding, self.steps_with)
@@ -147,7 +147,7 @@ class FiniteCheck:
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the last parameter in model order whose gradient is not finite, because backward starts at the end."""
+        """Find the parameter whose non-finite gradient was computed first: the last such parameter in model order."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from another replica

@@ -75,7 +75,7 @@ class MegatronStage:
         num_tokens: sum of the token counts that the loss function returned.
         finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
-        num_early_forwards: number of forwards that all ranks together run before the last step is validated.
+        num_early_forwards: number of forwards that all ranks together run before the last optimizer step is validated.
         recomputation_store: the executor's `RecomputationStore`; None if B recomputes as the model's config says.
         vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not sharded.
     """
@@ -146,7 +146,7 @@ class MegatronStage:
         return output
 
     def _note_output(self, microbatch: int, chunk: int, output: Any, num_tokens: torch.Tensor) -> None:
-        """Count tokens, and check the message to the next stage."""
+        """Add a forward's token count to the step's sum, and check the forward's message to the next stage."""
         self.num_tokens += num_tokens
         stage = self.placement.stage_of(self.rank, chunk)
         if stage == self.placement.num_stages - 1:
@@ -211,7 +211,7 @@ class MegatronStage:
         self.vocabulary.exchange(op)
 
     def _embed(self, microbatch: int) -> None:
-        """Run E; on the rank of the first stage, first read the microbatch, which F of the first stage uses, too."""
+        """Run the embedding E; the first stage's rank first reads the microbatch for E and F of this stage."""
         assert self.vocabulary is not None
         if self.rank == self.placement.rank_of(0):
             chunk = self.placement.chunk_of(0)
@@ -236,7 +236,7 @@ class MegatronStage:
     def _calc_loss(
         self, chunk: int, output: torch.Tensor, loss_function: Callable[..., Any] | None, *, is_last: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """End a forward as megatron-core does, with the loss on the last stage; return output and number of tokens."""
+        """End a forward as megatron-core does; return the output, on the last stage the loss, and the token count."""
         return mcore.forward_step_calc_loss(
             self.model_chunks[chunk],
             output,

@@ -3,7 +3,7 @@
 The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
 the layer's backward, and reduces the gradients there. In a zero-bubble schedule, W computes the gradients of weights
 later and outside of autograd. In this module, FSDP2 only accumulates gradients in backward. The gradients of a layer
-are reduced explicitly after the layer's last W of a step; torch's pipelines reduce gradients after the last backward.
+are reduced explicitly after the layer's last W of a step, as torch's pipelines reduce them after the last backward.
 The reduced gradients equal the gradients of DDP, because both are summed in the same order.
 """
 
@@ -110,7 +110,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self._root.set_modules_to_backward_prefetch(order[-1:])
 
     def gather_ahead(self, *, is_forward: bool) -> None:
-        """Start to gather the parameters that an F or B needs first, while the operation waits for its message."""
+        """Start to gather the parameters that an F or B needs first, before the F or B receives its input message."""
         first = self._layers[:1] if is_forward else self._layers[-1:]
         for part in (self._root, *first):
             if (group := _fsdp_group(part)) is not None:
@@ -132,7 +132,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """After the W of a gathered weight, take the gradient; reduce a layer's gradients once all are complete."""
+        """Add the gradient from the W of a gathered weight; reduce a layer's gradients after the layer's last W."""
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
         if parameter.unsharded_accumulated_grad is None:

@@ -1,5 +1,5 @@
-"""Specs of megatron-core's layers; local layers also get features that megatron-core has only with Transformer Engine
-or apex."""
+"""Specs of megatron-core's layers; layers without Transformer Engine ("local" layers) also get features that
+megatron-core has only with Transformer Engine or apex."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
     """Return the specs of all layers of the model; layers that are alike share one spec.
 
     Args:
-        uses_torch_attention: whether local layers compute attention with torch's fused kernels.
+        uses_torch_attention: whether layers without Transformer Engine use torch's fused attention kernels.
     """
     is_local = config.transformer_impl == "local"
     layers = get_gpt_decoder_layer_specs(
@@ -107,7 +107,7 @@ def layer_specs(config: TransformerConfig, *, uses_torch_attention: bool) -> lis
 def _completed_local_layer(
     config: TransformerConfig, layer: ModuleSpec, attention: type[torch.nn.Module]
 ) -> ModuleSpec:
-    """Return a copy of a local layer's spec with `attention`, and with `LocalNorm` if the configuration needs it."""
+    """Return a copy of a layer's spec with `attention`, and with `LocalNorm` if the configuration needs `LocalNorm`."""
     layer = copy.deepcopy(layer)
     inside = layer.submodules.self_attention.submodules
     inside.core_attention = attention

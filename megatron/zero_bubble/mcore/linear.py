@@ -74,9 +74,9 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
 def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the output layer if it multiplies with the weight of the embedding on the same stage, else None.
 
-    With multi-token prediction, the last stage has an embedding, too, and Megatron-LM's output layer on the last stage
-    also has an unused weight. In B, autograd adds up the gradient of a weight that the output layer shares with the
-    embedding, so the output layer is not split.
+    With multi-token prediction, the last stage has a copy of the embedding. A tied output layer then multiplies with
+    the copy's weight and leaves its own weight unused. Autograd adds up the gradient of such a shared weight in B, so
+    the output layer is not split.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
@@ -169,7 +169,7 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute B of one layer, that is, the gradients of its input and bias; put its W into the store."""
+    """Compute B of one layer, the gradients of the layer's input and bias, and put the layer's W into the store."""
     saved_input, weight = ctx.saved_tensors
     grad_input = grad_output.matmul(weight)
     handle = None
@@ -200,9 +200,9 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def fuses_accumulation() -> bool:
-    """Tell whether W of megatron-core's own layers, every output layer included, can add straight into `main_grad`.
+    """Tell whether W can add weight gradients of megatron-core's own linear layers straight into `main_grad`.
 
-    Fusing W with the addition to `main_grad` needs a GPU and apex.
+    Fusing W with the addition to `main_grad` needs a GPU and apex. The output layer always is megatron-core's own.
     """
     return torch.cuda.is_available() and layers._grad_accum_fusion_available
 
@@ -224,7 +224,7 @@ class Gradients:
             place of the numbers of layers and experts. B computes the gradients of these weights, by matrix products or
             in unknown ways.
         missed: entries of `unsplit` that could defer W but do not: linear layers, and modules with `backward_dw()` and
-            without submodules. A module with submodules, such as an MLP, only calls their `backward_dw()`.
+            without submodules. `backward_dw()` of an MLP, for example, only calls the `backward_dw()` of submodules.
     """
 
     total: int

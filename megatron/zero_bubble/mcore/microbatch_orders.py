@@ -42,7 +42,7 @@ class StepData:
         return [size_of(item) for item in next((items for items in self._read if items is not None), [])]
 
     def sizes_ahead(self) -> list[MicrobatchSize | None]:
-        """Return the sizes of the next step's microbatches; [] if the iterator cannot look ahead."""
+        """Return the sizes of the next step's microbatches; [] if the data iterator cannot read ahead."""
         source = next((source for source in self._sources if source is not None), None)
         if isinstance(source, RerunDataIterator):
             if not isinstance(source.iterable, LookAhead):
@@ -51,7 +51,7 @@ class StepData:
         return [size_of(item) for item in source.peek(self._count)] if isinstance(source, LookAhead) else []
 
     def ordered(self, decision: StepDecision) -> list[Iterator[Any] | None]:
-        """Return iterators over the microbatches in the decided order, or in the data's order if the data has ended."""
+        """Return iterators over the microbatches in the planned order, or in the data's order if there are too few."""
         return [
             None
             if items is None
@@ -68,7 +68,7 @@ def _items(source: Iterator[Any]) -> Iterator[Any]:
 
 
 class JobPeers:
-    """All ranks of a megatron-core job, as the `Peers` of a `StepPlanner`; the constructor is a collective call.
+    """Lets a `StepPlanner` communicate with all ranks of a megatron-core job; the constructor is a collective call.
 
     Args:
         timeout: time limit for one message.
@@ -114,7 +114,7 @@ class JobPeers:
         return values
 
     def highest(self, level: int) -> int:
-        """Return the highest of all replicas' memory levels; a collective call of the first rank of each replica."""
+        """Return the maximum of `StepDecision.level` over replicas; a collective call of the replicas' first ranks."""
         if self._firsts is None:
             return level
         highest = torch.tensor([level])
@@ -130,8 +130,8 @@ class StepPlans:
         observer: the observer of the run's steps.
         planning: options of profiling and planning; None if the run is not profiled.
         timeout: time limit for a message about a plan.
-        reorders: whether microbatches may run in another order than the data's; None to allow another order if the
-            model's configuration sets `variable_seq_lengths`.
+        reorders: whether microbatches may run in another order than the order of the data; None to allow another order
+            if the model's configuration sets `variable_seq_lengths`.
         interlocks: whether ranks begin an iteration while other ranks run the previous iteration, as with
             post-validation.
     """
@@ -164,7 +164,7 @@ class StepPlans:
     def decide(
         self, step: int, config: Any, iterators: Iterators, num_microbatches: int
     ) -> tuple[StepDecision, list[Iterator[Any] | None]]:
-        """Plan a step in a collective call; return the decision, and iterators over the data in the planned order."""
+        """Plan a step, a collective call of the job; return the plan, and iterators over the data in planned order."""
         planner, data = self._prepare_planner(), StepData(iterators, num_microbatches)
         plan, profile, limits = self._running.plan, self._running.profile, None
         if self._has_limit and profile is not None and plan.request.limits:
@@ -183,7 +183,7 @@ class StepPlans:
         return self._planner
 
     def after_step(self, step: int) -> None:
-        """After the measured steps, fit costs as functions of the microbatch size; a collective call of the job."""
+        """After the last measured step, fit costs as functions of the microbatch size; a collective call of the job."""
         if self._planner is not None:
             self._planner.after_step(step, self._usual_costs)
 

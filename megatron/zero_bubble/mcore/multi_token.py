@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 
 def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float, ...]:
-    """Return the last iteration's losses of multi-token prediction, and reset them; () on stages before the last.
+    """Return the last iteration's losses of multi-token prediction, and reset their sums; () except on the last stage.
 
     Each returned loss belongs to one further predicted token, and is a mean over the microbatches and over the ranks of
     `group`. Megatron-LM logs the mean over replicas. `take_losses` is a collective call of `group`'s ranks on the last
@@ -31,9 +31,9 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 
 
 def tracked_sums() -> dict[str, torch.Tensor]:
-    """Return, by name, the multi-token sums over an iteration's microbatches; {} except on the last stage.
+    """Return, by name, the sums of multi-token prediction over an iteration; {} except on the last stage.
 
-    The returned sums are sums of losses and, from megatron-core 0.19 on, counts of correct and of all predictions.
+    megatron-core sums losses over microbatches and, from 0.19 on, also counts correct predictions and all predictions.
     """
     tracker = MTPLossLoggingHelper.tracker
     tensors = {name: value for name, value in tracker.items() if isinstance(value, torch.Tensor)}
@@ -41,12 +41,12 @@ def tracked_sums() -> dict[str, torch.Tensor]:
 
 
 def track(sums: dict[str, torch.Tensor]) -> None:
-    """Give this rank the last stage's multi-token sums, which Megatron-LM averages over replicas and logs."""
+    """Store the last stage's sums of multi-token prediction on this rank, where Megatron-LM averages and logs them."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     MTPLossLoggingHelper.tracker.update(**sums, reduce_group=None, avg_group=group)
 
 
 def forget_losses() -> None:
-    """Set the sums of multi-token losses to zero; also called when the forwards of an iteration run again."""
+    """Set the sums of multi-token prediction to zero; also called before the forwards of an iteration run again."""
     for sums in tracked_sums().values():
         sums.zero_()

@@ -128,7 +128,7 @@ def _is_distributed(optimizer: Any) -> bool:
 
 
 def _loader_of_any_step(adam: torch.optim.Optimizer) -> Any:
-    """Return a `load_state_dict` that sets a missing number of steps to 0, because megatron-core does not save a 0."""
+    """Return a `load_state_dict` that sets a missing number of steps to 0; megatron-core does not save the number 0."""
     load = adam.load_state_dict
 
     def load_any_step(states: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ Norm = float | torch.Tensor
 
 
 def norm_groups(optimizer: MegatronOptimizer) -> list[tuple[list[MegatronOptimizer], dist.ProcessGroup]]:
-    """Return, for each gradient norm of megatron-core, its optimizers and the process group that reduces it."""
+    """Return, for each gradient norm that megatron-core computes, the optimizers it covers and its process group."""
     if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
         return [(parts(optimizer), optimizer.get_grad_stats_parallel_group())]
     return [([part], part.get_grad_stats_parallel_group()) for part in parts(optimizer)]

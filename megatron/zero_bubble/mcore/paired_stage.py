@@ -52,7 +52,7 @@ def refuse_unpaired(config: Any, model_class: type[Any] | None = None) -> None:
 
 
 class _KeptPlan(NamedTuple):
-    """The schedule plan of a microbatch's forward, which the microbatch's backward continues."""
+    """The schedule plan of a microbatch's forward, kept until the microbatch's backward continues the plan."""
 
     plan: Any
     loss: ScheduleNode | None
@@ -80,7 +80,7 @@ class PairedStage(MegatronStage):
     recorder: OpRecorder | None = None
     """Times the exchanges of tokens between experts; None if operations are not recorded."""
     _kept: dict[tuple[int, int], _KeptPlan] = field(default_factory=dict)
-    """(chunk, microbatch) -> the schedule plan of the microbatch's forward, which the backward continues."""
+    """(chunk, microbatch) -> the schedule plan of the microbatch's forward, kept for the microbatch's backward."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,7 +30,7 @@ from megatron.zero_bubble.schedule import Placement
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Substitutes for the pipeline group, and tells a chunk under construction which of `num_ranks` stages it is."""
+    """Stands in for the pipeline group while a chunk is built; has the chunk's pipeline rank and the group's size."""
 
     position: int
     num_ranks: int
@@ -92,7 +92,7 @@ def adopt_placement(placement: Placement) -> None:
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the first stage's embedding weights to the last stage, if this rank has both stages and they share weights.
+    """Copy the first stage's embedding weights to the last stage, if this rank has both and the weights are tied.
 
     megatron-core sets the last stage's copy of the embedding to zero and fills it by an all-reduce between ranks.
     """

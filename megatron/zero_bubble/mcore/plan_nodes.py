@@ -64,7 +64,7 @@ def run_hooks(module: torch.nn.Module) -> None:
 
 
 def _wrap(node: Any, around: Callable[..., Any]) -> None:
-    """Replace the forward of a plan's node by `around`, which gets the original forward; skip missing nodes."""
+    """Replace the forward of a plan's node by `around`, and pass it the original forward; skip missing nodes."""
     if isinstance(node, ScheduleNode):
         node.forward_func = partial(around, node.forward_func)
 

@@ -1,12 +1,12 @@
-"""The optimizer's step without a global synchronisation: step first, validate later, amend the step if it was wrong.
+"""Takes the optimizer's step without a global synchronisation, validates it later, and amends a wrong step.
 
 megatron-core's step reduces two values over all stages before it updates a parameter: the squared norm of the gradients
 and, with a loss scale, whether any gradient is not finite. With post-validation each stage checks only its own
 gradients, starts the reductions over all stages in the background, and steps. The reductions over all stages complete
 during the next iteration's warmup and usually confirm the step. If the reductions show that gradients should have been
-clipped or the step skipped, the step is undone and the right step is taken. While many steps are wrong, steps wait for
-the reductions instead. The updated parameters equal megatron-core's bit for bit, because the reductions have the same
-inputs and group as in megatron-core.
+clipped or the step skipped, the step is undone and the right step is taken. While many steps are wrong, steps are taken
+only after the reductions. The updated parameters equal megatron-core's bit for bit, because the reductions have
+the same inputs and group as in megatron-core.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepOutcome:
 
 @dataclass
 class _Reduction:
-    """A value that is being reduced over all stages."""
+    """A value whose reduction over all stages runs in the background."""
 
     value: torch.Tensor
     work: Any
@@ -65,7 +65,7 @@ class _Pending:
 
     has_stepped: bool
     waits: bool
-    """Whether every rank withheld the step, see `RecentSteps`."""
+    """Whether every rank withholds the step until its validation, because many recent steps were wrong."""
     squared_norms: list[_Reduction]
     """Reductions of squared gradient norms: one for each optimizer, or one for all optimizers if they share a group."""
     found_inf: list[_Reduction]
@@ -119,7 +119,7 @@ class PostValidation:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the optimizer's step, unless steps wait for validation or this stage's gradients show a wrong step."""
+        """Take the optimizer's step, unless it must be validated first or this stage's gradients show a wrong step."""
         assert self._pending is None, "the last step has to be validated first"
         flags = self._prepare_gradients()
         norms = [(squared_norm(optimizers), group) for optimizers, group in norm_groups(self._optimizer)]
@@ -140,7 +140,7 @@ class PostValidation:
 
     @torch.no_grad()
     def validate(self, num_early_forwards: int = 0) -> bool:
-        """Wait for the norm and the Inf flags of all gradients, and amend the last step if it was wrong.
+        """Wait for the reductions of gradient norm and Inf flags, and amend the last optimizer step if it was wrong.
 
         Args:
             num_early_forwards: number of forwards that the ranks of a pipeline have run since the step, and must run
@@ -200,7 +200,7 @@ class PostValidation:
         return any(bool(scaler.scale != before.get("scale", scaler.scale)) for scaler, before in scalers)
 
     def _prepare_gradients(self) -> list[tuple[torch.Tensor, MixedPrecisionOptimizer]]:
-        """Run megatron-core's `prepare_grads` without its reduction.
+        """Run megatron-core's `prepare_grads` without the reduction of the Inf flags over ranks.
 
         Returns a pair for each loss scale: a flag that tells whether this rank found an Inf or NaN, and the optimizer.
         """
@@ -272,7 +272,7 @@ class PostValidation:
             self._gather()
 
     def _gather(self) -> None:
-        """With a distributed optimizer, gather the parameters from the replicas again."""
+        """With a distributed optimizer, gather the parameters from the replicas again after amending a step."""
         if self._optimizer.config.use_distributed_optimizer:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)

@@ -1,4 +1,4 @@
-"""Runs a script's forward step with a recorder in the model's place, to call the model itself later or elsewhere."""
+"""Runs a script's forward step with a recorder in place of the model; the recorded call can be made later."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RecordedCall(NamedTuple):
         return self.arguments[0] if self.arguments else self.keywords["input_ids"]
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Any]:
-        """Call the model with the recorded data, in place of the forward step."""
+        """Call the model with the recorded arguments; has the signature and the result of the script's forward step."""
         return model(*self.arguments, **self.keywords), self.loss_function
 
 

@@ -27,8 +27,8 @@ class Condition(NamedTuple):
 
     holds: Callable[[Any, Any], bool]
     words: str = ""
-    """The refused values, or the other settings with which the setting is refused; empty if every value but off is
-    refused."""
+    """The condition in words: the refused values, or the other settings with which the setting is refused; empty if
+    every value that switches the setting on is refused."""
 
 
 def _is_on(value: Any, settings: object) -> bool:
@@ -44,7 +44,7 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """Condition that a number of weight shards exceeds the number of tensor ranks, which the setting `name` gives."""
+    """Condition that a number of weight shards exceeds the setting `name`, a number of tensor-parallel ranks."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 

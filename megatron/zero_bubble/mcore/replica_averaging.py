@@ -60,9 +60,9 @@ class ReplicaAveraging:
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """Average parameters over a group of replicas if the hierarchy says so; a collective call of the group.
+        """If an average is due after `iteration`, average parameters over a group of replicas; collective in the group.
 
-        The step of `iteration` must have been validated.
+        The optimizer step of `iteration` must have been validated.
         """
         size = self.hierarchy.group_size_after(iteration)
         if size is not None:

@@ -63,8 +63,8 @@ class Restart:
     def apply(self) -> None:
         """Restore the saved states.
 
-        If the states were not restored, a buffer that counts the tokens of an expert would count a repeated forward
-        twice.
+        If buffers were not restored, a buffer that counts the tokens of an expert would count the tokens of a repeated
+        forward twice.
         """
         random._set_all_rng_states(*self._random)
         for buffer, before in self._buffers:

@@ -160,11 +160,11 @@ class ForwardBackward:
 
     @property
     def shapes_vary(self) -> bool:
-        """Whether microbatches may differ in shape; known once a step has begun."""
+        """Whether microbatches may differ in shape; valid only after the first step or evaluation has begun."""
         return self._connections.shapes_vary
 
     def take_order_times(self) -> OrderTimes | None:
-        """Return the predicted times of steps with a planned order of microbatches since this method's last call."""
+        """Return the predicted times of the steps since the last call whose order of microbatches was planned."""
         return self._step_plans.take_times()
 
     def __call__(self, **arguments: Any) -> list[Any]:
@@ -205,10 +205,10 @@ class ForwardBackward:
         return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
 
     def _prepare(self, call: StepCall) -> None:
-        """Open the connections.
+        """Open this rank's connections.
 
-        Before an evaluation, or if the last optimizer step still needs validation, validate this step. Before a
-        training step, adopt the next plan.
+        If an evaluation begins, or the last optimizer step was withheld until its validation, first validate the last
+        optimizer step. If a training step begins, first adopt the next plan.
         """
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
@@ -264,7 +264,7 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
 
     def settle(self) -> None:
-        """Validate the last optimizer step now if a schedule with post-validation has not validated it yet.
+        """Validate the last optimizer step now, if the schedule took this step and has not validated it yet.
 
         Call `settle` on every rank before anything but a training step reads parameters or the optimizer.
         """

@@ -76,11 +76,11 @@ def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFacto
 
 
 def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: int) -> tuple[list[int], int]:
-    """Return the places of a replica's equal pieces in a gated layer's unsharded weight, and the number of places.
+    """Return the positions of a replica's pieces in a gated layer's unsharded weight, counted in pieces of equal size.
 
     The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
     tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. The rows
-    of a tensor-parallel rank are divided among the replicas of this rank.
+    of a tensor-parallel rank are divided among this rank's replicas. The second result is the number of pieces in all.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2

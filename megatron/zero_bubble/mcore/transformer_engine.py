@@ -1,7 +1,7 @@
 """Runs the deferred W of Transformer Engine's modules in the order of the weight-gradient store.
 
 Transformer Engine itself defers the weight gradient of a module that was built with `delay_wgrad_compute`. The backward
-of a module that defers W puts the inputs of W into a queue, and `backward_dw()` runs the oldest W and calls the hooks
+of such a module puts the inputs of W into a queue, and `backward_dw()` runs the oldest W and calls the hooks
 that DDP registered. Zero bubble only decides when `backward_dw()` is called.
 """
 

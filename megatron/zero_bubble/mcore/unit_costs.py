@@ -58,7 +58,8 @@ def measure_model(
 
     All ranks measure every unit at the same time. The result is the median over ranks, because ranks differ only by
     noise, and the slowest rank has the most noise. Times are in milliseconds, memory in bytes. `time_r` and `memory_r`
-    of a layer are the time and the restored memory of its full recomputation. Random states are restored at the end.
+    of a layer are the time of its full recomputation and the memory that the recomputation restores. At the end,
+    `measure_model` restores the random states.
 
     Args:
         kinds: for each layer of the model, the `Unit.layer` with the same costs.
@@ -66,8 +67,8 @@ def measure_model(
         timeout: time limit for one message.
         seconds: time for building and measuring all units; each unit is timed at least once, even if that takes longer.
         pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`); if so, each unit
-            also runs one pair of a forward and a backward. The exchange times of a unit are the times of exchanges
-            between experts that a pair of a forward and a backward hides.
+            also runs one pair of a forward and a backward. A unit's exchange times then are the times of the exchanges
+            between experts, which overlap with computation in a pair.
 
     Returns:
         The model's costs, and the ratio of a pair's time to the time of its F and B in succession (None without pairs).
@@ -131,7 +132,7 @@ def _median(measured: Sequence[UnitCosts]) -> UnitCosts:
 
 
 def _fused_backward(everyone: Sequence[Sequence[MeasuredUnit]], kinds: Sequence[int]) -> float:
-    """Return the time of the model's fused backward, which computes both gradients, divided by the time of B and W."""
+    """Return the time of the model's fused backward, with both gradients, divided by the time of separate B and W."""
     copies = [1, *(kinds.count(kind) for kind in range(max(kinds) + 1)), 1]
     fused = split = 0.0
     for number, replicas in zip(copies, zip(*everyone, strict=True), strict=True):

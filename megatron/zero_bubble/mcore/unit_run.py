@@ -48,7 +48,7 @@ class MeasuredUnit(NamedTuple):
 
 
 def clear_losses() -> None:
-    """Clear megatron-core's sums of losses; the first forward of the next model creates sums in this model's size."""
+    """Clear megatron-core's sums of losses, so that the next model's first forward creates sums of the right size."""
     MTPLossLoggingHelper.tracker.clear()
     _losses_of_experts().clear()
 
@@ -84,7 +84,7 @@ class UnitRun:
         """The executor of the measured operations."""
         self._profiler = Profiler(self._placement, index)
         self._gaps: list[float] = []
-        """Milliseconds between two operations."""
+        """Milliseconds from the end of each operation to the start of the next operation."""
         self._fused_backwards: list[float] = []
         """Milliseconds of backwards that compute both gradients at once."""
         self._split_backwards: list[float] = []
@@ -99,7 +99,7 @@ class UnitRun:
         return Executor(lower(schedule), self._index, MadeUpNeighbours(), self._store)
 
     def run_for_gaps(self) -> None:
-        """Measure the time between two operations."""
+        """Measure the time from the end of each operation to the start of the next operation."""
         recorder = OpRecorder(device_clock(self._device))
         self._run(recorder, self._executor)
         self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(recorder.take())]
@@ -115,7 +115,7 @@ class UnitRun:
     def run_backwards(self, caches: ColdCaches) -> None:
         """Measure a backward that computes both gradients at once, and a B and the W right after it.
 
-        The caches are evicted only before F and before the backward, so that split and fused backward are comparable.
+        For a fair comparison, caches are evicted only before F and before the backward, and not between B and W.
         """
         self._split_backwards.append(self._time_of_backward(caches, self._split_executor))
         self._fused_backwards.append(self._time_of_backward(caches, self._fused_executor))
@@ -137,7 +137,7 @@ class UnitRun:
     def _run(self, recorder: OpRecorder, executor: Executor) -> None:
         """Run F, B and W of one microbatch, or of two microbatches if pairs are measured.
 
-        The stage counts one more microbatch than it runs, because DDP would reduce gradients with the last microbatch.
+        The stage expects one more microbatch than it runs, because DDP reduces gradients only in the last microbatch.
         """
         stage_class = partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
         stage = stage_class(

@@ -21,8 +21,8 @@ class Microbatch:
     """
 
     outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Kind of collective -> tensors for this rank to broadcast. Tensors are kept until they are sent, because this
-    rank's operations may drop them earlier."""
+    """Kind of collective -> tensors for this rank to broadcast, kept here until the broadcast runs. This rank's
+    operations may drop their own references to the tensors earlier."""
     call: RecordedCall | None = None
     """The recorded call of the model in the first stage; None once the forward of the stage runs."""
     loss_function: Callable[..., Any] | None = None

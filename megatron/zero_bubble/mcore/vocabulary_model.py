@@ -6,7 +6,8 @@ of the pipeline then compute embedding and output layer together, as operations 
 hidden states.
 
 With p pipeline ranks and t tensor ranks, each rank has the shard with the number `tensor rank * p + pipeline rank`, of
-p t shards in all. Thus each tensor rank's part of Megatron's vocabulary is spread over the pipeline of the tensor rank.
+p * t shards in all. Thus the part of the vocabulary that Megatron gives to a tensor rank is spread over the pipeline of
+this tensor rank.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class VocabularyShard(torch.nn.Module):
         return [self.embedding] if self.embedding is self.output else [self.embedding, self.output]
 
     def forget_gradients(self) -> None:
-        """Clear the sums of gradients that are kept in separate buffers."""
+        """Clear the sums of gradients that are kept in buffers other than `main_grad`."""
         for weight in self.weights:
             weight.forget_gradient()
 
@@ -251,7 +252,7 @@ def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any)
 
 
 def _describe(weight: torch.Tensor) -> _Weight:
-    """Describe a weight with the attributes that megatron-core has set on it, except attributes of tied copies."""
+    """Describe a weight, with the attributes that megatron-core sets on it; leave out the marks of tied weights."""
     attributes: Mapping[str, Any] = vars(weight)
     plain = {
         name: value

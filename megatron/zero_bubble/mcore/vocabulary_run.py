@@ -32,10 +32,10 @@ class VocabularyRun:
     """This rank's part of a run with vocabulary shards.
 
     Attributes:
-        lane: the lane in which the collectives run, beside the computation.
+        lane: the CUDA stream or thread in which the collectives run, beside the computation.
         first_rank: pipeline rank of the first stage.
         last_rank: pipeline rank of the last stage.
-        tensor_group: the tensor-parallel group, for gathers that are part of the computation and not of the lane.
+        tensor_group: the tensor-parallel group, for gathers that run in the computation and not in the lane.
         is_sequence_parallel: whether each tensor-parallel rank has a part of the sequence between layers.
         is_fused: whether gradients of the output layer are added straight into `main_grad` (apex).
         embedding_layer: replaces the embedding in the first stage; None if the first stage is on another rank.
@@ -54,7 +54,7 @@ class VocabularyRun:
     output_layer: HiddenOutput | None
 
     def close(self) -> None:
-        """Wait for the lane and close the collectives, before the job's process groups are destroyed."""
+        """Wait until all submitted collectives have run, then close the shards' process groups."""
         self.lane.close()
         self.collectives.close()
 
@@ -135,7 +135,7 @@ class ShardCollectives:
         return terms
 
     def close(self) -> None:
-        """Leave the groups, so that other ranks' collectives fail; this rank must have no collective under way."""
+        """Leave the groups, so that other ranks' collectives fail; this rank must have no running collective."""
         self.pipeline.close()
         if self.tensor is not None:
             self.tensor.close()

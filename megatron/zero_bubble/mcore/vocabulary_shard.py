@@ -13,8 +13,8 @@ With g = dLoss/dl of each token, and with G_d = 1 at the label's row if the shar
 
     dX = g sum_d (alpha_d P_d - G_d) W_d,   dW_d = (g (alpha_d P_d - G_d))^T X.
 
-This is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288). The product with W_d needs no other
-shard, so one exchange is enough. This module writes the difference as
+This is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288). The product with W_d needs no data of
+other shards, and is computed before the shards exchange statistics. This module writes the difference as
 
     alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d   with   D_d = P_d - G_d,
 
@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad
 from megatron.zero_bubble.runtime.collectives import sum_in_order
 
 _SCALES = {torch.float16: 1024.0}
-"""Type of the weights -> factor of D_d, which fp16 needs because most probabilities are below its normal range."""
+"""Type of the weights -> factor of D_d, which lifts most probabilities into the normal range of fp16."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class ShardWeight(torch.nn.Module):
         return self.weight.grad
 
     def complete(self) -> None:
-        """Record that a use of the weight has added all microbatches' gradients; after the last use, tell DDP."""
+        """Record that a use of the weight (embedding or output) has all gradients; after the last use, tell DDP."""
         self._num_complete += 1
         if self._num_complete < self.num_uses:
             return

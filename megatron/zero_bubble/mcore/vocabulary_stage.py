@@ -3,9 +3,9 @@
 `VocabularyStep` keeps the intermediate results of each microbatch between operations. `MegatronStage` calls
 `VocabularyStep` between the forwards and backwards of megatron-core.
 
-A lane runs the collectives beside the computation, and the two exchange tensors. On a GPU, the lane and the
-computation use two streams, and memory that one stream frees must not be reused while the other stream still reads it.
-Tensors made in the lane are not overwritten too early, because each collective waits for all earlier computation.
+A lane, which is a CUDA stream or a thread, runs the collectives beside the computation. On a GPU, lane and computation
+thus use two streams, and memory that one stream frees must not be reused while the other stream still reads it.
+Tensors that the lane creates are not overwritten too early, because each collective waits for all earlier computation.
 Tensors that the lane reads are kept until this rank has waited for a later collective, or are marked by
 `record_stream`. The rank that broadcasts a tensor does not wait for the broadcast.
 """
@@ -47,7 +47,7 @@ class VocabularyStep:
         self.restart()
 
     def rehearsal(self, num_microbatches: int) -> VocabularyStep:
-        """Return a `VocabularyStep` whose collectives use made-up tensors as contributions of other ranks."""
+        """Return a `VocabularyStep` for the warm-up, whose collectives use made-up tensors in place of messages."""
         run = replace(self._run, collectives=made_up_collectives(self._run.collectives))
         return VocabularyStep(run, num_microbatches, self._hidden_shape, forward_only=self._forward_only)
 
@@ -69,7 +69,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def exchange(self, op: Op) -> None:
-        """Run this rank's part in the collective `op`; the lane calls this method."""
+        """Run this rank's part in the collective `op`; called on the stream or thread that runs all collectives."""
         microbatch = self._microbatches[op.microbatch]
         _EXCHANGES[op.kind](self, microbatch)
 

@@ -1,10 +1,10 @@
-"""Runs F, B and W of every stage once before the first step, without messages, because first uses of kernels could
-block a step.
+"""Runs F, B and W of every stage once before the first step, without messages, because first uses of kernels
+could make a step hang.
 
-On a GPU, the first launch of a kernel, the allocator's growth and the creation of a communicator may wait for the whole
-device. In a step, the device also waits for receives that are posted ahead. If the sender of such a message then waits
-for the receiver, the pipeline hangs. Before the first step, no receives are posted, so that nothing can hang. The
-warm-up restores all state that it changes.
+On a GPU, the first launch of a kernel, the allocator's growth and the creation of a communicator may wait until the
+device has finished all work. In a step, this work includes receives that are posted ahead and end when their messages
+arrive. If the sender of such a message in turn waits for this rank, the pipeline hangs. Before the first step, no
+receives are posted, so that nothing can hang. The warm-up restores all state that it changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.zero_bubble.schedule import Op, OpKind
 
 
 def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCollection) -> None:
-    """Compute one microbatch on each of this rank's stages and discard the results; a collective call of all ranks.
+    """Compute one microbatch on each stage of this rank, and discard all results; a collective call of all ranks.
 
     The warm-up runs at the start of the first training step, when gradients are zero, and leaves them zero. The first
     step reads the data of the warm-up again. With fp8 and with varying shapes, the warm-up only creates communicators,

@@ -44,14 +44,14 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the sum to which the W that belongs to the layer's current B will add a term."""
+        """Return the sum of the current microbatch, to which the W of the layer's current B will add a term."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
-        """Add the term `grad` to the sum `into`; once the sum is complete, add it to `weight.grad` and call DDP's hook.
+        """Add the term `grad` to the sum `into`; add a complete sum to `weight.grad` and then call DDP's hook.
 
         Args:
             weight: the weight that the forward used: the layer's parameter, or a gathered copy of the parameter.
@@ -81,7 +81,7 @@ class MicrobatchSum:
         self._total: torch.Tensor | None = None
 
     def add(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Add a term of the weight gradient; return the sum if this term completes it, otherwise None."""
+        """Add a term of the weight gradient; return the sum if this term is the last one, otherwise None."""
         self.num_missing -= 1
         total = grad if self._total is None else self._total + grad
         # A complete sum is not kept, because it is as large as the weight.
