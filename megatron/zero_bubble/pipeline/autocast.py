@@ -25,11 +25,11 @@ class Autocast:
 
     @staticmethod
     def off(device_type: str) -> torch.autocast:
-        """Return a context manager that switches autocast off, as for an optimizer's step."""
+        """Return a context manager that switches autocast off, for example around an optimizer's step."""
         return torch.autocast(device_type, enabled=False)
 
     def forward(self, *, keeps_casts: bool = True) -> torch.autocast:
-        """Return a context manager with these settings; pass `keeps_casts=False` where gradients are disabled."""
+        """Return an autocast context with these settings; pass `keeps_casts=False` for a forward without gradients."""
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=self.caches and keeps_casts)
 
     @contextmanager

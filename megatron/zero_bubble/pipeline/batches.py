@@ -1,4 +1,4 @@
-"""Divides the batch of a user into microbatches."""
+"""Divides a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
 
 
 def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
-    """The size of each microbatch, from `cu_seqlens` of its inputs or else from the shape of its largest tensor.
+    """Return the size of each microbatch, from `cu_seqlens` in its inputs or else from the shape of its largest tensor.
 
     If the largest tensor has several dimensions, the first dimension is the number of sequences.
     """
@@ -89,7 +89,7 @@ def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
 
 
 def common_form(inputs: list[Any]) -> tuple[MessageSpec, bool]:
-    """Return the form of the first microbatch's inputs, and whether any other microbatch has different shapes.
+    """Return the spec of the first microbatch's inputs, and whether another microbatch's inputs differ in shape.
 
     Raises:
         ValueError: the inputs of two microbatches differ in structure or type.

@@ -19,7 +19,7 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
-    """End of the last part -> least possible value of the largest sum of a part, with the parts added so far."""
+    """Number n of layers -> least possible largest sum of a part, if the first n layers form the parts so far."""
     for _ in range(num_parts - 1):
         smallest = [
             min((max(smallest[first], total - before[first]) for first in range(end)), default=math.inf)
@@ -52,7 +52,7 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
 
 
 def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Boundaries:
-    """Check the first layers that a user gives for all stages but the first; add the first and the last boundary.
+    """Check a user's boundaries between stages; return them with the boundaries before and after all layers.
 
     Raises:
         ValueError: the boundaries do not leave at least one layer to each stage.
@@ -67,7 +67,7 @@ def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Bounda
 
 
 def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
-    """Return for each class name 1 if the regular expression matches in the name, ignoring case, and 0 otherwise.
+    """Return 1 for each class name in which the regular expression finds a match, ignoring case, and 0 for the others.
 
     Raises:
         ValueError: `pattern` is not a regular expression, or matches no class.

@@ -8,7 +8,7 @@ import torch
 
 
 def renormalized(module: torch.nn.Module) -> Iterator[torch.nn.Embedding | torch.nn.EmbeddingBag]:
-    """Yield the embeddings with `max_norm` in a module; a lookup scales the rows of the weight that are too long."""
+    """Yield a module's embeddings with `max_norm`, whose lookups scale down weight rows of a larger norm."""
     for inside in module.modules():
         if isinstance(inside, torch.nn.Embedding | torch.nn.EmbeddingBag) and inside.max_norm is not None:
             yield inside

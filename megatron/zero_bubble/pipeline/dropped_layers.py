@@ -20,7 +20,7 @@ Layer = Callable[[Any], Any]
 
 
 class DroppingLayer:
-    """Runs a checkpointed layer; the mode of the store decides whether the layer drops or keeps its activations."""
+    """Runs a checkpointed layer, which drops or keeps its activations as `mode` of the recomputation store requires."""
 
     def __init__(self, layer: Layer, store: RecomputationStore, device: torch.device) -> None:
         self._layer, self._store, self._device = layer, store, device

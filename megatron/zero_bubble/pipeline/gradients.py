@@ -46,7 +46,7 @@ class TiedLayer:
 
     @property
     def _own(self) -> dict[int, list[torch.nn.Parameter]]:
-        """The parameters of each copy, which `load_state_dict(..., assign=True)` replaces."""
+        """The present parameters of each copy; `load_state_dict(..., assign=True)` replaces parameters."""
         return {stage: list(module.parameters()) for stage, module in self._modules.items()}
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class TiedLayer:
     def end_step(self) -> None:
         """Give every copy the sum of all copies' gradients of this step, added in the order of the stages.
 
-        A parameter that no copy has a gradient for gets none.
+        A parameter without a gradient on any copy gets no gradient.
         """
         for k, has_gradient in enumerate(self._has_gradient()):
             if has_gradient:
@@ -113,7 +113,7 @@ class TiedLayer:
         return result
 
     def _broadcast(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of the rank that holds `stage`; `tensor` itself if all copies are on one rank."""
+        """Broadcast `tensor` from the rank that holds `stage`, unless one rank holds all copies; return `tensor`."""
         if self._collectives is not None:
             self._collectives.broadcast(tensor, self._roots[stage])
         return tensor
@@ -176,13 +176,13 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Return the indices of the tensors of each device and type, in the order of `torch.nn.utils.get_total_norm`."""
+    """Group tensors by device and type, ordered as in `torch.nn.utils.get_total_norm`; return each group's indices."""
     groups = _group_tensors_by_device_and_dtype([[*tensors]], with_indices=True) if tensors else {}
     return [indices for _, indices in groups.values()]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor with the gradient's norm."""
+    """Return a non-empty dense tensor whose norm equals the norm of the gradient."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     # An empty tensor has no largest value.
     return values if values.numel() else values.new_zeros(1)

@@ -18,7 +18,7 @@ def run_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Run autograd from `edges`; return the gradients of `inputs`, or add them to `.grad` if `accumulates` is set.
 
-    Without `inputs`, autograd adds the gradients of all leaves. The engine is called directly, because
+    Without `inputs`, autograd adds gradients to `.grad` of all leaves. The engine is called directly, because
     `torch.autograd.backward` does not take graph edges in the oldest supported version of torch.
     """
     if not edges:

@@ -54,7 +54,7 @@ class LayerBuilder:
         """Build the layers of the stages of `rank`.
 
         Raises:
-            ValueError: a layer cannot be built, or has `max_norm` although steps are validated later.
+            ValueError: a layer cannot be built, or has `max_norm` although `post_validation` is set.
         """
         chunks: list[list[HeldLayer]] = []
         tied: dict[str, dict[int, nn.Module]] = {}

@@ -40,7 +40,7 @@ class Interconnect(Protocol):
         ...
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives for tensors on `device`; a collective call of the ranks `members`, which are ascending."""
+        """Open collectives for tensors on `device`; a collective call of the ranks `members`, in ascending order."""
         ...
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ def connect_ranks(
 
 
 class Agreement:
-    """Exchanges values among all ranks of a pipeline, and makes all ranks fail together.
+    """Exchanges values among all ranks of a pipeline, and raises an error of one rank on all ranks.
 
     Args:
         collectives: collectives of all ranks, for tensors on the host.
@@ -117,15 +117,15 @@ class Agreement:
 
     @classmethod
     def among_all(cls, interconnect: Interconnect) -> Agreement:
-        """Make an agreement of all ranks, with collectives that nothing else uses; a collective call."""
+        """Create an `Agreement` of all ranks, with collectives that no other code uses; a collective call."""
         return cls(interconnect.collectives(range(interconnect.size), HOST))
 
     def close(self) -> None:
-        """Refuse further use."""
+        """Make later exchanges raise `ValueError`."""
         self._is_closed = True
 
     def check_open(self) -> None:
-        """Raise `ValueError` after `close`."""
+        """Raise `ValueError` if `close` was called."""
         if self._is_closed:
             raise ValueError("the pipeline is closed: make another one, or call close() later")
 
@@ -163,7 +163,7 @@ class Agreement:
         return results[0]
 
     def raise_any(self, error: Exception | None) -> None:
-        """Raise on every rank the error that the lowest rank passes, if a rank passes an error; a collective call."""
+        """If any rank passes an error, raise the error of the lowest such rank on every rank; a collective call."""
         _raise_first(self.gather(error), error)
 
     def on(self, rank: int, action: Callable[[], T]) -> T:
@@ -172,7 +172,7 @@ class Agreement:
 
 
 def _raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
-    """Raise the first error of all ranks, from the cause of this rank's error, because causes are not sent."""
+    """Raise the first error in `errors`, if any; as ranks do not send causes, the error gets the cause of `own`."""
     for error in errors:
         if error is not None:
             raise error from (own and own.__cause__)

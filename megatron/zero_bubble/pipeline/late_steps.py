@@ -1,10 +1,11 @@
 """Takes the optimizer's step of a pipeline before the norm of all gradients is known, and amends a step that was wrong.
 
-Once its gradients are complete, a rank takes the optimizer's step, reports the norms in the background, and goes on
-with the forwards of the next training step. Before the first backward of the next step, the rank waits for the reports
-of all ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips, steps again, and runs the
-forwards of the next step again. Parameters, losses and norms are the same, bit by bit, as in a step that waits for the
-norm. While many steps have to be clipped, steps wait for the norm, see `RecentSteps`.
+Once its gradients are complete, a rank takes the optimizer's step, sends its gradients' norms to all ranks in the
+background, and goes on with the forwards of the next training step. Before the first backward of the next step, the
+rank waits for the norms of all ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips,
+steps again, and runs the forwards of the next step again. Parameters, losses and norms are the same, bit by bit, as if
+each optimizer step were taken after the norm of all gradients is known. While many steps have to be clipped, each
+optimizer step does wait for this norm (see `RecentSteps`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TrainingOutcome:
     grad_norm: torch.Tensor
     """The norm of all gradients before clipping."""
     was_amended: bool = False
-    """Whether the optimizer's step had to be amended; forwards of the next step that ran too early were repeated."""
+    """Whether the optimizer's step was amended; if so, the next step's forwards that had already run were repeated."""
 
 
 class SteppingLayerStage(LayerStage):
@@ -83,7 +84,7 @@ class StepReport(NamedTuple):
 
 @dataclass
 class _UnvalidatedStep:
-    """A training step that is not validated yet."""
+    """A training step whose optimizer step is not validated yet."""
 
     reports: Future[list[StepReport]]
     norms: list[LayerNorm]
@@ -92,7 +93,7 @@ class _UnvalidatedStep:
     max_norm: float
     has_stepped: bool
     waits: bool
-    """Whether every rank withheld the optimizer's step."""
+    """Whether every rank delays the optimizer's step until the norm of all gradients is known."""
     cause: BaseException | None
     """The error of this rank's failed forward or optimizer step."""
     settings: list[dict[str, Any]]
@@ -100,12 +101,12 @@ class _UnvalidatedStep:
 
 
 class LateSteps:
-    """Runs the training steps of one rank, and validates their optimizer steps later.
+    """Runs the training steps of one rank, and validates each optimizer step during the next training step.
 
     Args:
         agreement: an agreement of all ranks that only this object uses, because a background thread calls it.
         executor: the executor of a schedule with post-validation.
-        parameters: returns the parameters of this rank, which `load_state_dict(..., assign=True)` replaces.
+        parameters: returns this rank's present parameters; `load_state_dict(..., assign=True)` replaces parameters.
         norms: returns the norms of this rank's gradients.
     """
 
@@ -137,11 +138,12 @@ class LateSteps:
     def run(self, load: Callable[[], Microbatches], optimizer: torch.optim.Optimizer) -> None:
         """Run the forwards and backwards of a step, and validate the previous step before the first backward.
 
-        If the previous step waits, validate it before the first forward.
+        If the previous optimizer step was delayed until all ranks' norms are known, it is validated before the first
+        forward.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
-            optimizer: the optimizer that `step` gets.
+            optimizer: the optimizer that will be passed to `step`.
         """
         self._next_optimizer = optimizer
         if self._pending is not None and self._pending.waits:
@@ -167,9 +169,9 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """Take the optimizer's step unless it waits or is wrong; send this rank's `StepReport` to all ranks.
+        """Take the optimizer's step unless it is delayed or known to be wrong; send a `StepReport` to all ranks.
 
-        The report does not delay the next step, whose first backward comes after the optimizer steps of all ranks.
+        The report is sent in the background; the next step needs all reports only before its first backward.
         """
         assert self._pending is None, "the last step has to be validated first"
         norms = self._norms()
@@ -231,7 +233,7 @@ class LateSteps:
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> ValueError | None:
-    """Take the optimizer's step; if it fails, return an error, which other ranks can raise, too."""
+    """Take the optimizer's step; if the step fails, return an error that can be sent to other ranks."""
     try:
         optimizer.step()
     except Exception as error:

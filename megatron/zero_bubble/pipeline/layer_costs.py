@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule import OpKind, Placement
 from megatron.zero_bubble.schedule.errors import one_line
 
 _RUNS = 6
-"""How often each layer runs in a measurement; the first run is not counted."""
+"""Number of runs of each layer in a measurement; the time of the first run is ignored."""
 
 
 class LayerTimes(NamedTuple):
@@ -42,7 +42,7 @@ def measure_layers(
 ) -> list[LayerTimes]:
     """Return the median times of every layer; the times of the loss are added to the times of the last layer.
 
-    The layers themselves do not change, because copies are measured, one at a time.
+    The function measures copies of the layers, one copy at a time, so that the layers themselves do not change.
 
     Args:
         example: inputs and targets of one microbatch.
@@ -80,7 +80,7 @@ def _loss(loss_fn: Callable[[Any, Any], torch.Tensor], targets: Any, output: Any
 
 
 def _copied(module: nn.Module) -> Any:
-    """Copy a module, also one that keeps a tensor of an autograd graph, such as a pruned weight."""
+    """Copy a module, even if it keeps a tensor that belongs to an autograd graph, such as a pruned weight."""
     attributes = (value for each in module.modules() for value in vars(each).values())
     computed = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
     return copy.deepcopy(module, {id(tensor): tensor.detach() for tensor in computed})

@@ -46,8 +46,8 @@ class Failure(NamedTuple):
 class LayerStage:
     """Computes F and B of the layers of one rank; implements `Stage` with `StageMessage` in place of tensors.
 
-    The error of a failed forward is recorded, and zeros replace the output. The step continues to its end, so that no
-    rank hangs and all ranks can raise the same error.
+    The error of a failed forward is recorded, and zeros replace the forward's output. The step continues to its end, so
+    that no rank hangs and all ranks can raise the same error.
 
     Args:
         chunks: the layers of each of the rank's stages.
@@ -82,7 +82,7 @@ class LayerStage:
             self._restored_modules.append(loss_fn)
 
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
-        """Take the data of a step; `expect` sets the specs of the step's messages later."""
+        """Set the data of a step; a later call of `expect` sets the specs of the step's messages."""
         self._microbatches, self.autocast, self._places = microbatches, autocast, ()
         self.losses, self.failures, self.cause = {}, [], None
 
@@ -99,12 +99,12 @@ class LayerStage:
             self._microbatches = Microbatches([inputs[n] for n in places], [targets[n] for n in places])
 
     def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
-        """Set the spec of each stage's message to the next stage; if shapes vary, the specs have example shapes."""
+        """Set the spec of each stage's message to the next stage; if shapes vary, the specs' shapes are examples."""
         self._sent = sent
         self._announced = {stage: spec.announced() for stage, spec in sent.items()} if shapes_vary else {}
 
     def trained_parameters(self) -> list[bool]:
-        """Return for every parameter whether it requires a gradient, which decides the gradients in messages."""
+        """Return `requires_grad` of every parameter; these values decide which gradients the stages exchange."""
         layers = [layer for chunk in self.chunks for layer in chunk]
         return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
 
@@ -252,7 +252,7 @@ class LayerStage:
         return output
 
     def _is_checkpointed(self, chunk: int) -> bool:
-        """Tell whether the stage has a checkpointed layer, all of whose outputs require a gradient in F."""
+        """Tell whether the chunk has a checkpointed layer; in F, all outputs of such a layer require a gradient."""
         return any(isinstance(layer.call, DroppingLayer) for layer in self.chunks[chunk])
 
     def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:

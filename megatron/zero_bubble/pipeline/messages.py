@@ -125,7 +125,7 @@ class StageMessage:
         """Make a message for the next stage.
 
         Raises:
-            ValueError: as `of`, or a tensor is sparse.
+            ValueError: `of` raises an error, or a tensor is sparse.
         """
         message = cls.of(value)
         for layout in (tensor.layout for tensor in message.tensors):
@@ -147,7 +147,7 @@ class StageMessage:
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
     def requires_grad_(self) -> None:
-        """Let autograd compute the gradients that the sender needs; the executor calls this on a received message."""
+        """Set `requires_grad` of tensors whose gradients the sender needs; called by the executor after a receive."""
         for tensor, needs in zip(self.tensors, self.spec.needs_gradient, strict=True):
             if needs:
                 tensor.requires_grad_()
@@ -183,7 +183,7 @@ def versions_of(value: Any) -> list[int]:
 
 
 def _with_one_nan(template: Any) -> Any:
-    """Return `template` with one object for all constants that are NaN, because collections compare objects first."""
+    """Return `template` with `math.nan` for every NaN; tuples and dicts with the same NaN object compare equal."""
     return pytree.tree_map_only(float, lambda value: math.nan if math.isnan(value) else value, template)
 
 

@@ -34,9 +34,9 @@ class PipelineOptions:
         memory_limit: largest activation memory of a rank, in units of one microbatch's activations on all stages of a
             rank; one number for all ranks, or one per rank. The default is the memory that the named schedule needs.
         offload: speed of a rank's host link in each direction, as the number of microbatches whose activations are
-            copied in the time of one forward. With a number, a planned schedule copies activations to the host and back
-            where this makes the schedule faster under `memory_limit`, and microbatches keep the order of the data. None
-            disables copies to the host.
+            copied in the time of one forward. If a number is given, a planned schedule copies activations to the host
+            and back where this makes the schedule faster under `memory_limit`, and microbatches keep the order of the
+            data. None disables copies to the host.
         checkpoint: whether all layers drop their activations in F and run again in R. The argument `checkpoint` of a
             `LayerSpec` does the same for one layer.
         split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).

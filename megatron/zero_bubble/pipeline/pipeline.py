@@ -135,7 +135,7 @@ class Pipeline(PartialModel):
     def train_step(
         self, batch: Any, optimizer: torch.optim.Optimizer, max_norm: float = math.inf
     ) -> TrainingOutcome | None:
-        """Run `train_batch`, clip, take the optimizer's step and drop the gradients; return loss and norm.
+        """Run `train_batch`, clip the gradients, take the optimizer's step, drop the gradients; return loss and norm.
 
         With post-validation the ranks do not wait for each other, and the returned outcome belongs to the previous
         step; the first step returns None. If a step fails, the next call raises `ValueError`, and the pipeline cannot

@@ -23,7 +23,7 @@ def refuse_shared(layers: Sequence[Any], stages: Boundaries) -> None:
 
     Raises:
         ValueError: layers on two stages share a parameter or a persistent buffer without a `TiedLayerSpec`; layers with
-            one key are not built alike; or a layer that is tied over stages has persistent buffers, `max_norm` or
+            one key differ in class or shapes; or a layer that is tied over stages has persistent buffers, `max_norm` or
             `sparse=True`.
     """
     stage_of = {index: stage for stage, (first, end) in enumerate(pairwise(stages)) for index in range(first, end)}
@@ -94,7 +94,7 @@ def _check_tie(key: str, specs: dict[int, LayerSpec], is_on_stages: bool) -> Non
 def _untied_state(module: nn.Module) -> str | None:
     """Name the part of a module that would differ between the module's copies on several stages; None if there is none.
 
-    With `max_norm` a lookup changes the weights of one copy, and sparse gradients of several copies are not summed.
+    With `max_norm`, a lookup changes the weights of one copy only. Sparse gradients of the copies are not summed.
     """
     if any(kind == "buffer" for kind, _ in _state_of(module)):
         return "buffers"

@@ -146,7 +146,7 @@ def num_parameters(index: int, layer: Any) -> int:
 
 
 def _stage_costs(times: Sequence[LayerTimes], stages: boundaries.Boundaries, unmeasured: StageCosts) -> StageCosts:
-    """Return stage costs with sums of the layers' times in seconds, and with the memory of `unmeasured`.
+    """Return `unmeasured` with the times of each stage replaced by the sums of its layers' times, in seconds.
 
     If stages recompute, R takes as long as F.
     """

@@ -1,4 +1,4 @@
-"""Gives microbatches that differ in shape to a pipeline in the order that is planned for their sizes."""
+"""Reorders the microbatches of a step, if they differ in shape, into the order planned for their sizes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StepOrders:
     def step(
         self, stage: LayerStage, recorder: OpRecorder | None, ahead: ReadSizes = lambda: ()
     ) -> Iterator[OpRecorder | None]:
-        """Order the data of `stage`; a collective call. The training step runs inside of the `with` block.
+        """Reorder the microbatches of `stage`; a collective call. The training step runs inside of the `with` block.
 
         Args:
             recorder: the caller's recorder of the step; with None, the planner decides whether to measure the step.

@@ -54,7 +54,7 @@ class DefersWeightGradients(Protocol):
     def defer_weight_gradients(self, store: WeightGradStore) -> Iterable[nn.Parameter]:
         """Defer weight gradients from now on, and return the parameters whose gradients are deferred; called once.
 
-        A backward that runs while `store.is_deferring` gives `store.put` a function that computes the gradients and
+        A backward that runs while `store.is_deferring` passes to `store.put` a function that computes the gradients and
         adds them to `.grad`. A backward outside of `store.deferring()` computes the weight gradients at once.
         """
         ...
@@ -66,8 +66,8 @@ def split_modules(
     """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
 
     A layer that shares a parameter with another layer is not split, because autograd adds up the gradients of both
-    layers in B. A layer is not split either if its instance has a forward of its own, as adapters set it. A layer that
-    is already split is split again.
+    layers in B. Nor is a layer split if `forward` was set on the instance, as adapters do. A layer that is already
+    split is split again.
 
     Args:
         others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep its
@@ -105,7 +105,7 @@ def split_modules(
 
 
 def _callable_modules(modules: Iterable[nn.Module], wholes: tuple[type, ...]) -> Iterator[nn.Module]:
-    """Yield every module once, but no submodule of a module whose class is in `wholes`."""
+    """Yield modules and their submodules, each once; omit the submodules of a module whose class is in `wholes`."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]
     while pending:
@@ -202,7 +202,7 @@ class _SplitLayer:
     ) -> tuple[torch.Tensor | None, ...]:
         """Return gradients of an input and parameters for `create_graph=True`; later calls of the layer are not split.
 
-        Such a forward may use the gradients in its output, so that autograd has to add them up in one backward.
+        A forward that uses these gradients in its output needs autograd to add up all gradients in one backward.
         """
         self._is_split = False
         wanted = [tensor for tensor in tensors if tensor.requires_grad]

@@ -124,7 +124,7 @@ class RunAhead:
         self._marks: deque[Mark] = deque()
 
     def before_message(self) -> None:
-        """Wait until the GPU has reached the point at which the process posted the message `limit` messages ago."""
+        """Before the process posts message n, wait until the GPU has reached the post of message n - `limit`."""
         if len(self._marks) == self._limit:
             self._marks.popleft().synchronize()
         self._marks.append(self._new_mark())
@@ -217,7 +217,7 @@ class TorchCommunicator:
 
 @dataclass(frozen=True)
 class _TorchSend:
-    """A send that keeps its message alive until NCCL has read it; with gloo a send is done only after `wait`."""
+    """A send that keeps its message alive until NCCL has read the message; with gloo, `wait` completes the send."""
 
     work: dist.Work
     message: torch.Tensor

@@ -117,8 +117,8 @@ class _ThreadExchange(NamedTuple):
 class StreamLane:
     """A lane on a GPU: one stream, which has priority over computation because other ranks wait for the collectives.
 
-    On a GPU, a collective occupies multiprocessors while it waits for other ranks. With one hardware queue, all
-    work launched after a waiting collective waits, too.
+    On a GPU, a collective occupies multiprocessors while it waits for other ranks. With one hardware queue, such a
+    collective also delays all work that is launched after the collective.
     """
 
     waits_in_thread = False
@@ -174,7 +174,7 @@ class Exchanges:
             self._pending.pop(exchange).wait()
 
     def finish(self) -> list[Op]:
-        """Wait for all collectives and forget them; return the collectives whose result this rank should have used."""
+        """Wait for all collectives and forget them; return the collectives whose results the rank failed to use."""
         pending, self._pending = self._pending, {}
         for exchange in pending.values():
             exchange.wait()

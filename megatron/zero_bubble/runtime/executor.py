@@ -107,7 +107,7 @@ class Executor:
         }
 
     def _passed_by(self, kind: OpKind) -> frozenset[tuple[int, int]]:
-        """Return (chunk, microbatch) of all operations of a kind on this rank."""
+        """Return (chunk, microbatch) of all this rank's operations of kind `kind`."""
         return frozenset((op.chunk, op.microbatch) for op in self.schedule.ops[self.rank] if op.kind is kind)
 
     def run(self, stage: Stage, recorder: OpRecorder | None = None) -> None:
@@ -163,7 +163,7 @@ class Executor:
         self._end_forward(stage, op, input_tensor, output)
 
     def _offloading(self, op: Op, input_tensor: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return the context of a forward; the context copies the activations to the host if the schedule has a D."""
+        """Return a context for a forward, to copy the activations to the host if the schedule offloads them."""
         if (op.chunk, op.microbatch) not in self._offloaded:
             return nullcontext()
         # Between stages of plain PyTorch layers, one message may contain several tensors.
@@ -180,7 +180,7 @@ class Executor:
         return input_tensor
 
     def _end_forward(self, stage: Stage, op: Op, input_tensor: torch.Tensor | None, output: torch.Tensor) -> None:
-        """Keep the tensors of a forward for its backward, and pass the output on."""
+        """Keep the tensors of a forward for its backward, and pass the output to the next stage."""
         if self._runs_backward:
             self._activations[op.chunk, op.microbatch] = (input_tensor, output)
         if self._messages.hand_on(op, output, is_forward=True):

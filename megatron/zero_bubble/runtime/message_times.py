@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule import Placement
 _IDLE_TRIPS = 7
 """Number of round trips between idle ranks; the median of their times is used."""
 _BUSY_TRIPS = 16
-"""Number of messages that each rank sends while it computes; their mean time is used, as each of them delays a step."""
+"""Number of messages that each rank sends while it computes; the mean of the messages' times is used."""
 _COLLECTIVES = 16
 """Least number of collectives to measure; each rank waits for the result of at least one collective."""
 _PRODUCTS = 1000

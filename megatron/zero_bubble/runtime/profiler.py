@@ -39,9 +39,9 @@ class ChunkCosts:
     inside: int = 0
     """Largest temporary memory of an operation: its peak beyond the memory in use before and after the operation."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind (F, and B or BW) -> part of the usual exchange time of tokens that overlaps with computation in pairs.
+    """Kind (F, and B or BW) -> time of token exchanges in this operation that overlaps with computation in a pair.
 
-    The part is 0 if no pairs were measured.
+    The time is 0 if no pairs were measured.
     """
     pairs: PairTime = NO_PAIRS
     num_blocks: int = 0
@@ -193,7 +193,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
-    """Return each stage's shortest exchange time over its replicas; longer times contain waits for late replicas."""
+    """Return each stage's shortest exchange time over its replicas; longer times include waits for late replicas."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
     )

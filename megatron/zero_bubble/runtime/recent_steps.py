@@ -20,7 +20,7 @@ class RecentSteps:
         self._were_wrong: deque[bool] = deque(maxlen=_WINDOW)
 
     def record(self, was_wrong: bool) -> None:
-        """Record a validated step, which was wrong if its gradients had to be clipped or the step skipped."""
+        """Record whether a validated step was wrong: whether its gradients had to be clipped, or the step skipped."""
         self._were_wrong.append(was_wrong)
 
     @property

@@ -182,7 +182,7 @@ class _Blocks:
         self._leave(number)
 
     def restore_group(self) -> None:
-        """Run the forwards of the dropped blocks in the last group with dropped blocks, in the order of the blocks."""
+        """Restore the last group that has dropped blocks: run the forwards of these blocks again, in order."""
         last = max(self._dropped, default=0)
         first = max(start for start in self._starts(self.number) if start <= last)
         for number in sorted(number for number in self._dropped if number >= first):

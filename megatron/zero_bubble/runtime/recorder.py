@@ -26,7 +26,7 @@ class Clock(Protocol):
         ...
 
     def lag(self) -> float:
-        """Return the seconds by which this clock lags behind the host's clock, perhaps after a wait for the device."""
+        """Return the seconds by which this clock lags behind the host's clock; this call may wait for the device."""
         ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:

@@ -261,8 +261,8 @@ class Replanner:
         """End a trial of megatron-core's own order; a collective call.
 
         Returns:
-            The planned order if the run returns to it: if the planned order is faster, or if the steps of the trial
-            differ in their numbers of microbatches. None if the run continues with megatron-core's own order.
+            The planned order, if this order is faster or if some step of the trial had another number of microbatches
+            than the steps before the trial. Otherwise None, and the run continues with megatron-core's own order.
         """
         old, self._trial = self._profile, None
         assert old is not None

@@ -88,7 +88,7 @@ class SteppingStage(Stage, Protocol):
         ...
 
     def validate(self) -> bool:
-        """Confirm or amend the last optimizer step; return, equally on all ranks, whether forwards must run again."""
+        """Confirm or amend the last optimizer step; return whether forwards must run again, equally on all ranks."""
         ...
 
     def restart(self) -> None:

@@ -54,7 +54,7 @@ def steps_of(groups: Iterable[tuple[Op, ...]]) -> list[Step]:
 
 
 class StepProgress:
-    """Follows an executor through the operations of a step.
+    """Records which operation of a step an executor has reached.
 
     Args:
         steps: the operations in the order in which they run.

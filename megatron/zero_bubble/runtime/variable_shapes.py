@@ -1,9 +1,9 @@
 """Sends messages whose shapes the receiver does not know in advance.
 
 The sender announces a message of unknown shape: a header with the shape goes from process to process, over separate
-channels and in the order of the messages. Once the receiver has the header, it posts the receive of the message. Two
-kinds of messages need no header: messages of fixed shape, and answers. An answer is, for example, the gradient of an
-activation; the rank that receives it knows the shape, because it sent the activation.
+channels and in the order of the messages. After the header has arrived, the receiver posts the receive of the message.
+Two kinds of messages need no header: messages of fixed shape, and answers. An answer is, for example, the gradient of
+an activation; the rank that receives this gradient knows its shape, because the rank has sent the activation.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class VariableCommunicator:
         return self._messages.send(tensor, destination)
 
     def receive(self, source: int, spec: AnySpec) -> PendingReceive:
-        """Request rank `source`'s next message; post the receive if its shape and all earlier shapes are known."""
+        """Request the next message from rank `source`; post the receive if no shape up to this message is unknown."""
         header = self._headers.receive(source, HEADER) if isinstance(spec, AnnouncedSpec) else None
         receive = _Receive(self, source, spec, header)
         self._channels[source].append(receive)
@@ -92,7 +92,7 @@ class VariableCommunicator:
         return receive
 
     def post(self, receive: _Receive) -> PendingReceive:
-        """Post all earlier receives of the same channel and then `receive`, each after waiting for its header."""
+        """Post all earlier receives of the channel and then `receive`; wait for the headers that give their shapes."""
         channel = self._channels[receive.source]
         while receive.posted is None:
             first = channel.popleft()

@@ -30,8 +30,8 @@ _Bundle = list[_Deferred]
 class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
-    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` closes the
-    bundle of W of a microbatch; `pop` runs the oldest bundle of a chunk, and `pop_by_parameter` runs several bundles.
+    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` queues
+    these weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk, `pop_by_parameter` several W.
     Outside of `deferring()` a layer computes its weight gradient itself, fused with B.
     """
 
@@ -41,7 +41,7 @@ class WeightGradStore:
         self.is_deferring = False
         """Whether layers must hand over their weight gradients instead of computing them."""
         self.num_flushed = 0
-        """Number of bundles of W closed or dropped so far; this number is constant during the B of one microbatch."""
+        """Number of calls of `flush` and `clear` so far; this number is constant during the B of one microbatch."""
         self.flushed_bytes = 0
         """Bytes of the tensors that were passed to `put` as `held` for the last flushed W; each storage counts once."""
 
@@ -118,7 +118,7 @@ class WeightGradStore:
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
-        """Take the W of `microbatches`, grouped by parameter; local variables of this function keep no W alive."""
+        """Remove and return the W of `microbatches`, by parameter; then only the returned list keeps them alive."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
@@ -144,7 +144,7 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run deferred weight gradients in order; the background work of each starts before the preceding one runs."""
+    """Run weight gradients in order; start the background work of each before the preceding weight gradient runs."""
     pending.reverse()
     if pending:
         pending[-1][1].start()
