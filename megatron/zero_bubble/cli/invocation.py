@@ -29,7 +29,7 @@ class FollowingFlags:
 
 
 def run_command(prog: str, body: Callable[[], bool | None]) -> int:
-    """Run a command and print its error, if it raises one, in one line that begins with `prog`.
+    """Run the command `body`; an error of the command is printed as one line that begins with `prog`.
 
     Returns:
         The exit status: 2 for a user's mistake, 1 if something failed or `body` returns False, 130 after Ctrl-C.
@@ -61,7 +61,7 @@ def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str)
 
 
 class _CommandParser(FlagParser):
-    """A parser whose `--help` raises `OSError` if the help cannot be written, where argparse raises nothing."""
+    """A parser whose `--help` raises `OSError` if the help cannot be written; argparse's own parser raises nothing."""
 
     def print_help(self, file: Any = None) -> None:
         deliver(self.format_help(), None)

@@ -57,7 +57,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
 
 
 def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
-    """Modules whose weight gradient stays in B, each with the module's largest share of a rank's parameters."""
+    """Module whose weight gradient is computed in B -> the module's largest share of the parameters of a rank."""
     shares: dict[str, float] = {}
     for gradients in ranks.values():
         for name, size in gradients.unsplit:

@@ -33,7 +33,7 @@ class TimelineWriter:
     Args:
         folder: the folder for the files, which is created if it is missing.
         first, last: the first and the last iteration whose operations are written.
-        start: the iteration after which the job started; the observer counts its steps from this iteration on.
+        start: the iteration after which the job started; the measured steps are counted from this iteration on.
     """
 
     def __init__(self, folder: str, first: int, last: int, start: int, forward_backward: ForwardBackward) -> None:
@@ -50,7 +50,7 @@ class TimelineWriter:
             self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
-        """Write the files of `iteration` if the flags name it; a collective call of the pipeline of global rank 0."""
+        """Write the drawings of `iteration` if flags ask for them; a collective call of global rank 0's pipeline."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return
@@ -119,7 +119,7 @@ def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any
 
 
 def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
-    """Write a drawing, and the idle time by cause, of the plan in `report`; the plan was made after `iteration`."""
+    """Write a picture of the plan in `report`, and its idle time by cause; the plan was made after `iteration`."""
     if tensorboard is None and wandb_run is None:
         return
     timeline = report.prediction.timeline

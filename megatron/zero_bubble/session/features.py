@@ -106,7 +106,7 @@ _PAIRS = "--overlap-moe-expert-parallel-comm"
 
 
 def check_pairs(flags: JobFlags) -> None:
-    """Raise `ValueError` for a flag that does not work with a forward and a backward as one operation."""
+    """Raise `ValueError` for a flag that does not work if a forward and a backward run together as one operation."""
     if not flags.overlap_moe_expert_parallel_comm:
         return
     if flags.mtp_num_layers and not flags.untie_embeddings_and_output_weights:
@@ -150,7 +150,7 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
-    """The reason why the first stage's optimizer step waits for the end of the last stage; None without such a wait.
+    """The reason why the first stage's optimizer step must wait until the last stage ends its iteration, or None.
 
     Iterations cannot overlap if the first stage waits for the last stage.
     """
@@ -181,7 +181,7 @@ def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
     """Check that the vocabulary divides into as many shards as there are ranks, if the flags ask for shards.
 
     Raises:
-        ValueError: the vocabulary does not divide into shards; the message names a
+        ValueError: the vocabulary does not divide into shards; the message names a value of
             `--make-vocab-size-divisible-by` that works.
     """
     if flags.vocabulary_parallel:
@@ -190,7 +190,7 @@ def check_shards(flags: JobFlags, padded_vocab_size: int) -> None:
 
 
 def may_spread(flags: JobFlags, padded_vocab_size: int) -> bool | None:
-    """Whether the layouts of the search spread the vocabulary over the ranks; None if the search may choose."""
+    """Whether the searched layouts have vocabulary shards; None if layouts with and without shards are compared."""
     if flags.zero_bubble_vocabulary_parallel in ("on", "off"):
         return flags.vocabulary_parallel
     if flags.use_torch_fsdp2:

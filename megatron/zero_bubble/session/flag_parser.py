@@ -24,8 +24,8 @@ def flag(
 ) -> Any:
     """A dataclass field that is a command-line flag.
 
-    Field `num_layers` becomes `--num-layers`. A flag without a default is required. A `bool` flag takes no value and
-    sets True.
+    Field `num_layers` becomes `--num-layers`. A flag without a default is required. A `bool` flag takes no value; if
+    the flag is given, the field is True.
 
     Args:
         const: the value of the field if the flag is given without a value, which `nargs="?"` allows.

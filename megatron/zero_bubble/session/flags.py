@@ -183,7 +183,7 @@ class ZeroBubbleFlags:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether embedding and output layer are spread over all pipeline ranks; False while the choice is open."""
+        """Whether the flags spread embedding and output layer over all ranks; False if the flags leave this open."""
         return self.zero_bubble_vocabulary_parallel == "on"
 
 

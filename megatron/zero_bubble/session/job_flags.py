@@ -36,7 +36,7 @@ _SWITCHES = re.compile(
     r"|fp32_residual_connection|recompute_modules"
     r"|tp_comm_overlap|activation_func_(fp8|clamp).*|squared_relu|quick_geglu"
 )
-"""Names of further flags on which the costs of a stage depend; they are off by default, and some programs lack them."""
+"""Further flags that change the costs of a stage; each flag is off by default, and some training programs lack it."""
 _FURTHER = {
     "num_experts": re.compile(
         r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"
@@ -46,7 +46,7 @@ _FURTHER = {
         r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
     ),
 }
-"""Flag -> names of further flags on which stage costs depend if the flag is set; some programs lack some of them."""
+"""Flag -> flags that change the costs of a stage only if that flag is set; some training programs lack some of them."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Flag -> name of the corresponding field of megatron-core's `TransformerConfig`, if the names differ."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
@@ -137,7 +137,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @cached_property
     def memory_limit(self) -> MemoryLimit | None:
-        """The memory limit that the flags set; None for the schedule's own limit.
+        """The memory limit that the flags set; None if the schedule's own limit applies.
 
         Raises:
             ValueError: the value of the flag for the memory limit cannot be parsed.

@@ -87,7 +87,7 @@ def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
 
 
 def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
-    """The partition with the given numbers of layers on the first and last rank; in a V, on the first and last stage.
+    """Partition with the given numbers of layers on the first and last rank (in a V, on the first and last stage).
 
     A rank's layers are spread evenly over its chunks, as in megatron-core. In a V one rank holds both the first and the
     last stage.
@@ -137,8 +137,8 @@ def _spread(flags: JobFlags, placement: Placement) -> Partition:
 def spread_layers(
     num_layers: int, num_stages: int, pattern: str | None = None, *, embedding: bool = False, loss: bool = False
 ) -> Partition:
-    """Call `model_costs.spread_layers`; an error names `--hybrid-layer-pattern` if there is a pattern, or
-    `--num-layers`."""
+    """Spread layers evenly over stages; an error message names `--hybrid-layer-pattern` if `pattern` is given, and
+    otherwise `--num-layers`."""
     try:
         return model_costs.spread_layers(num_layers, num_stages, embedding=embedding, loss=loss)
     except ScheduleError as error:
@@ -146,7 +146,7 @@ def spread_layers(
 
 
 def too_few_layers(num_layers: int, pattern: str | None, error: ScheduleError) -> ValueError:
-    """The error of a model with fewer layers than stages, with the flag that gives the layers."""
+    """The error for a model with fewer layers than stages; the message names the flag that sets the layers."""
     given = f"--num-layers {num_layers}" if pattern is None else f"--hybrid-layer-pattern {pattern}"
     return ValueError(f"{given}: {error}: give more layers, or fewer pipeline ranks or model chunks")
 

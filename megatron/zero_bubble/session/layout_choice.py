@@ -87,7 +87,7 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """Time of megatron-core's own schedule on Megatron's layout; None if this layout does not fit or is chosen."""
+        """Time of megatron-core's own schedule on Megatron's layout; None if that layout is chosen or does not fit."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -245,7 +245,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
-    """The placement that the flags fix; if none is fixed or with `frees_layout`, all placements of allowed kinds."""
+    """The placement that flags fix; all placements of allowed kinds if no flag fixes one, or with `frees_layout`."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -264,7 +264,7 @@ def _can_recompute(flags: JobFlags) -> bool:
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """The kinds of recomputation to search; planned recomputation is one of them unless flags or model exclude it."""
+    """The kinds of recomputation to search: none and planned, or only the flags' kind if no other is allowed."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
     rules_out = (

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters of one rank. Experts are counted apart, because fewer replicas hold each expert."""
+    """Numbers of parameters of one rank. Experts are counted separately, because fewer replicas hold each expert."""
 
     dense: int
     expert: int
@@ -75,7 +75,7 @@ class States:
         )
 
     def bytes_a_parameter(self, replicas: int) -> float:
-        """Return the most bytes that one of `replicas` ranks holds in a step for each parameter of its model part.
+        """Return the peak bytes that a rank holds for each parameter if `replicas` ranks hold the same parameters.
 
         Parameters that ZeRO stage 3 gathers temporarily for a layer are not counted.
         """
@@ -91,7 +91,7 @@ class States:
         return parameter + gradient + optimizer
 
     def passes(self, num_microbatches: int) -> tuple[int, int]:
-        """Return how often a step exchanges all gradients among the replicas, and how often all parameters.
+        """Return how many exchanges of all gradients, and how many of all parameters, the replicas make in a step.
 
         An all-reduce counts as two exchanges, a reduce-scatter or an all-gather as one. ZeRO stage 3 gathers parameters
         for the F and for the B of every microbatch. From ZeRO stage 2 on, gradients are reduced after every microbatch
@@ -101,9 +101,9 @@ class States:
         return [(2, 0), (1, 1), (reductions, 1), (reductions, 2 * num_microbatches)][self.zero_stage]
 
     def sent_a_parameter(self, replicas: int, num_microbatches: int) -> float:
-        """Return the bytes that one of `replicas` ranks sends to others in a step for each parameter of its model part.
+        """Return the bytes that a rank sends in a step for each parameter if `replicas` ranks hold the same parameters.
 
-        In one exchange among d ranks, a rank sends (d - 1) / d of the bytes: all but its own part.
+        In one exchange among d ranks, each rank sends (d - 1) / d of the bytes: all except the rank's own part.
         """
         gradients, parameters = self.passes(num_microbatches)
         shards = max(1, replicas // self.instances)
@@ -120,7 +120,7 @@ class States:
 def _precision_aware(args: Any) -> int:
     """Bytes that the main copy and Adam's moments of one parameter take together, in the types that the flags set.
 
-    An fp32 copy of a bf16 parameter takes 16 bits, because the parameter holds the other 16.
+    The fp32 main copy of a bf16 parameter takes only 2 bytes, because the parameter holds the other 2 bytes.
     """
     dtypes = [getattr(args, name) for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")]
     # A data type is one of Megatron-LM's names or a `torch.dtype`.

@@ -130,7 +130,7 @@ def _all_microbatches(flags: JobFlags) -> int:
 
 
 def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
-    """Make every schedule that the run needs, and keep it in the plan.
+    """Make all schedules that the run needs, and keep the schedules in the plan.
 
     Raises:
         ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
@@ -160,7 +160,7 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
     """The memory limit before costs are measured, in activation memory of one microbatch on a rank (M_B).
 
-    The function assumes equal stages, and returns None for the schedule's own limit.
+    The function assumes equal stages, and returns None if the schedule's own limit applies.
     """
     limit = flags.memory_limit
     if limit is None:
@@ -173,14 +173,14 @@ def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | No
 
 
 _ASSUMED_EXCHANGE = 0.3
-"""Assumed share of F's time, and of B's time, that token exchanges between experts take; used before a measurement."""
+"""Share of the times of F and B that token exchanges between experts are assumed to take until times are measured."""
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
-    """Default costs with the number of blocks that a stage can recompute, or with exchanges between experts.
+    """Default costs of stages until costs are measured; None with neither recomputation nor profiled pairs of F and B.
 
-    The function returns None without recomputation and without pairs of F and B. If the costs contain exchanges
-    between experts, the profiled iterations run some pairs of F and B.
+    The costs of a job that profiles pairs include token exchanges between experts, so that the profiled iterations
+    run some pairs. The costs of a job with recomputation include the number of blocks that a stage can recompute.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)
@@ -213,7 +213,7 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """Describe the limit `smallest`, given in M_B, rounded up in the unit of the flag that sets the memory limit."""
+    """Return text such as `at least 1.25 times 1F1B's peak` for the limit `smallest` (in M_B), in the flag's unit."""
     num_ranks = flags.pipeline_model_parallel_size
     placement = Placement("linear", num_ranks)
     peak = MemoryLimit(multiple=1.0).in_unit_costs(placement, flags.most_microbatches, flags.recompute)

@@ -37,7 +37,7 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     The costs of a stage are the sum of the costs of its layers; the first stage also has the embedding, and the last
     stage also has the output. A profile of two stages does not determine the costs of the embedding, which are then
     zero. If the stages do not determine the costs of each kind of layer, all layers get the same costs. Costs are
-    never negative. The field `state` of the costs is zero, because a profile has no memory of states. If the profile
+    never negative. The field `state` of the costs is zero, because a profile records no model states. If the profile
     has no recomputation, R of a layer takes the time of F, and restores everything that F keeps except the layer's
     input.
 

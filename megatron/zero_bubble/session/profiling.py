@@ -35,7 +35,7 @@ def profile_window(flags: JobFlags) -> tuple[int, int] | None:
 def planning_options(
     flags: JobFlags, placement: Placement, *, knows_costs: bool = False, profile: Profile | None = None
 ) -> PlanningOptions | None:
-    """The options with which this job profiles and plans; None if the job does neither.
+    """The options with which this job profiles and plans; None if the job neither profiles nor plans.
 
     Args:
         knows_costs: whether the layout is chosen from the costs of layers; the first plan is then made with these

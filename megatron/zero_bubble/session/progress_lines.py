@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from threading import Timer
 
 SILENT_SECONDS = 2.0
-"""Seconds that may pass without a printed line."""
+"""Seconds without output after which a search prints a line about its progress."""
 
 
 class ProgressLines:
-    """Passes a text on to `say` if `say` has not been called for `SILENT_SECONDS`."""
+    """Reports progress: calls `say` with a text if the last call of `say` was over `SILENT_SECONDS` ago."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

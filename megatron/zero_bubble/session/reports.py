@@ -1,4 +1,4 @@
-"""The only module that formats and prints the output of a run: parameters, layout, plan, idle time and waits."""
+"""The only module that formats and prints the output of a run: parameters, layout, plan and idle time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ModelRank = tuple[int, int]
 LOUD = 0.01
 """Smallest share of a rank's parameters at which a module without a deferred W causes a warning."""
 _MOST_NAMED = 16
-"""Largest number of replicas for which a log line lists the wait of each replica."""
+"""Largest number of replicas for which a log line lists how long each replica waited for the others."""
 
 
 def print_line(message: str) -> None:
@@ -217,7 +217,7 @@ def describe_hierarchy(hierarchy: Hierarchy) -> str:
 
 
 def wait_fields(waits: Waits | None) -> str:
-    """Return the waits of the replicas as text for the end of a log line; empty if `waits` is None."""
+    """Return, for the end of a log line, how long replicas waited for each other; empty if `waits` is None."""
     if waits is None:
         return ""
     each = [1000.0 * seconds for seconds in waits.seconds]
@@ -244,7 +244,7 @@ def order_fields(times: OrderTimes | None) -> str:
     """Return the gain of planned orders of microbatches as text for the end of a log line; empty without such orders.
 
     The gain of planned orders is the simulated time in the order of the data, divided by the simulated time in the
-    planned order. Planning an order counts as hidden if it ends before the step begins.
+    planned order. Planning counts as hidden if the planned order is ready before its step begins.
     """
     if times is None or times.num_steps == 0:
         return ""

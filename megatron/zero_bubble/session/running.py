@@ -56,7 +56,7 @@ def run_plan(
     post_validation: PostValidation | None = None,
     write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
-    """The forward-backward function that runs the job's plan; the flags determine whether it profiles and replans.
+    """The forward-backward function that runs the job's plan and, if the flags ask for this, profiles and replans.
 
     Args:
         iteration: the iteration after which the job begins.
@@ -200,7 +200,7 @@ def build_post_validation(
 
 
 class Replicas:
-    """Averages parameters over the replicas if the flags say so, and measures how long each replica waits.
+    """Averages parameters over replicas if the flags say so, and measures how long replicas wait for each other.
 
     A `Replicas` object is created before the first step, in a collective call of all ranks. With a single replica, a
     `Replicas` object does nothing.
@@ -251,10 +251,10 @@ class Replicas:
         return self._averaging is not None and self._averaging.is_local
 
     def changes_after(self, iteration: int) -> bool:
-        """Whether `after_step(iteration)` averages parameters, or ends the synchronous steps.
+        """Whether `after_step(iteration)` averages parameters, or ends the warmup, in which replicas reduce gradients.
 
-        If `changes_after` returns True, the loop must validate the step, call `after_step`, and only then begin the
-        next iteration.
+        If `changes_after` returns True, the loop must validate the optimizer step, call `after_step`, and only then
+        begin the next iteration.
         """
         if self._averaging is None:
             return False
@@ -278,7 +278,7 @@ class Replicas:
             self._averaging.average_all(iteration, with_states=with_states)
 
     def take_waits(self) -> Waits | None:
-        """The replicas' waits since the last call of `take_waits`; a collective call of the replicas.
+        """How long each replica waited for the others since the last call; a collective call of the replicas.
 
         `take_waits` returns None if no iteration has ended since its last call, or if there is only one replica.
         """

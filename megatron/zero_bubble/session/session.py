@@ -68,10 +68,10 @@ class Session:
         iteration: number of completed training iterations, including iterations before the run.
         num_steps: number of training iterations that this run has completed.
         num_microbatches: number of microbatches of the last iteration.
-        store: takes the weight gradients that B defers; None under megatron-core's own schedule.
-        post_validation: takes the optimizer's steps within the schedule; None if the training loop takes them.
-        replicas: averages replicas' parameters if the settings say so, and measures replicas' waits; set by `start`.
-        run: function that runs a step or an evaluation; megatron-core's own function without a plan. Set by `start`.
+        store: keeps the weight gradients that B defers; None under megatron-core's own schedule.
+        post_validation: runs the optimizer within the schedule; None if the training loop runs the optimizer.
+        replicas: averages parameters if the settings say so, and times replicas' waits for each other; set by `start`.
+        run: function that runs a step or an evaluation, set by `start`; without a plan, megatron-core's function.
         forward_backward_func: `run` if it runs a zero-bubble schedule, otherwise None.
     """
 
@@ -157,7 +157,7 @@ class Session:
         return saved.flags
 
     def keep_megatrons_layout(self, reason: str) -> None:
-        """Keep Megatron's layout where another layout could be chosen, and print the reason; a collective call.
+        """Keep Megatron's layout although the settings allow other layouts, and print the reason; a collective call.
 
         Raises:
             ValueError: a flag does not work with Megatron's layout.
@@ -270,7 +270,7 @@ class Session:
         return run_plan(self.job, self.store, iteration, self.post_validation, write_plan)
 
     def forward_backward(self, **arguments: Any) -> list[Any]:
-        """Run one step or evaluation, with the arguments and the result of megatron-core's own function.
+        """Run a step or an evaluation; takes and returns the same values as megatron-core's forward-backward function.
 
         Raises:
             SessionError: no schedule for this number of microbatches fits the memory limit, or the forward step does
@@ -289,12 +289,12 @@ class Session:
         return losses
 
     def after_iteration(self) -> None:
-        """Draw the timeline of an iteration if the flags ask for it; a collective call of the drawn pipeline."""
+        """Draw the timeline of an iteration that the flags name; a collective call of the drawn pipeline's ranks."""
         if self._timeline is not None:
             self._timeline.after_iteration(self.iteration, self.num_microbatches)
 
     def settle(self) -> None:
-        """Validate a step that is still pending, before anything but a training step reads the parameters."""
+        """Validate the last optimizer step if it is not validated; required before an evaluation or a checkpoint."""
         if self.post_validation is not None:
             self.post_validation.validate()
 

@@ -108,7 +108,7 @@ def job_settings(
 
 
 def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayout | None) -> JobSettings:
-    """Complete `settings` for planning with the costs of the chosen layout, and with costs that the job measures."""
+    """Return `settings` with a plan from the chosen layout's costs, and with the options for planning in the run."""
     flags, request = settings.flags, None if choice is None else choice.request
     profile = given_profile(flags)
     if request is not None and profile is not None and not _is_of_layout(profile, settings):

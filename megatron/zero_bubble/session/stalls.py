@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 
 _SHARE = 0.9
-"""Default timeout as a share of the timeout of collectives: the watchdog must report before a collective gives up."""
+"""Default timeout of the watchdog as a share of the collectives' timeout, so that the watchdog reports a hang first."""
 
 
 def stall_timeout(flags: JobFlags) -> float:
@@ -57,7 +57,7 @@ def open_watchdog(flags: JobFlags, forward_backward: ForwardBackward, program: s
 
 
 def _leave() -> None:
-    """End the process at once, because the main thread may hang where no exception reaches it."""
+    """End the process at once and without an exception, because a hung main thread may never handle an exception."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
@@ -80,7 +80,7 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """Suspects of a stall: silent ranks; if there are none, computing ranks (longest first) and ranks between steps."""
+    """Likely causes of a hang: ranks that do not answer or, if all answer, ranks that compute or are between steps."""
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)

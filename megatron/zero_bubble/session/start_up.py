@@ -22,7 +22,7 @@ from megatron.zero_bubble.runtime.processes import end_children, end_with_parent
 from megatron.zero_bubble.session.reports import print_error
 
 _SECONDS_FOR_RANK_0 = 5.0
-"""Seconds that other ranks wait for rank 0 to report the same mistake, and that a rank waits for torchrun to end it."""
+"""Seconds for which a rank above 0, or a rank that lost a connection, delays its error message; see `report`."""
 _SECONDS_TO_END = 8
 """Seconds after an error until the kernel ends the process, if the interpreter has not exited by itself."""
 _STATUS = 2
@@ -52,7 +52,7 @@ def users_mistakes() -> Iterator[None]:
 
 
 def quiet_start_up() -> None:
-    """Drop repeated warnings of megatron-core, which come from every rank at import and from every split of a dataset.
+    """Drop megatron-core's warnings that every rank repeats at import, or that every split of a dataset repeats.
 
     Only rank 0 shows the warnings at import, and only with a GPU. The warnings about datasets without a cache are shown
     once each.
@@ -109,10 +109,10 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
-    Rank 0 prints a mistake at once. Ranks other than 0 print a mistake only if they still run some seconds later. Rank
-    0 alone therefore prints a mistake of all ranks, and another rank prints a mistake that rank 0 does not make. A rank
-    that has lost the connection to another rank also waits, because torchrun ends the waiting rank when the lost rank
-    has ended.
+    Rank 0 prints its error at once. Every other rank first sleeps for some seconds; if rank 0 has the same error,
+    torchrun ends the other ranks meanwhile, and the error is printed once. A rank that has lost the connection to
+    another rank also sleeps first, because torchrun usually ends the rank as soon as torchrun notices that the
+    other rank has failed.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -128,7 +128,7 @@ def report(program: str, error: Exception) -> int:
 
 
 def _lost_process(error: Exception) -> SessionError | None:
-    """The error as one line, if the end of another process is its cause; None if the cause is in this process."""
+    """A one-line error if `error` was raised because another process has ended; None for any other cause."""
     if isinstance(error.__cause__, Exception) and (loss := _lost_process(error.__cause__)) is not None:
         return loss
     if not isinstance(error, RuntimeError):
@@ -147,8 +147,8 @@ def _lost_process(error: Exception) -> SessionError | None:
 def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
-    torchrun takes the failure with the earliest time, in whole seconds, for the cause, even if torchrun itself ended
-    the failed rank. The time of this error is therefore set back by one second.
+    torchrun names the failure with the earliest time, in whole seconds, as the cause, even the failure of a rank that
+    torchrun itself has ended. The time of this error is therefore set back by one second.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

@@ -84,7 +84,7 @@ def begin_folder(root: Path, iteration: int) -> Path:
 
 
 def incomplete_folder(root: Path, iteration: int) -> Path:
-    """Return the folder to which the checkpoint of `iteration` is written before it is complete."""
+    """Return the folder that holds the checkpoint of `iteration` until the checkpoint is complete."""
     final = checkpoint_folder(root, iteration)
     return final.with_name(final.name + _INCOMPLETE)
 

@@ -110,7 +110,7 @@ def _spreads_experts(flags: Arguments | argparse.Namespace) -> bool:
 
 
 def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if flags and checkpoint give different learning-rate schedules, unless a flag chooses one."""
+    """Refuse a checkpoint whose learning-rate schedule differs from the flags, unless a flag chooses one."""
     if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
         return
     for name, flag in _SCHEDULE_FLAGS.items():

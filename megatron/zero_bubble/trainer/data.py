@@ -104,7 +104,7 @@ def build_datasets(
 
 
 def _is_other_warning(record: logging.LogRecord) -> bool:
-    """Return False for the warning that indices of mock data stay in memory; a log line already states this fact."""
+    """Return whether `record` is not megatron-core's warning that indices of mock data are only kept in memory."""
     return "because path_to_cache is None" not in record.getMessage()
 
 
@@ -160,8 +160,8 @@ def get_batch(
     """Return the tensors of the next microbatch that a chunk needs; a middle stage needs at most a mask.
 
     Tensor-parallel rank 0 reads and broadcasts the tensors; all ranks of the tensor-parallel group call `get_batch`.
-    Without `--variable-seq-lengths`, shapes are known in advance, so that no rank waits for the device to read a shape.
-    megatron-core's `tensor_parallel.broadcast_data`, in contrast, waits for shapes twice in each call.
+    Without `--variable-seq-lengths`, all ranks know the shapes in advance, and no host has to wait for its device
+    to learn a shape. With megatron-core's `broadcast_data`, the host would wait for its device twice in each call.
 
     Raises:
         RuntimeError: no microbatch is left in the data.

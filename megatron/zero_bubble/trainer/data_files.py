@@ -79,7 +79,7 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
 
 
 def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
-    """Refuse a file that another tokenizer has made: one of the file's first tokens is outside the vocabulary."""
+    """Refuse a file if one of its first tokens is outside the vocabulary, because another tokenizer made the file."""
     path = get_bin_path(file.prefix)
     count = min(os.path.getsize(path) // file.dtype.itemsize, _CHUNK)
     if count == 0:
@@ -143,7 +143,7 @@ def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag:
 
 
 def fingerprint(lengths: np.ndarray) -> str:
-    """Return a short digest of sequence lengths [num_sequences], from the last block and at most 64 other blocks."""
+    """Return a digest of at most 65 contiguous parts of `lengths` [num_sequences]; the last part is always included."""
     digest = hashlib.sha256(str(lengths.shape[0]).encode())
     block = 1 << 14
     starts = range(0, lengths.shape[0], max(block, math.ceil(lengths.shape[0] / 64)))

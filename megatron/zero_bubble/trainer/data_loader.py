@@ -169,7 +169,7 @@ def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dic
     """Join samples to a microbatch of arrays, so that a worker sends the microbatch through its pipe.
 
     torch would pass tensors in shared memory, and the training process would fetch the handle of each tensor over a
-    socket in the middle of a forward. With pinned memory, arrays are not needed, because a thread fetches the handles.
+    socket in the middle of a forward. With pinned memory, arrays are not needed: another thread fetches the handles.
     """
     return {name: tensor.numpy() for name, tensor in collate(samples).items()}
 
@@ -181,6 +181,6 @@ def _length_multiple(args: Arguments) -> int:
 
 
 def _ignore_stop_signals(worker: int) -> None:
-    """Make a worker ignore SIGINT and SIGTERM, because its rank may finish the iteration and save a checkpoint."""
+    """Make a worker ignore SIGINT and SIGTERM, because the training may finish its iteration and save a checkpoint."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

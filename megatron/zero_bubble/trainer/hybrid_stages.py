@@ -36,7 +36,7 @@ def check_pattern(args: Arguments) -> None:
     """Refuse a hybrid model's layer pattern that cannot work, and flags that do not work with the pattern.
 
     Raises:
-        ValueError: the pattern has a part that cannot work, or a flag does not work with the pattern.
+        ValueError: the pattern has an unknown layer or unequal parts after `/`, or does not work with a flag.
     """
     pattern = args.pattern
     if pattern is None:

@@ -46,17 +46,17 @@ class StepResult:
     num_redone_forwards: int = 0
     """Number of forwards, on all ranks of a pipeline, that ran again because the optimizer step was amended."""
     has_waited: bool = False
-    """Whether the optimizer step waited for its validation, because several recent steps were wrong."""
+    """Whether the parameters changed only after the step was validated, because recent steps had to be amended."""
     further_losses: tuple[float, ...] = ()
     """Losses of multi-token prediction, on ranks with `lm_loss`; empty without multi-token prediction."""
     was_skipped: bool = False
     """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
     is_local: bool = False
-    """Whether losses and norm describe only this replica, because it took the step without the other replicas."""
+    """Whether the replica took this step without the other replicas, so that losses and norm are the replica's own."""
     waits: Waits | None = None
-    """Waits of replicas since the last log line; None in iterations without a log line, and with a single replica."""
+    """How long replicas waited for each other since the last log line; None without a log line or with one replica."""
     orders: OrderTimes | None = None
-    """Times and counts, summed over the steps since the last log line whose microbatches ran in a planned order."""
+    """Times and counts of steps with planned orders of microbatches, summed over the steps since the last log line."""
     finished_at: float | None = None
     """Time at which the step was complete, in seconds of `time.perf_counter`; None stands for the time of logging."""
 
@@ -87,7 +87,7 @@ class TrainingLog:
         self._start = start
 
     def pause(self) -> float:
-        """Return the current time; called before an evaluation or a checkpoint, whose time is not logged."""
+        """Return the current time; the loop calls `pause` before work, such as an evaluation, that is not timed."""
         return _now()
 
     def resume(self, paused_at: float) -> None:
@@ -195,7 +195,7 @@ def memory_lines(iteration: int) -> list[str]:
 
 
 def _now() -> float:
-    """Return the time in seconds; on a GPU, wait first until all launched work has finished."""
+    """Return the time in seconds; with a GPU, the time at which the GPU has finished all launched work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -45,7 +45,7 @@ class UnloggedIteration(NamedTuple):
 
 
 class TrainingData(NamedTuple):
-    """The data of a training: for each model chunk, an iterator over microbatches, or None if it reads no data."""
+    """The data of a training: an iterator over microbatches for each model chunk; None for a chunk without data."""
 
     train: list[DataIterator]
     valid: list[DataIterator] | None
@@ -253,7 +253,7 @@ class Trainer:
         self._checkpointer.save()
 
     def _settle(self) -> None:
-        """Validate and log the last optimizer step if it is pending; required before parameters are read."""
+        """Validate and log the last optimizer step if it is not validated yet; required before parameters are read."""
         self._session.settle()
         self._log_unlogged()
 

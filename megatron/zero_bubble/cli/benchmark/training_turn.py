@@ -122,7 +122,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 
 
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
-    """Set `late` and end the launcher if `over` is not set within `timeout` seconds.
+    """End a launcher that is not done (`over` is not set) after `timeout` seconds, and set `late`.
 
     The launcher gets SIGTERM first, so that torchrun ends its ranks. After an immediate SIGKILL of torchrun, its ranks
     would keep running.

@@ -25,7 +25,7 @@ _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")
 _PP2_DP2 = (*_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3")
-"""The reference has this layout too, so that bits can be compared."""
+"""Flags for a planned schedule in the reference training's layout, so that results can be compared bit by bit."""
 _LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
 """Flags that turn off clipping and dropout, because a training with the V placement sums the gradient norm in another

@@ -1,4 +1,4 @@
-"""Trains on ranks that share a device; compares numerics byte for byte with those of megatron-core's own schedule."""
+"""Trains on ranks that share a device, and compares our schedules' numerics byte for byte with megatron-core's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CellResult:
     cell: str
     backend: str
     verdict: str
-    """Outcome of the training: `reference`, `made`, `equal`, `differs`, `failed`, or `no reference`."""
+    """Outcome: `reference` or `made` (nothing to compare), `equal`, `differs`, `failed`, or `no reference`."""
     detail: str
     seconds: float
     log: str = ""
@@ -39,7 +39,7 @@ class RankFindings:
 
     results: Sequence[CellResult]
     refused: Mapping[str, Ended]
-    """Backend that cannot connect the ranks -> the outcome of its trial, an all-reduce."""
+    """Backend that cannot connect the ranks -> the outcome of the all-reduce that was tried over this backend."""
 
     @property
     def passed(self) -> bool:

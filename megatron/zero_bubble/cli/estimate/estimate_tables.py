@@ -69,7 +69,7 @@ def _lines(lines: Iterator[str]) -> str:
 
 
 def _shown(results: Results) -> Estimate:
-    """Return the estimate whose parameters are printed: the first schedule's estimate or, without one, the layout's."""
+    """Return the estimate whose parameters are printed: of the first schedule or, without schedules, of the layout."""
     shown = results.estimates[0] if results.estimates else results.layout
     assert shown is not None
     return shown

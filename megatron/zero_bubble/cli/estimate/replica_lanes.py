@@ -1,4 +1,4 @@
-"""Draws steps of replicas as SVG: one row for each replica, in panels below each other on a common time axis."""
+"""Draws, as SVG, when each replica computes and waits for others under several SGD methods, on a common time axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEGEND = {"computes": _COMPUTES, "straggles": _STRAGGLES, "waits": LANE}
 
 
 class ReplicaStep(NamedTuple):
-    """One step of one replica, which computes from `start` to `end` and then waits for its group until `resumed`."""
+    """One step of a replica: computation from `start` to `end`, then a wait for the replica's group until `resumed`."""
 
     start: float
     end: float
@@ -26,10 +26,10 @@ class ReplicaStep(NamedTuple):
 
 
 def to_replica_lanes(panels: Mapping[str, Sequence[Sequence[ReplicaStep]]], *, title: str) -> str:
-    """Return the drawing of the replicas' steps as the text of an SVG file.
+    """Return the text of an SVG file that shows the replicas' steps over time, with a row for each replica.
 
     Args:
-        panels: name of a panel -> list of steps; each step is a list with the `ReplicaStep` of every replica.
+        panels: heading -> the steps drawn below the heading; a step is a list with the `ReplicaStep` of every replica.
     """
     end = max(step.resumed for steps in panels.values() for step in steps[-1])
     scale = (_WIDTH - _LEFT - _RIGHT) / end

@@ -74,7 +74,7 @@ class Estimate:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether no plan fits the memory limit; the estimate is then of the plan with the least memory."""
+        """Whether no plan fits the memory limit; the estimate then describes the plan with the least memory."""
         return self.limit is not None and max(self.activation_bytes) > self.limit * (1 + 1e-9)
 
     @property

@@ -33,7 +33,7 @@ _CAUSES = {
     "streams": KINDS[OpKind.S].colour,
     "tail": "#57606a",
 }
-"""Cause of idle time -> colour; a wait for an operation has the operation's colour."""
+"""Cause of idle time -> colour; the time for which a rank waits for an operation has the operation's colour."""
 
 
 def facts() -> dict[str, Any]:
@@ -67,7 +67,7 @@ def facts() -> dict[str, Any]:
 
 
 def _curve_limits(recompute: Recompute) -> list[float]:
-    """Return the default memory limits of `zero-bubble schedule memory-curve`, in p M_B."""
+    """Return the default memory limits of `zero-bubble schedule memory-curve`, in units of 1F1B's peak memory."""
     return curve_limits(CurveFlags(pipeline_size=2, num_microbatches=1, recompute=recompute.value))
 
 

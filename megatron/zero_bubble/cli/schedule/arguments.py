@@ -214,7 +214,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
 
     @property
     def first(self) -> float:
-        """The curve's smallest memory limit, in p M_B.
+        """The curve's smallest memory limit, in units of 1F1B's peak memory (pipeline size times M_B).
 
         With recomputation the default is smaller, because plans then need less memory.
         """

@@ -115,7 +115,7 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
 
 
 def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
-    """Return table cells: share of R, share of lost time, cost with R inside of B, and gain from R outside of B."""
+    """Return table cells: recomputed share, share of bubble and R, cost with R inside B, and gain from R outside B."""
     inside = figures.cost_in_backward
     apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / figures.timeline.cost - 1))
     return percent(figures.recomputed), percent(figures.lost), *apart

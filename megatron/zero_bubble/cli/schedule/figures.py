@@ -53,7 +53,7 @@ class ScheduleFigures:
     iteration_time: float
     """Time from one iteration to the next."""
     without_post_validation: float
-    """Time from one iteration to the next if each iteration waits for all ranks of the previous iteration."""
+    """Time from one iteration to the next if each iteration begins when all ranks have ended the previous one."""
     lower_bound: float
     generation_seconds: float
     cost_in_backward: float | None

@@ -35,7 +35,7 @@ _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
 """Largest relative time in the plot of --dial; on a longer axis, short times could not be distinguished."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Fractions of the fastest plan's memory; the text gives times under the largest memory limit up to each fraction."""
+"""Shares of the fastest plan's memory; for each share, the text gives times under the largest limit up to the share."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def memory_curve(flags: CurveFlags) -> None:
 
 
 def curve_limits(flags: CurveFlags) -> list[float]:
-    """Return the memory limits from --from to --to, in p M_B; raise `ScheduleError` for none, or 1000 or more."""
+    """Return the limits from --from to --to, in units of 1F1B's peak; raise `ScheduleError` for none or too many."""
     first, last, step = flags.first, flags.to, flags.step
     if last < first:
         raise ScheduleError(f"--to {last:g} is below --from {first:g}")
@@ -85,13 +85,13 @@ def curve_limits(flags: CurveFlags) -> list[float]:
 
 
 def _has_costs(flags: CurveFlags, name: str) -> bool:
-    """Return whether there are costs of the recomputation and offload that the flags allow; a profile may lack them."""
+    """Return whether the costs suffice for the allowed recomputation and offload; a profile may lack such costs."""
     costs = stage_costs(flags, placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement))
     return lacking_costs(flags, costs) is None
 
 
 def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> ScheduleFigures | None:
-    """Return the figures of the schedule `name` under `limit` (in p M_B); None if the schedule does not fit."""
+    """Return the figures of the schedule `name` under `limit` (in units of 1F1B's peak); None if no plan fits."""
     limits = [limit * flags.pipeline_size]
     try:
         return simulated_figures(flags, *make_schedule(flags, name, limits, takes_makespan=takes_makespan))
@@ -100,7 +100,7 @@ def _at(flags: CurveFlags, name: str, limit: float, *, takes_makespan: bool) -> 
 
 
 def _fastest(curves: Sequence[_Curve]) -> ScheduleFigures:
-    """Return the fastest plan of the `keep` curves or, if these curves are empty, of all curves.
+    """Return the fastest plan that keeps all activations or, if no such plan fits, the fastest of all plans.
 
     Raises:
         ScheduleError: no plan fits under any memory limit of the curves.
