@@ -95,7 +95,7 @@ class EventLoop(ABC):
             self._latest = {code: [0.0] * self.num_microbatches for code in self._missing}
             """Code of an operation that needs all ranks' results -> microbatch -> latest known arrival of a result."""
             self._moved = [0] * codes.end
-            """Code of a weight gradient of a shard -> number of microbatches whose gradient has been in `weights`."""
+            """Code of a weight gradient of a shard -> number of microbatches whose gradient has entered `weights`."""
             self._shard_weights = [(codes.t + rank, codes.ew + rank) for rank in range(ranks)]
             """Rank -> codes of the weight gradients of its shard."""
             self._urgent: list[tuple[int, ...]] = [(codes.s + rank, codes.e + rank) for rank in range(ranks)]

@@ -60,7 +60,7 @@ class InOrder(EventLoop):
         return -1, ready
 
     def will_keep(self, rank: int, code: int) -> bool:
-        """Whether F `code` keeps its activations if they fit in memory; true on the last stage if B follows at once."""
+        """Whether F `code` keeps its activations if they fit in memory; true on the last stage if B is next."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True

@@ -51,7 +51,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> float:
-        """The largest memory of a rank, the sum of its states and peak activations, in the unit of the costs."""
+        """Largest sum over ranks of memory of states and peak memory of activations, in the unit of the costs."""
         return max(map(add, self.states, self.activations or self.timeline.peak_memory))
 
 

@@ -32,7 +32,7 @@ CHUNKS = (2, 3, 4)
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 """Larger numbers of chunks, tried in order as long as each number makes the plan faster by the factor `GAIN`."""
 WITHOUT_GAIN = 3
-"""Recomputation is no longer tried once it has not sped up the plans of this number of placements in a row."""
+"""Number of placements in a row for which recomputation gives no faster plan, before it is no longer tried."""
 GAIN = 1.003
 """A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5

@@ -3,7 +3,7 @@
 A plan gets shorter only if its critical path gets shorter. A *stretch* is a part of the critical path that one rank
 runs without idle time. To shorten the critical path, an operation of some stretch has to move before the first or after
 the last operation of that stretch (Balas and Vazacopoulos 1998, Management Science 44). The search makes the move with
-the lowest estimated cost, even if the plan gets longer, and keeps the best plan. After many moves without a better
+the lowest estimated cost, even if the plan gets longer, and saves the best plan. After many moves without a better
 plan, the search returns to the best plan, makes a few random moves and continues (iterated local search).
 """
 

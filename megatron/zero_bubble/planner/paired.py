@@ -28,7 +28,7 @@ class PairPolicy:
     caps: tuple[int, ...]
     """Rank -> limit on microbatches in flight, summed over chunks; at this limit the rank runs F only in pairs."""
     patience: float = 1.0
-    """Longest wait of a ready forward or backward for its partner, as a multiple of the time of a backward."""
+    """Longest wait of a ready F or B for the other operation of a pair, as a multiple of the time of a B."""
     weights: GapRule = GapRule.BALANCED
     """Whether W fills a gap that is shorter than W."""
     fuses: bool = False

@@ -96,7 +96,7 @@ class Balance:
         return sum(self._excess(partition)), max(ends) * (1 + lost), _unevenness(ends)
 
     def busiest(self, partition: Sequence[int]) -> int:
-        """The rank that exceeds its memory the most; if no rank exceeds its memory, the rank that ends last."""
+        """The rank whose memory is exceeded the most; if no rank's memory is exceeded, the rank that ends last."""
         excess = self._excess(partition)
         load = excess if max(excess) > 0 else self._ends(partition, self._work.of_stages(partition))
         return load.index(max(load))
