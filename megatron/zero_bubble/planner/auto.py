@@ -47,7 +47,7 @@ def limit_of_1f1b(request: PlanRequest) -> Limits:
 
 
 def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
-    """Memory limits of the ranks: `multiple_of_p`, plus the memory that complete microbatches leave allocated."""
+    """Memory limits of the ranks: the limits of `multiple_of_p`, plus the memory that stays allocated after all W."""
     limits = multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
     return tuple(map(add, limits, _left(request)))
 
@@ -73,7 +73,7 @@ def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: R
 
 
 def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> Limits:
-    """Memory limits for a V-shaped placement: memory of a number of microbatches in flight on both chunks of a rank.
+    """Memory limits of p ranks with a V-shaped placement: memory of `in_flight_on(p)` microbatches on both chunks.
 
     Each limit includes the memory that one B of each chunk adds.
 
@@ -92,7 +92,7 @@ def limits_in_v(in_flight_on: Callable[[int], float], request: PlanRequest) -> L
 
 
 def _left(request: PlanRequest) -> Iterator[float]:
-    """Yield for each rank the memory that complete microbatches leave allocated until the end of the step."""
+    """Yield for each rank the memory that microbatches keep allocated from their W until the end of the step."""
     for rank in range(request.num_ranks):
         stages = request.placement.stages_of(rank)
         yield request.num_microbatches * memory_left(request.stage_costs, stages)

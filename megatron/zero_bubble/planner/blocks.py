@@ -21,11 +21,11 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Fractions to try: time of the leg down the ranks, divided by the time of the leg down and the leg up together."""
+"""Fractions to try: time of a chunk's leg down the ranks, divided by the time of both legs (F and B) of the chunk."""
 DELAYS = (0, 0, 1, 2, 3)
 """Numbers of slots by which B of a chunk starts late in a random building block; one number is drawn for each chunk."""
 VARIATION = 0.06
-"""Standard deviation of the random change of one of a block's times, as a fraction of the block's period."""
+"""Standard deviation of a random change of a time in a building block, as a fraction of the block's period."""
 
 
 class Block(NamedTuple):
@@ -69,7 +69,7 @@ def random_block(problem: Problem, in_flight: float, generator: Random) -> Block
 def _block(
     problem: Problem, times: tuple[float, float, float], in_flight: float, share: float, delays: tuple[int, int]
 ) -> Block:
-    """Return the block for `times` of F, B and the period; B of chunk 1 and B of chunk 0 wait for `delays` slots."""
+    """Return the block with `times` of (F, B, period); B of chunk 1 and B of chunk 0 start late by `delays` slots."""
     f, b, period = times
     together = period * (in_flight - 1) / problem.num_ranks
     down, down_again = max(f, together * share), max(b, together * share)
@@ -90,7 +90,7 @@ def _median_times(problem: Problem) -> tuple[float, float, float]:
 
 
 def repeated(problem: Problem, block: Block) -> list[Order]:
-    """Return the F and B of every rank in the order of their times in the repeated block."""
+    """Return for every rank its F and B in the order of their start times, if the block starts anew every period."""
     p, size = problem.num_ranks, problem.num_stages
     leg_starts = [0.0]
     for leg, turn in zip(block.legs, block.turns, strict=False):
@@ -107,7 +107,7 @@ def repeated(problem: Problem, block: Block) -> list[Order]:
 
 
 def eager_orders(problem: Problem) -> list[Order]:
-    """The orders of ZB-V: F of chunk 0 until F of chunk 1 is ready, F of both until B is ready, then F and B in turn.
+    """ZB-V's orders: F of chunk 0 until F of chunk 1 is ready, F of both chunks until B is ready, then F and B in turn.
 
     If every operation takes one slot, the first microbatch takes 2(p - r) - 1 slots from chunk 0 to chunk 1 of rank r.
     After the first microbatch has arrived in chunk 1 of rank r, 2r + 1 slots pass until its gradient arrives in chunk

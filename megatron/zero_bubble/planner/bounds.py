@@ -28,9 +28,9 @@ class LowerBounds:
     stages and messages of time C, this bound is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv
     2401.10241)."""
     memory: float
-    """The larger of two lower bounds under the memory limit, at least `dependency`. One bound is `dependency` plus the
-    idle time that the memory limit forces on a rank before its first and its last B. The other bound is the integral of
-    the memory of all microbatches over time, divided by the memory limit."""
+    """The larger of two lower bounds that hold under the memory limit. One bound is `dependency` plus the idle time
+    that the memory limit forces on a rank before its first and its last B. The other bound is the integral of the
+    memory of all microbatches over time, divided by the memory limit."""
 
     @property
     def span(self) -> float:
@@ -58,8 +58,8 @@ def lower_bounds(
             until its R. The time of R is part of the bounds only under full recomputation.
 
     Raises:
-        ScheduleError: the costs are for another number of stages, the limits for another number of ranks, or there is
-            no microbatch.
+        ScheduleError: the placement and the costs differ in their number of stages, the placement and the limits differ
+            in their number of ranks, or there is no microbatch.
     """
     if costs.num_stages != placement.num_stages:
         raise ScheduleError(
@@ -85,9 +85,9 @@ def lower_bounds(
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     """Length of the longest path from the first F of a rank, through another rank, back to the last W of the same rank.
 
-    Let `a` be the first stage of rank r and `k` the first stage of rank q, and let `k` not be before `a`. The time from
-    the first F to the last B of `a` is at least the sum of three times: the path from `a` to `k`, the time from the
-    first F to the last B of rank q, and the path from `k` to `a`.
+    Let `a` be the first stage of rank r, and `k` the first stage of rank q, with `k` >= `a`. The time from the first F
+    to the last B of stage `a` is at least the sum of three times: the path of an F from `a` to `k`, the time from the
+    first F to the last B of rank q, and the path of a B from `k` to `a`.
     """
     longest: float = 0
     for near in ranks:
@@ -103,7 +103,7 @@ def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
 
 
 class _Path:
-    """Least times of one microbatch between stages, from sums of the costs along the stages."""
+    """Least times in which one microbatch passes from one stage to another, as sums of the costs of the stages."""
 
     def __init__(self, placement: Placement, costs: StageCosts, recompute: Recompute) -> None:
         self.placement = placement
@@ -137,7 +137,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time in which a rank recomputes one microbatch (R) or, without an R, idles between its F and its B."""
+        """Least time per microbatch that a rank spends on R or, if the microbatch has no R, idles between F and B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -164,7 +164,7 @@ class _Rank:
 
     @cached_property
     def recomputation(self) -> float:
-        """Least total time that the rank spends on R, or idles in place of R."""
+        """Least total time that the rank spends on R, or idles between F and B of microbatches without an R."""
         return self.num_microbatches * sum(self.path.recomputation(s) for s in self.stages)
 
     @property
@@ -204,10 +204,10 @@ class _Rank:
 
     @property
     def window_of_last_f(self) -> float:
-        """Least time from the start of the first F to the end of the last B of the rank, as a path through its last F.
+        """Lower bound on the time from the rank's first F to the end of its last B, for the path through its last F.
 
         Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the
-        microbatch of that F passes through the last stage and back. With recomputation the lower bound is zero.
+        microbatch of that F passes through the last stage and back. With recomputation the returned bound is zero.
         """
         costs, last = self.path.costs, self.stages[-1]
         if self.path.recompute is not Recompute.NONE:
@@ -226,8 +226,8 @@ class _Rank:
     def idle(self) -> float:
         """Least idle time of the rank between its first F and its last B.
 
-        Unless all microbatches fit in memory at once, the last F comes after the first B, so that the wait for the
-        first B and the wait after the last F add up.
+        Unless all microbatches fit in memory at once, the last F comes after the first B, so that the idle time before
+        the first B and the idle time after the last F add up.
         """
         return max(self.idle_before_b, self.idle_after_f) if self.all_fit else self.idle_before_b + self.idle_after_f
 
@@ -239,7 +239,7 @@ class _Rank:
 
     @property
     def idle_before_b(self) -> float:
-        """Least idle time from the first F to the first B; in this time, a rank runs only F that fit in memory."""
+        """Least idle time from the first F to the first B; until the first B a rank runs only F that fit in memory."""
         costs, last = self.path.costs, self.stages[-1]
         wait = self.path.forward(self.first, last) + costs.time_f[last] + self.path.turn(last)
         return max(0, wait - self._most(self.available, [(costs.time_f[s], self.path.memory[s]) for s in self.stages]))
@@ -266,7 +266,7 @@ class _Rank:
 
     @property
     def memory_time(self) -> float:
-        """Least span of the rank: the integral of the memory of all microbatches over time, divided by the limit.
+        """Least span of the rank: the integral of the microbatches' memory over time, divided by the memory limit.
 
         Memory is below the limit at the start and at the end of the span, because memory grows no faster than F
         allocates and shrinks no faster than B and W release. With recomputation these rates do not hold, because R

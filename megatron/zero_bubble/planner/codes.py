@@ -46,14 +46,14 @@ class Codes(NamedTuple):
         return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
 
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
-        """Code of an operation -> cost; argument `f` has the costs of F by stage, kinds without argument cost 0."""
+        """Code of an operation -> cost; each argument has one kind's costs by stage (`f` for F), other kinds cost 0."""
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
 
     def links(
         self, rank_of: Sequence[int], message: Sequence[float], collective: float | None
     ) -> tuple[tuple[int, int, float], ...]:
-        """The dependencies within a microbatch: (code, code that needs its result, latency of the result).
+        """Dependencies within a microbatch: (code, code of an operation that needs the result, latency of the result).
 
         The dependencies of W and R are left out, because W and R need only a result of their own stage. The embedding
         of the first rank depends on no operation.

@@ -20,7 +20,7 @@ class Stretch(NamedTuple):
 
 
 class OrderGraph:
-    """A graph of the operations of complete orders, with the longest path through every operation.
+    """A graph of the operations in complete orders of all ranks, with the longest path through every operation.
 
     The operation with code c of microbatch k has the number `c * num_microbatches + k`. An F has the same number
     whether it drops or keeps its activations.
@@ -88,14 +88,14 @@ class OrderGraph:
         return [[op // m + drop * (op in self.dropped) for op in lane] for lane in self.lanes]
 
     def evaluate(self) -> bool:
-        """Compute start times and critical paths of the orders; return False if the ranks deadlock."""
+        """Compute start times and critical paths of all operations; return False if the ranks deadlock."""
         sequence = self.find_times()
         if sequence:
             self._look_back(sequence)
         return bool(sequence)
 
     def find_times(self) -> list[int]:
-        """Compute the start times of the orders; return the operations in topological order, or [] on a deadlock."""
+        """Compute the operations' start times; return the operations in topological order, or [] if ranks deadlock."""
         sequence = self._run()
         if len(sequence) < sum(map(len, self.lanes)):
             return []
@@ -110,7 +110,7 @@ class OrderGraph:
         return sequence
 
     def _span_start(self, lane: Sequence[int]) -> float:
-        """Start of a rank's span: start of its first operation after embeddings, minus the time of these embeddings."""
+        """Start of a rank's span: start of the first operation after its embeddings, minus the embeddings' duration."""
         m, codes, ahead = self.num_microbatches, self.codes, 0.0
         for op in lane:
             if not codes.e <= op // m < codes.ew:

@@ -30,14 +30,14 @@ class EventLoop(ABC):
     """Event-driven simulation of all ranks; a subclass is a policy that chooses the next operation of an idle rank.
 
     `choose` is called when a rank ends an operation and when a result arrives at an idle rank. The arrival time of a
-    result is known from the start of the operation that computes it, so that a policy can look ahead. A simulation
+    result is known when the operation that computes the result starts, so that a policy can plan ahead. A simulation
     takes time O(n log p) for n operations on p ranks.
 
     With vocabulary shards every idle rank first runs a loss, a softmax or an embedding that is ready, because the
     backward of the last stage waits for all ranks. A weight gradient of a shard is treated as a W.
 
     Attributes:
-        weight: processor time in which the policy plans an operation, relative to the fastest policy.
+        weight: processor time that the policy takes to plan an operation, relative to the fastest policy.
     """
 
     weight = 1
@@ -85,7 +85,7 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of its shard operations with known input times that have neither run nor joined `weights`."""
+        """Rank -> number of shard operations with known input time that have not run and are not yet in `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
@@ -95,7 +95,7 @@ class EventLoop(ABC):
             self._latest = {code: [0.0] * self.num_microbatches for code in self._missing}
             """Code of an operation that needs all ranks' results -> microbatch -> latest known arrival of a result."""
             self._moved = [0] * codes.end
-            """Code of a weight gradient of a shard -> number of its microbatches that have joined `weights`."""
+            """Code of a weight gradient of a shard -> number of microbatches whose gradient has entered `weights`."""
             self._shard_weights = [(codes.t + rank, codes.ew + rank) for rank in range(ranks)]
             """Rank -> codes of the weight gradients of its shard."""
             self._urgent: list[tuple[int, ...]] = [(codes.s + rank, codes.e + rank) for rank in range(ranks)]
@@ -109,7 +109,7 @@ class EventLoop(ABC):
         """Choose the next operation of an idle rank.
 
         Returns:
-            (code, now) to run an operation; (-1, time of the next `choose`) to wait; (-1, inf) to wait for an arrival.
+            (code, now) to run an operation; (-1, t) to idle until time t; (-1, inf) to idle until an input arrives.
         """
 
     def run(self) -> PlannedOrders | None:
@@ -169,7 +169,7 @@ class EventLoop(ABC):
             self._due[rank] += 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
-        """Record, for operations that need the next result of `code`, that the result is ready at the time `end`."""
+        """Record that the next result of operation `code` is ready at time `end`, for the operations that use it."""
         microbatch = self.done[code]
         self.done[code] += 1
         for user, latency in self.users[code]:
@@ -276,7 +276,7 @@ class EventLoop(ABC):
         return now - self.span_start[rank] + self.work[rank] - self.worked[rank]
 
     def fills(self, rank: int, now: float, ready: float, duration: float, rule: GapRule) -> bool:
-        """Whether an operation that takes `duration` should run before the operation that is ready at time `ready`."""
+        """Whether a rank runs an operation of length `duration` before its next operation, ready at time `ready`."""
         if now + duration <= ready + 2 * self.epsilon or rule is GapRule.ALWAYS:
             return True
         return rule is GapRule.BALANCED and self.span_so_far(rank, ready) > self.target + self.epsilon

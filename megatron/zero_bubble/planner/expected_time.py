@@ -1,4 +1,4 @@
-"""Estimates the time of a plan whose durations vary from step to step; a plan without slack loses the most time."""
+"""Estimates the mean time of a plan if operations vary in duration; a plan without slack slows down the most."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.host_link import without_copies
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 DRAWS = 6
-"""Number of simulations with random durations whose mean is the expected time of a schedule."""
+"""Number of simulations with random durations; the mean of the simulated times is a schedule's expected time."""
 _LARGEST_SPREAD = 0.5
 _QUARTILE = NormalDist().inv_cdf(0.75)
 

@@ -60,14 +60,14 @@ class InOrder(EventLoop):
         return -1, ready
 
     def will_keep(self, rank: int, code: int) -> bool:
-        """Whether the F `code` keeps its activations if they fit in memory; always true if B follows F at once."""
+        """Whether F `code` keeps its activations if they fit in memory; true on the last stage if B is next."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True
         return super().will_keep(rank, code)
 
     def early_r(self, rank: int, f: int, gap: float) -> int:
-        """Code of the R for the B after the next F, or -1 if this R does not fit in memory and in the gap before F."""
+        """Code of the R for the B after the next F; -1 unless this R fits in memory and in the gap before the F."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         code = given[following] if following < len(given) else f
         if not size <= code < self.codes.w or not self.needs_r(code - size):

@@ -28,7 +28,7 @@ class _Drop(NamedTuple):
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     """The orders of a plan with as many recomputations (R) as the memory limits demand.
 
-    Each rank drops the activations of one microbatch and stage after another, until the rank keeps its memory limit.
+    Each rank drops the activations of one microbatch and stage after another, until its memory limit is met.
     The candidates are the activations in memory at the first operation that exceeds the limit. The rank drops the
     activations that free the most memory, summed over all operations that exceed the limit.
 
@@ -50,7 +50,7 @@ def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
 
 
 def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
-    """The numbers of the F whose activations the rank drops to keep its limit; None if this is impossible."""
+    """The numbers of the F whose activations the rank drops to fit in its memory limit; None if no choice fits."""
     lane, limit = graph.lanes[rank], graph.problem.limits[rank]
     changes = [graph.allocation[op] for op in lane]
     memory = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]

@@ -77,8 +77,8 @@ def schedule_of(request: PlanRequest) -> Schedule:
     If the request allows offload, activations are copied to the host and back where copies make the schedule faster. A
     stage that is short of memory may recompute its activations in several groups of layers. The function returns the
     fastest schedule and, among equally fast schedules, the schedule with the fewest groups of layers. With an effort of
-    zero, the function returns the first schedule that fits. All searches for schedules with several groups together
-    have as much effort as the search with one group.
+    zero, the function returns the first schedule that fits. Together, the searches with several groups of layers get at
+    most the effort of the search with one group.
 
     Args:
         request: a request with one placement and one value of `recomputes`.
@@ -198,7 +198,7 @@ def _in_one_group(request: PlanRequest) -> Schedule:
 
 
 def _check_memory(schedule: Schedule, costs: StageCosts, limits: Sequence[float]) -> None:
-    """Raise `Infeasible` if a schedule exceeds a memory limit, because some generators ignore limits."""
+    """Raise `Infeasible` if a schedule exceeds a memory limit; some generators of schedules ignore memory limits."""
     peaks = peak_memory(schedule, costs)
     for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=True)):
         if peak > limit * (1 + 1e-9):

@@ -60,7 +60,7 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
 
 
 def _most_forwards(problem: Problem, rank: int, forwards: Order) -> int:
-    """The number of F of `forwards` that fit in the memory of a rank; with recomputation every F drops activations."""
+    """The number of F of `forwards` that fit in a rank's memory, if with recomputation every F drops activations."""
     footprints = [problem.footprints[stage] for stage in forwards]
     room = problem.limits[rank] - problem.recomputes * max(footprint.restored for footprint in footprints)
     memory = accumulate(each.dropped if problem.recomputes else each.whole for each in footprints)
@@ -124,7 +124,7 @@ class InGroups(EventLoop):
         return -1, ready
 
     def next_backward(self, rank: int, now: float) -> tuple[int, float]:
-        """The first ready B in the order (-1 if no B is ready), and the earliest arrival of a gradient."""
+        """The code of the first ready B in the order (-1 if no B is ready), and the earliest start of any B."""
         backwards = self.backwards[rank]
         ready, soonest = [], inf
         for stage in self.problem.stages_of[rank]:
@@ -137,7 +137,7 @@ class InGroups(EventLoop):
         return (ready[0] if ready else -1), soonest
 
     def may_start(self, rank: int, f: int) -> bool:
-        """Whether the number of microbatches in flight allows the F `f`."""
+        """Whether the F `f` may start; with one chunk a rank, only below `most_in_flight` microbatches in flight."""
         has_one_chunk = self.num_stages == self.problem.num_ranks
         return not has_one_chunk or self.done[f] - self.done[self.num_stages + f] < self.most_in_flight[rank]
 

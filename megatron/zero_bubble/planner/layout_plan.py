@@ -51,7 +51,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> float:
-        """The largest memory of a rank, the sum of its states and peak activations, in the unit of the costs."""
+        """Largest sum over ranks of memory of states and peak memory of activations, in the unit of the costs."""
         return max(map(add, self.states, self.activations or self.timeline.peak_memory))
 
 
@@ -66,8 +66,8 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         The plan, with the simulated schedule.
 
     Raises:
-        Infeasible: no schedule fits in the memory limits. The error has a sufficient limit: a capacity of a rank if the
-            request has only a capacity, otherwise a memory limit of activations.
+        Infeasible: no schedule fits in the memory limits. The error has a limit that is enough: a memory capacity if
+            the request has a capacity but no memory limit, otherwise a memory limit for activations.
         ScheduleError: no schedule with the requested name exists for the layout.
     """
     model = model_of(request, layout)

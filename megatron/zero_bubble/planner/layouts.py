@@ -32,7 +32,7 @@ CHUNKS = (2, 3, 4)
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 """Larger numbers of chunks, tried in order as long as each number makes the plan faster by the factor `GAIN`."""
 WITHOUT_GAIN = 3
-"""Number of successive placements without a gain from recomputation after which recomputation is no longer tried."""
+"""Number of placements in a row for which recomputation gives no faster plan, before it is no longer tried."""
 GAIN = 1.003
 """A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5
@@ -54,7 +54,7 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 
     Args:
         num_ranks: pipeline ranks.
-        num_layers: layers of the model; with more than 4 chunks a rank, all stages but the first and last need a layer.
+        num_layers: layers of the model; more than 4 chunks a rank need a layer in each stage but the first and last.
     """
     more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
     interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
@@ -125,10 +125,10 @@ class _Search:
         return min((plan.time for plan in self.plans.values()), default=inf)
 
     def best(self, count: int, factor: float) -> list[Plan]:
-        """At most `count` best plans of different placements or vocabularies, within `factor` times the shortest time.
+        """The `count` best plans with different placements or vocabularies, up to `factor` times the shortest time.
 
-        In small problems the plans may also differ in recomputation alone. The plan of the usual layout is left out if
-        other plans exist.
+        In small problems the plans may also differ in recomputation alone. The plan of the layout `request.usual` is
+        left out if other plans exist.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -222,7 +222,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Time of the best layout in unlimited memory; infinity if the speedup is below `WORTH_RECOMPUTING`."""
+        """Time of the best layout in unlimited memory; infinity if the speedup over limited memory is too small."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
@@ -275,7 +275,7 @@ class _Search:
             self.try_plan(plan.layout, effort)
 
     def improve_usual(self) -> None:
-        """Plan the usual layout with full effort, unless the usual layout is much slower than the best layout."""
+        """Plan the layout `request.usual` with full effort, unless its plan is much slower than the best plan."""
         usual = self.plans.get(self.request.usual) if self.request.usual is not None else None
         if usual is not None and usual.time <= self.best_time * PROMISING**2:
             self.try_plan(usual.layout, self.request.effort)
@@ -286,7 +286,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, only the plans of `best_of_combinations` within `COMPARED`, with slowdowns."""
+        """All plans; if durations vary, only fast plans (see `COMPARED`), one per combination, with their slowdowns."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

@@ -3,7 +3,7 @@
 A plan gets shorter only if its critical path gets shorter. A *stretch* is a part of the critical path that one rank
 runs without idle time. To shorten the critical path, an operation of some stretch has to move before the first or after
 the last operation of that stretch (Balas and Vazacopoulos 1998, Management Science 44). The search makes the move with
-the lowest estimated cost, even if the plan gets longer, and keeps the best plan. After many moves without a better
+the lowest estimated cost, even if the plan gets longer, and saves the best plan. After many moves without a better
 plan, the search returns to the best plan, makes a few random moves and continues (iterated local search).
 """
 
@@ -21,7 +21,7 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations at each end of a stretch of the critical path that are candidates to move beyond this end."""
+"""Number of operations at each end of a stretch of the critical path for which a move past that end is tried."""
 TENURE = 12
 """Number of moves of the search during which a moved operation has to keep its new position (tabu tenure)."""
 PATIENCE = 50
@@ -92,9 +92,9 @@ class _LocalSearch:
         """Rank -> memory before each operation of the rank's order."""
         self.num_moves = 0
         self.last_success = 0
-        """Value of `num_moves` at the latest better plan or restart."""
+        """Value of `num_moves` when the search last found a better plan or restarted."""
         self.stays: dict[int, int] = {}
-        """Operation -> number of the search's move until which the operation has to keep its position."""
+        """Tabu list: operation -> last value of `num_moves` at which the operation has to keep its position."""
         self.is_stuck = False
         self.best_lanes = [list(lane) for lane in self.graph.lanes]
         """Rank -> its operations in the best plan."""
@@ -177,7 +177,7 @@ class _LocalSearch:
             yield _Move(stretch.rank, source, stretch.first)
 
     def _part(self, move: _Move) -> list[int]:
-        """The operations from the lower to the higher position of the move, in the order after the move."""
+        """The operations between the two positions of the move (both included), in their order after the move."""
         low, high = min(move.source, move.target), max(move.source, move.target)
         part = self.graph.lanes[move.rank][low : high + 1]
         part.insert(move.target - low, part.pop(move.source - low))
@@ -206,7 +206,7 @@ class _LocalSearch:
         return code == other or is_same_microbatch or any(need == earlier for need, _ in self.graph.needs[later])
 
     def _fits(self, move: _Move) -> bool:
-        """Whether the rank keeps its memory limit after the move."""
+        """Whether the rank's memory stays within its limit after the move."""
         memory = self.memory[move.rank][min(move.source, move.target)]
         for op in self._part(move):
             memory += self.graph.allocation[op]

@@ -37,12 +37,12 @@ def megatrons_layout(
 
 
 def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
-    """Plans of the usual layout with the schedule of the request and with megatron-core's own schedule.
+    """Two plans of the layout `request.usual`: with the request's schedule, and with megatron-core's own schedule.
 
     Args:
         request: a request with a usual layout.
-        chosen: the plan that `search_layouts` returned for the request. A plan of the usual layout in `chosen` or
-            `chosen.others` is reused.
+        chosen: the plan that `search_layouts` returned for the request. If `chosen` or a plan in `chosen.others` has
+            the layout `request.usual`, the function returns that plan instead of planning again.
 
     Returns:
         The plans that exist and fit in memory, at most two.
@@ -88,7 +88,7 @@ def as_megatron_runs(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def time_of_usual(request: PlanRequest) -> float:
-    """Time of megatron-core's own schedule in the usual layout; infinity if no such schedule exists or fits."""
+    """Time of megatron-core's own schedule in the layout `request.usual`; infinity if no schedule exists or fits."""
     try:
         return inf if request.usual is None else as_megatron_runs(request, request.usual).time
     except ScheduleError:
@@ -113,15 +113,15 @@ def capacity_of_multiple(
 ) -> float:
     """The memory capacity of a rank, from a multiple of 1F1B's activation memory.
 
-    Each rank of Megatron's split needs the memory of its states plus `multiple` times the peak memory of its
-    activations. The capacity is the largest of these sums.
+    The capacity is the largest sum, over the ranks of Megatron's split, of two amounts: the memory of parameters,
+    gradients and optimizer states, and `multiple` times the peak memory of activations.
 
     Args:
         request: a request with the costs of the model's units.
         layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
-        is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank. Otherwise
-            `multiple` refers to 1F1B in which each rank has the same layers as in the layout.
+        is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank. If false,
+            `multiple` refers to 1F1B with one chunk a rank, in which each rank has as many layers as in `layout`.
 
     Returns:
         The memory capacity, in the unit of the costs.

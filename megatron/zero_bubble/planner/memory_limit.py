@@ -112,8 +112,8 @@ def one_f_one_b_peaks(
 ) -> tuple[float, ...]:
     """Rank -> peak memory of 1F1B, in which rank r has min(m, p - r) microbatches in flight on each of its chunks.
 
-    The peak memory includes the memory that one B adds, and the memory that complete microbatches leave until the end
-    of the step. With `Recompute.PLANNED` 1F1B keeps all activations.
+    The peak memory includes the memory that one B adds, and the memory that microbatches keep allocated from their W to
+    the end of the step. With `Recompute.PLANNED` 1F1B keeps all activations.
     """
     peaks = []
     for rank in range(placement.num_ranks):

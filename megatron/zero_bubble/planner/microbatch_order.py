@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
 WORTHWHILE = 0.005
-"""Microbatches run in another order than the data only if this saves at least this fraction of the step's time."""
+"""Least fraction of the step's time that a new order of the microbatches has to save to replace the data's order."""
 _Places = tuple[int, ...]
 """Place in the schedule -> number of the microbatch in the data."""
 
@@ -43,7 +43,7 @@ class MicrobatchOrder(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Speedup of the order over the order of the data."""
+        """Speedup: time of the step in the order of the data, divided by time of the step in the order `places`."""
         return self.time_in_data_order / self.time
 
 
@@ -71,8 +71,8 @@ def order_microbatches(
         inside: temporary memory of an operation, for each microbatch and stage; zero by default.
         names: names of the microbatches, for the error message; by default their numbers.
         num_tried: number of orders that are simulated.
-        interlocks: whether ranks start the next iteration before all ranks have finished; orders are then compared by
-            the longest span of a rank instead of the makespan.
+        interlocks: whether ranks start the next iteration before all ranks have finished. If true, orders are compared
+            by the longest span of a rank, otherwise by the makespan.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
@@ -190,7 +190,7 @@ class _Step:
         return graph.cost
 
     def fits(self, places: _Places, limits: Limits) -> bool:
-        """Whether every rank keeps its memory limit with microbatches in the order `places`."""
+        """Whether every rank's memory stays within its limit with microbatches in the order `places`."""
         return all(peak <= limit + tolerance(limit) for peak, limit in zip(self.peaks(places), limits, strict=True))
 
     def peaks(self, places: _Places) -> list[float]:
@@ -209,7 +209,7 @@ class _Step:
         return [max(needed(lane)) for lane in graph.lanes]
 
     def infeasible(self, places: _Places, limits: Limits, names: Sequence[str]) -> Infeasible:
-        """The error for a step that exceeds the memory limits, with the fullest rank and its largest microbatch."""
+        """The error for a step that exceeds the memory limits; it names the fullest rank and its largest microbatch."""
         peaks = self.peaks(places)
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
         kept = [sum(map(problem.costs.memory_f.__getitem__, problem.stages_of[rank])) for problem in self._problems]

@@ -1,4 +1,4 @@
-"""Inserts copies of activations to the host and back into a schedule, so that every rank keeps its memory limit."""
+"""Inserts copies of activations to the host and back into a schedule, to keep every rank within its memory limit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 _STEP = 2**0.5
 """Factor between successive memory limits for which schedules without copies are planned."""
 _MOST_LIMITS = 5
-"""Largest number of memory limits above the given limit that are tried."""
+"""Largest number of memory limits above the problem's own limit for which schedules without copies are planned."""
 _ROUNDS = 3
-"""Number of rounds in which the copies of a schedule are placed, each round with the simulation of the previous
-round."""
+"""Number of rounds that place the copies of a schedule. Each round uses the times from a simulation of the schedule
+that the previous round has returned."""
 _NEAR = 1.05
 """Copies are placed again only in schedules that take at most this factor times the time of the fastest schedule."""
 
@@ -57,11 +57,11 @@ RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2
 def offloaded(
     plans: Callable[[Limits], Iterator[Schedule]], problem: Problem, shortest: float = inf
 ) -> Schedule | None:
-    """Search for a schedule that copies activations to the host and keeps the memory limits of a problem.
+    """Search for a schedule that fits in the memory limits of a problem by copying activations to the host.
 
-    Schedules without copies are planned under larger limits. Copies are then inserted into each schedule until the
-    schedule keeps the limits of the problem. A larger memory limit leads to more copies, but to less idle time and less
-    recomputation. The schedule with the shortest expected time is taken.
+    Schedules without copies are planned under larger limits. Copies are then inserted into each schedule, so that the
+    schedule fits in the limits of the problem. A plan for a larger memory limit needs more copies, but has less idle
+    time and less recomputation. The schedule with the shortest expected time is taken.
 
     Args:
         plans: function that plans schedules without copies under given memory limits.
@@ -120,11 +120,11 @@ def _simulated(schedule: Schedule, problem: Problem) -> Timeline:
 
 
 def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule | None:
-    """Insert the copies that a schedule needs to keep its memory limits.
+    """Insert copies to the host and back, so that a schedule fits in the memory limits of a problem.
 
     A rank with full memory releases activations that have been copied to the host. The rank first releases the
     activations that it needs last (Belady's rule for page replacement). A copy back to the device is queued in time for
-    the backward, or later if memory is full at that time. If copies do not release enough memory, W run earlier.
+    the backward, or later if memory is full. If copies do not release enough memory, W run earlier than in `timed`.
 
     Args:
         timed: a simulation of the schedule, with the times by which copies are placed. Copies that the schedule already
@@ -133,7 +133,7 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
         rule: decides when copies are queued on the host link.
 
     Returns:
-        The schedule with copies; None if copies cannot keep the memory limits.
+        The schedule with copies; None if the schedule exceeds a memory limit even with copies.
     """
     lanes = [_with_weights_in_gaps([timed for timed in lane if timed.op.kind not in COPIES]) for lane in timed.lanes]
     schedule = replace(without_copies(timed.schedule), ops=tuple(tuple(timed.op for timed in lane) for lane in lanes))
@@ -147,7 +147,7 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
 
 
 def _with_weights_in_gaps(lane: Sequence[TimedOp]) -> list[TimedOp]:
-    """Move W earlier into gaps of a rank that are at least as long as the W, such as waits for copies."""
+    """Move W earlier into idle gaps at least as long as the W, such as the gap in which a rank waits for a copy."""
     waiting: dict[int, deque[TimedOp]] = {}
     for timed in lane:
         if timed.op.kind is OpKind.W:
@@ -207,18 +207,18 @@ class _RankCopies:
         self._weights = [k for k, timed in enumerate(lane) if timed.op.kind is OpKind.W]
         """Positions of the W that have not yet run."""
         self._early: set[int] = set()
-        """Positions of the W that have run earlier than in the order."""
+        """Positions, in the given order of the rank, of the W that have been moved to an earlier place."""
         self._largest = max(self._changes, default=0)
         self._kept: list[_Kept] = []
         self._due: list[tuple[int, _Key]] = []
-        """(position of the operation before which the copy back is queued, key) for all released activations."""
+        """For all released activations: (position of the operation before which their copy back is queued, key)."""
         self._link: float = 0
         """Time at which the host link has finished all queued copies."""
         self._memory: float = 0
         self._placed: list[Op] = []
 
     def ops(self) -> tuple[Op, ...] | None:
-        """Return the operations of the rank with copies; None if the rank cannot keep its memory limit."""
+        """Return the operations of the rank with copies; None if the rank exceeds its memory limit even with copies."""
         for k, ((op, _, end), change) in enumerate(zip(self._lane, self._changes, strict=True)):
             key = op.microbatch, op.chunk
             if k in self._early:
@@ -241,7 +241,7 @@ class _RankCopies:
         self._kept.append(_Kept(self._backward[key], copied, key))
 
     def _make_room(self, amount: float, at: int, last: int | None = None) -> bool:
-        """Release activations, or run W earlier, until `amount` fits in memory; return False if it cannot fit.
+        """Release activations, or run W earlier, until `amount` fits in memory; return False if `amount` cannot fit.
 
         Args:
             amount: memory to allocate.

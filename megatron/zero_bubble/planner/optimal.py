@@ -1,6 +1,6 @@
 """Searches for the best schedule of a small instance, and for a lower bound, with OR-tools' constraint solver CP-SAT.
 
-Every F, B and W is an interval of time of its rank. The program has four constraints: intervals of a rank do not
+Every F, B and W is a time interval on its rank. The program has four constraints: intervals of a rank do not
 overlap; a stage runs each kind in microbatch order; an operation starts after its inputs; memory is a reservoir, which
 F fills, and B and W drain. The solver minimises the longest span of a rank, and starts from the schedule of the
 planner.
@@ -59,8 +59,8 @@ def optimal(request: PlanRequest) -> Schedule:
     """Make the schedule `optimal`; the default memory limit is the memory of 2p microbatches in flight.
 
     The constraint program has no recomputation (R). With recomputation the function therefore returns the better of two
-    schedules: the schedule `auto`, and the solver's schedule, which keeps all activations. Under full recomputation the
-    solver instead plans with a B that recomputes, and R is separated from B afterwards.
+    schedules: the schedule `auto`, and the solver's schedule, which keeps all activations. Under full recomputation, B
+    includes the recomputation in the solver's plan, and R is separated from B afterwards.
 
     Raises:
         Infeasible: no schedule fits in the memory limit.

@@ -27,7 +27,7 @@ def one_by_one(problem: Problem) -> list[Order]:
 
 
 def schedule_of_orders(problem: Problem, orders: Sequence[Order]) -> Schedule:
-    """The orders as a schedule with the name `planned`."""
+    """Convert the orders of all ranks to a schedule with the name `planned`."""
     kinds, size = problem.codes.kinds, problem.num_stages
     decoded = [(kinds[code // size], problem.placement.chunk_of(code % size)) for code in range(problem.codes.end)]
     decoded[problem.codes.loss] = (OpKind.L, 0)

@@ -28,7 +28,7 @@ class PairPolicy:
     caps: tuple[int, ...]
     """Rank -> limit on microbatches in flight, summed over chunks; at this limit the rank runs F only in pairs."""
     patience: float = 1.0
-    """Longest wait of a ready forward or backward for its partner, as a multiple of the time of a backward."""
+    """Longest wait of a ready F or B for the other operation of a pair, as a multiple of the time of a B."""
     weights: GapRule = GapRule.BALANCED
     """Whether W fills a gap that is shorter than W."""
     fuses: bool = False
@@ -40,7 +40,7 @@ FEW = 4
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
-    """The fastest schedule that fits in memory: `apart`, a plan with pairs, or a named schedule with pairs.
+    """The fastest schedule that fits in memory: `apart`, a planned schedule with pairs, or a named one with pairs.
 
     Args:
         name: name of the returned schedule.
@@ -181,11 +181,11 @@ class _PairedRanks(EventLoop):
         return -1, ready if ready > now else inf
 
     def _first(self, stages: tuple[int, ...], now: float, first: int) -> tuple[int, float]:
-        """Code and earliest start of the operation of a kind that can start first; (-1, inf) if no start is known.
+        """Code and start time of the operation of one kind that can start first; (-1, inf) if no start is known.
 
         Args:
-            stages: stages of the rank; among operations with the same earliest start, the first of these stages is
-                preferred.
+            stages: stages of the rank in order of preference; this order decides between operations that can start at
+                the same time.
             now: current time.
             first: first code of the kind of operation.
         """

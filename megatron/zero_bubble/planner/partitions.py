@@ -1,4 +1,4 @@
-"""Searches for partitions (numbers of layers of the stages) with which the busiest rank ends early."""
+"""Searches for the partition (number of layers of each stage) in which the busiest rank ends as early as possible."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Balance:
 
     @property
     def equal_work(self) -> Partition:
-        """The partition whose stages end nearest to equal shares of the work, with at least `least_layers` each."""
+        """The partition into stages of nearly equal work, in which every stage has at least `least_layers` layers."""
         least, cuts = self.least_layers, [0]
         for stage, target in enumerate(self._work.equal_shares(len(least))):
             most = len(self.model.layers) - sum(least[stage + 1 :])
@@ -96,7 +96,7 @@ class Balance:
         return sum(self._excess(partition)), max(ends) * (1 + lost), _unevenness(ends)
 
     def busiest(self, partition: Sequence[int]) -> int:
-        """The rank that exceeds its memory the most; if no rank exceeds its memory, the rank that ends last."""
+        """The rank whose memory is exceeded the most; if no rank's memory is exceeded, the rank that ends last."""
         excess = self._excess(partition)
         load = excess if max(excess) > 0 else self._ends(partition, self._work.of_stages(partition))
         return load.index(max(load))
@@ -112,13 +112,13 @@ class Balance:
         ]
 
     def _holdings(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory of its activations up to a common factor; stages hold activations while later stages run."""
+        """Rank -> memory of its activations, up to a common factor; early stages hold activations for longer."""
         size = len(partition)
         holdings = [memory * (size - stage) for stage, memory in enumerate(self._memory.of_stages(partition))]
         return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory by which states and one microbatch, recomputed if allowed, exceed the memory of the rank."""
+        """Rank -> memory that its states and one microbatch (with R if allowed) need in excess of the rank's memory."""
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
         needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
@@ -213,7 +213,7 @@ def moves_from(
     """Yield the partitions in which one layer has moved from a stage of `givers` to another stage.
 
     Args:
-        balance: has the least number of layers of each stage.
+        balance: the estimates for the model, with the least number of layers of each stage.
         partition: the partition before the move.
         givers: stages that may give a layer.
         within_rank: whether layers move only between stages of one rank.

@@ -37,7 +37,7 @@ def is_long(placement: Placement, num_microbatches: int) -> bool:
 
 
 def fewer_microbatches(placement: Placement, num_microbatches: int) -> Iterator[int]:
-    """Yield numbers of microbatches for shorter schedules: `num_microbatches` minus a multiple of the ranks."""
+    """Yield microbatch counts of shorter schedules: `num_microbatches` minus a multiple of the number of ranks."""
     if not is_long(placement, num_microbatches):
         return
     p = placement.num_ranks
@@ -181,9 +181,8 @@ class _Rank:
             row.microbatches.append(microbatch)
 
     def part(self, time: float, length: int) -> _Part | None:
-        """Cut the rank's part of a period from `time` on; return None if fewer than `length` microbatches of a kind
-        follow.
-
+        """Cut out the rank's part of a period that starts at `time`; return None if the rank's operations of some kind
+        after `time` are for fewer than `length` microbatches.
         A period may have fewer R (recomputations) than F, because not every microbatch has an R. All R of a period
         belong to `length` successive microbatches.
         """

@@ -36,7 +36,7 @@ RULES = (
 """Pairs of rules: for gaps that are shorter than a W, and for gaps that are shorter than an F."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""Slopes of the number of microbatches in flight over the ranks; with slope 1 the last rank has one microbatch."""
+"""Relative decreases of the number of microbatches in flight over the ranks; with 1 the last rank has one in flight."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
@@ -195,7 +195,7 @@ def _filling_slope(problem: Problem) -> float:
 def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Yield, for one chunk a rank, numbers of microbatches in flight that fall from the first rank to the last rank.
 
-    Ranks near the last stage wait less for their B, so that more microbatches in flight would not help these ranks.
+    On ranks near the last stage B follows F sooner, so that more microbatches in flight would not keep them busier.
     """
     size = problem.num_stages
     times = list(map(add, problem.latency[:size], problem.latency[size : 2 * size]))

@@ -36,13 +36,13 @@ QUICK_CANDIDATES = 5
 INSERTED = 8
 """Divisor of the budget for plans that are made without vocabulary shards before operations on shards are inserted."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
-"""Factors of the memory limit for plans without recomputation, some of whose activations are then dropped."""
+"""Factors that raise the memory limit for plans without recomputation, some of whose activations are then dropped."""
 IMPROVING = 0.5
 """Budget of the local search, as a fraction of the budget of all candidates together."""
 
 
 def budget_of(problem: Problem) -> int:
-    """Number of operations to plan: enough for `LEAST_CANDIDATES` candidate orders, less for long or quick problems."""
+    """Number of operations to plan: enough for `LEAST_CANDIDATES` orders; fewer for a long problem or a zero budget."""
     if problem.is_long:
         return max(problem.budget // 2, LEAST_CANDIDATES * problem.num_ops // 4)
     return max(problem.budget, (LEAST_CANDIDATES if problem.budget > 0 else QUICK_CANDIDATES) * problem.num_ops)
@@ -77,7 +77,7 @@ class Portfolio:
         return self.budget <= 0 or self.cost <= self.aim
 
     def schedules(self, problem: Problem) -> list[Schedule]:
-        """The best plan as a schedule; if durations vary, all plans, because expected times then choose the best."""
+        """The best plan as a schedule; if durations vary, all kept plans, to compare their expected times later."""
         return [schedule_of_orders(problem, plan.orders) for plan in self.plans[: None if problem.varies else 1]]
 
     def offer(self, plan: PlannedOrders | None) -> None:
@@ -141,7 +141,7 @@ class Portfolio:
                         self.in_order(problem, orders_of_schedule(problem, inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
-        """Plan without recomputation in more memory by `search`, drop activations to fit, and offer the plans."""
+        """Plan by `search` without recomputation in more memory, drop activations that do not fit, offer the plans."""
         for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -152,7 +152,7 @@ class Portfolio:
                         self.in_order(problem, orders)
 
     def drop_into_idle_time(self, problem: Problem) -> None:
-        """Drop activations of the best plan whose recomputation fits in idle time, so that other activations fit."""
+        """Drop activations that the best plan has idle time to recompute, so that other activations fit in memory."""
         drops: frozenset[tuple[int, int]] = frozenset()
         while self.plans and not self.finished:
             before = self.cost

@@ -23,9 +23,9 @@ class MegatronsTime:
 
     Attributes:
         milliseconds: predicted or measured time of the step.
-        work: milliseconds of F, B and W of one microbatch, summed over all ranks, at the costs to which `milliseconds`
-            belongs. Operations on vocabulary shards are left out, because Megatron's split has no shards, and because
-            such operations contain waits for other ranks.
+        work: milliseconds of F, B and W of one microbatch, summed over all ranks, in the predicted or measured step.
+            Operations on vocabulary shards are left out, because Megatron's split has no shards, and because such
+            operations contain waits for other ranks.
         is_same_layout: whether the time was measured in the layout of the run.
     """
 

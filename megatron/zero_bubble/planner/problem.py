@@ -228,7 +228,7 @@ class Problem:
 
     @cached_property
     def latency(self) -> tuple[float, ...]:
-        """Code of an operation -> time from the start of the operation, with ready input, to its result."""
+        """Code of an operation -> time to receive its input, if receiving occupies the rank, and compute its result."""
         times = self.costs.times()
         compute = chain.from_iterable(times[kind] for kind in self.codes.kinds)
         return tuple(map(add, self.receiving, compute))

@@ -15,8 +15,8 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 EFFORT = 300_000
-"""Default effort: number of operations that the search for one plan may place, over all candidate schedules. Placing
-these operations takes about a second."""
+"""Default effort: number of operations that the search for one plan may place, over all candidate schedules. A search
+with the default effort takes about a second."""
 QUICK_EFFORT = 50_000
 """Number of operations to plan for a quick estimate."""
 MOST_CHUNKS = 64
@@ -46,7 +46,7 @@ class Layout:
     def complexity(self) -> tuple[int, int, int, int, int]:
         """Sort key, the simplest layout first: (vocabulary shards, chunks a rank, recomputation, V, stage sizes).
 
-        A V counts as less simple because megatron-core's own schedules run on linear and interleaved placements only.
+        A V-shaped placement counts as less simple, because megatron-core has no schedule for a V-shaped placement.
         """
         sizes, is_v = len(set(self.partition)), self.placement.kind == "v"
         recomputes = self.recompute is not Recompute.NONE
@@ -73,13 +73,13 @@ class PlanRequest:
             value for each rank; None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
             costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
-        usual_capacity: capacity of the usual layout, if it is larger than `capacity`; otherwise None.
+        usual_capacity: memory of a rank in the layout `usual`, if larger than `capacity`; otherwise None.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
             placements; None to choose the size. For a schedule that is not planned from costs, None means groups of as
             many microbatches as ranks.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
-        post_validation: whether the optimizer step is validated in the next iteration, which ranks then start at
-            different times.
+        post_validation: whether the optimizer step is validated in the next iteration, so that a rank starts the next
+            iteration without waiting for the other ranks.
         takes_makespan: whether plans are compared by their makespan. Otherwise plans are compared by the longest span
             of a rank, from which published bubble rates are computed. An iteration whose optimizer step waits for all
             ranks takes the makespan. Without post-validation interleaved placements are always compared by their
@@ -222,7 +222,7 @@ class PlanRequest:
 
 
 def with_room_for_shards(request: PlanRequest, limits: Limits) -> Limits:
-    """Raise memory limits for vocabulary shards by the memory of one more microbatch in flight and its softmax."""
+    """With vocabulary shards, raise memory limits by the memory of one more microbatch in flight and its softmax."""
     costs = request.stage_costs
     if not costs.has_vocabulary:
         return limits

@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule.block_groups import in_groups
 
 SHORT = 2
 """A rank gains nothing from several groups of layers if this number of microbatches, with all activations, fits in its
-memory. A rank with enough memory recomputes the next microbatch before the backward of the current microbatch."""
+memory. A rank with memory for two microbatches recomputes the second before the backward of the first."""
 
 Groups = tuple[int, ...]
 """Stage -> number of groups of layers, as in `Schedule`; empty if every stage has one group."""
@@ -27,7 +27,7 @@ def groupings(problem: Problem) -> list[Groups]:
         problem: a problem with memory limits.
 
     Returns:
-        Choices of the number of groups of each stage; with each choice, a schedule fits in the memory of every rank.
+        Choices of the number of groups of each stage. Each choice fits in memory if the largest numbers of groups fit.
     """
     costs = problem.costs
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]

@@ -35,8 +35,8 @@ class Keeping:
         """The rules to try for dropping activations: a single rule if no microbatch may be recomputed.
 
         With `Recompute.PLANNED` some rules drop the activations of the first microbatch. The first microbatch's
-        recomputation (R) can run before any B is ready, and every later R can reuse its memory. One rule drops
-        activations only in the warmup and in the cooldown, where ranks wait.
+        recomputation (R) can run before any B is ready, and every later R can reuse the memory of this R. One rule
+        drops activations only in the warmup and in the cooldown, where ranks idle.
         """
         if not problem.recomputes:
             return (cls(),)

@@ -69,7 +69,7 @@ class StepProblem:
         return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
 
     def is_as(self, other: StepProblem) -> bool:
-        """Whether another problem has the same plan: equal sizes and rules, and identical costs and schedules."""
+        """Whether another problem has the same plan: equal sizes, limits and options, identical costs and schedules."""
         same = self.costs is other.costs and self.rules.plan is other.rules.plan
         return same and self.sizes == other.sizes and self.rules[1:] == other.rules[1:]
 
@@ -106,8 +106,8 @@ def _num_tried(costs: Sequence[StageCosts]) -> int:
 
 
 def plan_step(plan: RunSchedules, costs: Sequence[StageCosts], *, least_level: int = 0, **options: Any) -> StepPlan:
-    """Plan a step with the usual schedule if the microbatches fit in any order, otherwise with a schedule in less
-    memory.
+    """Plan a step with the run's usual schedule if its microbatches fit in memory in some order, otherwise with a
+    schedule that needs less memory.
 
     Args:
         plan: the schedules of the run.

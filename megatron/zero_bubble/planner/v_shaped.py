@@ -76,8 +76,8 @@ def _search(problem: Problem) -> Portfolio:
     """Plan schedules for a V-shaped placement, and return the best plans.
 
     While no plan fits in memory, the search continues with one rule for each building block and with list scheduling,
-    even if the budget is spent. The order with one microbatch at a time always fits, but can take several times as
-    long.
+    even if the budget is spent. The order with one microbatch at a time always fits, but can take several times as long
+    as other orders.
     """
     portfolio = Portfolio(problem, budget_of(problem))
     rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), Keeping.choices(problem)))
