@@ -64,11 +64,10 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda text: None) -> Plan:
     """Search for the best layout of a model, and plan its schedule.
 
-    The search has three phases. First, the search plans combinations of placement, recomputation and vocabulary with
-    little effort, in the order of their lower bounds, until no further bound is below the time of the best plan.
-    Numbers of chunks per rank above four are tried in increasing order until the plan gets no faster. Second, single
-    layers of the best layouts are moved to other stages while the plan gets faster. Third, the best layouts are planned
-    again in rounds, each round with fewer layouts and more effort than the previous round.
+    First, the search plans combinations of placement, recomputation and vocabulary with little effort, in the order of
+    their lower bounds, until no further bound is below the time of the best plan. More than four chunks per rank are
+    tried in increasing numbers until the plan gets no faster. Second, single layers of the best layouts are moved to
+    other stages while the plan gets faster. Third, the best layouts are planned in rounds with ever more effort.
 
     Args:
         request: a request with the costs of a model's units. The search keeps the layout `request.usual` unless another

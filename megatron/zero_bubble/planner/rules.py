@@ -1,4 +1,4 @@
-"""Rules for idle gaps and for dropped activations, which the scheduling policies of the event loop follow."""
+"""Rules that the scheduling policies of the event loop follow in idle gaps and for dropped activations."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    """Return NCCL options that use few thread blocks and a high-priority stream, because other ranks wait.
+    """Return NCCL options for messages: few thread blocks, which leave the device to layers, and a high-priority stream.
 
     The options contain the name and the ranks under which PyTorch's flight recorder shows the group.
     """

@@ -157,7 +157,7 @@ class Profiler:
 def _times_of_copies(
     offload: OffloadStore, chunk: int, center: Callable[[Sequence[float]], float]
 ) -> dict[OpKind, float]:
-    """Return, for D and for H, the usual milliseconds of a copy of `chunk`."""
+    """Return the usual time of a D and of an H of `chunk` in milliseconds."""
     seconds = {kind: offload.times(kind, chunk) for kind in COPIES}
     return {kind: 1000.0 * center(times) for kind, times in seconds.items() if times}
 

@@ -101,7 +101,7 @@ class Need(NamedTuple):
     is_optional: bool = False
     """Whether the operation needs the result only in schedules with a separate operation for this result."""
     only_at: Place | None = None
-    """The only stage, first or last, whose operations need the result; None for a result that every stage needs."""
+    """The stage, first or last, whose operations alone need the result; None if the operations of every stage need it."""
 
 
 class Message(NamedTuple):

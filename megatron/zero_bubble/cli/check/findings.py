@@ -57,7 +57,7 @@ class StageCheck:
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s that F, B and W reach together."""
+        """TFLOP/s over the time of F, B and W."""
         flops = self.model.layers_a_stage * self._layer.flops.total
         return flops / sum(self.profile.time(kind) for kind in (OpKind.F, OpKind.B, OpKind.W)) / 1e9
 

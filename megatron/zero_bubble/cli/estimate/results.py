@@ -112,7 +112,7 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
 
 
 def _refusal(names: str, reason: str) -> str:
-    """Return an error message: the flag --schedule with refused schedules and their reason, or the reason alone."""
+    """Return an error message: the reason, after `--schedule NAMES:` if `names` has names of schedules."""
     schedules = [name for name in names.split(", ") if name in ENTRIES]
     return f"--schedule {', '.join(schedules)}: {reason}" if schedules else reason
 

@@ -39,8 +39,8 @@ def interleaved_pairs(
 ) -> Schedule:
     """Generate megatron-core's interleaved schedule with `--overlap-moe-expert-parallel-comm`.
 
-    The warmup has one forward more than in interleaved 1F1B. In the steady state, each forward runs as a pair with the
-    backward right after the forward (see `schedule.pairs`). The forward and the backward of a pair belong to different
+    The warmup has one forward more than in interleaved 1F1B. In the steady state, each forward and the next backward
+    of the rank run as one pair (see `schedule.pairs`). The forward and the backward of a pair belong to different
     microbatches or stages.
 
     Args:
