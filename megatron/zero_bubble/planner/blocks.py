@@ -79,7 +79,7 @@ def _block(
 
 
 def _median_times(problem: Problem) -> tuple[float, float, float]:
-    """Return the times of F with a message, of B with a message, and of a period, from medians over the stages."""
+    """Return the times of F plus a message, of B plus a message, and of a block's period: medians over the stages."""
     size, comm = problem.num_stages, median(problem.message or (0,))
     kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
     f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])

@@ -47,7 +47,7 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    """Return NCCL options for messages: few thread blocks, which leave the device to layers, and a high-priority stream.
+    """Return NCCL options for messages: few thread blocks, so that layers keep the device, and a high priority.
 
     The options contain the name and the ranks under which PyTorch's flight recorder shows the group.
     """

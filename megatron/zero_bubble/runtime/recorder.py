@@ -185,7 +185,7 @@ class OpRecorder:
         return self._clock.num_reached(self._marks) if self._marks else None
 
     def is_over(self) -> bool:
-        """Return whether all recorded operations are complete, so that `take` does not wait."""
+        """Return whether all recorded operations are complete; `take` then returns without waiting."""
         return not self._marks or self._clock.num_reached(self._marks[-1:]) != 0
 
     def take(self) -> list[MeasuredOp]:

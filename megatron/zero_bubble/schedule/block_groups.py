@@ -44,7 +44,7 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
 def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """Convert costs whose memory was measured with `groups` to the costs of stages with one group of layers each.
 
-    For memory and copies, this function is the inverse of `in_groups`. The times of computations do not change.
+    Memory and the times of copies are converted by the inverse of `in_groups`. Times of computations do not change.
     """
     if max(groups, default=1) == 1:
         return costs

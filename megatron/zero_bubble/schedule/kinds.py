@@ -101,7 +101,7 @@ class Need(NamedTuple):
     is_optional: bool = False
     """Whether the operation needs the result only in schedules with a separate operation for this result."""
     only_at: Place | None = None
-    """The stage, first or last, whose operations alone need the result; None if the operations of every stage need it."""
+    """The stage, first or last, whose operations alone need the result; None if all stages need the result."""
 
 
 class Message(NamedTuple):
