@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BY_FILE := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := --disable-pip-version-check --constraint constraints.txt
 INSTALLED := $(VENV)/.installed
-ENGINE := $(CURDIR)/build/transformer_engine
+ENGINES := $(addprefix $(CURDIR)/build/transformer_engine-,2.11.0 2.20.2)
 MEGATRON_LM ?= $(addprefix $(CURDIR)/build/megatrons/,0.18.2 0.19.2)
 
 PLAYGROUND := megatron/zero_bubble/cli/playground/npm
@@ -90,7 +90,7 @@ test-browser: $(INSTALLED) $(PYODIDE)
 
 # The launcher under Megatron's trainer, and our own trainer: its checkpoints, and sequences cut for several ranks.
 # At the end, the layers of Transformer Engine: its Python, with torch's functions in the places of its kernels.
-test-megatron: $(INSTALLED) $(MEGATRON_LM) $(ENGINE)
+test-megatron: $(INSTALLED) $(MEGATRON_LM) $(ENGINES)
 	for folder in $(MEGATRON_LM); do \
 		echo "== Megatron of $$folder"; \
 		PYTHONPATH=$$folder $(PYTEST) $(BY_FILE) tests/megatrons $(FLAGS) && \
@@ -103,11 +103,11 @@ test-megatron: $(INSTALLED) $(MEGATRON_LM) $(ENGINE)
 			tests/end_to_end/test_parallelism.py::test_context_parallelism_computes_what_one_rank_computes \
 			|| exit 1; \
 	done
-	PYTHONPATH=$(ENGINE) $(PYTEST) tests/transformer_engine $(FLAGS)
+	for folder in $(ENGINES); do PYTHONPATH=$$folder $(PYTEST) tests/transformer_engine $(FLAGS) || exit 1; done
 
-$(ENGINE): | $(INSTALLED)
+$(CURDIR)/build/transformer_engine-%: | $(INSTALLED)
 	rm -rf $@ $@.part
-	$(BIN)/pip install --quiet $(PIP_FLAGS) --no-deps --target $@.part transformer-engine==2.11.0
+	$(BIN)/pip install --quiet $(PIP_FLAGS) --no-deps --target $@.part transformer-engine==$*
 	mv $@.part $@
 
 $(CURDIR)/build/megatrons/%: tests/megatrons/unpack.py | $(INSTALLED)

@@ -13,29 +13,30 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 
-_WITHOUT_CUDA = (
-    *("transformer_engine_torch", "onnx", "onnxscript", "transformer_engine.pytorch.triton"),
-    *(f"transformer_engine.pytorch.triton.{name}" for name in ("cross_entropy", "pad", "permutation")),
-)
-"""Packages with compiled code, and modules that need triton; nothing of them runs."""
+_COMPILED = ("transformer_engine_torch", "onnx", "onnxscript")
+"""Packages with compiled code; nothing of them runs."""
 
 
 def import_engine() -> None:
     """Import Transformer Engine, then megatron-core with it, and replace the kernels that the layers of a GPT call."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # so that no library of CUDA is loaded
-    for name in _WITHOUT_CUDA:
-        stand_in = MagicMock()
-        stand_in.__spec__, stand_in.__path__ = ModuleSpec(name, None), []
-        sys.modules[name] = stand_in
     # Its own `__init__` would load the compiled package.
     spec = find_spec("transformer_engine")
     assert spec is not None
     package: Any = module_from_spec(spec)
+    in_triton = [path.stem for path in Path(package.__path__[0], "pytorch", "triton").glob("*.py")]
+    for name in (*_COMPILED, *(f"transformer_engine.pytorch.triton.{name}" for name in in_triton)):
+        stand_in = MagicMock()
+        name = name.removesuffix(".__init__")
+        stand_in.__spec__, stand_in.__path__ = ModuleSpec(name, None), []
+        sys.modules[name] = stand_in
     sys.modules["transformer_engine"] = package
     common = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda name: None  # type: ignore[attr-defined]
@@ -67,15 +68,37 @@ def _replace_kernels() -> None:
         for name, kernel in _KERNELS.items():
             if hasattr(module, name):
                 setattr(module, name, kernel)
+    modules[0].torch = _Replaced(torch, cuda=_Replaced(torch.cuda, is_available=lambda: True))  # type: ignore[attr-defined]
+    base: Any = modules[0].TransformerEngineBaseModule
+    base.prepare_forward = _as_on_a_gpu(base.prepare_forward)
     kernels = sys.modules["transformer_engine_torch"]
     kernels.layernorm_bwd = _layer_norm_backward  # type: ignore[attr-defined]
     kernels.rmsnorm_bwd = _rms_norm_backward  # type: ignore[attr-defined]
+
+
+def _as_on_a_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(torch.Tensor, "is_cuda", True):
+            return method(*args, **kwargs)
+
+    return call
+
+
+class _Replaced:
+    """A module with some of its attributes replaced."""
+
+    def __init__(self, module: ModuleType, **replaced: Any) -> None:
+        vars(self).update(replaced, module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, -2)
 
 
+@torch.no_grad()
 def _product(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -102,6 +125,7 @@ def _product(
     return (product if out_dtype is None else product.to(out_dtype)), of_bias, None, None
 
 
+@torch.no_grad()
 def _products(
     a: list[torch.Tensor],
     b: list[torch.Tensor],
