@@ -135,6 +135,7 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_measured(
         (["--model", "7B"], "7B is not one of 1.5B, 6.2B, 14.6B, 28.3B"),
         (["--cell", "zb-h9"], "argument --cell: invalid choice: 'zb-h9'"),
         (["--rounds", "0"], "--rounds: must be at least 1"),
+        (["--cell", "copies", "--transformer-impl", "transformer_engine"], "copies needs --transformer-impl local"),
         (
             ["--device", "cpu", "--transformer-impl", "transformer_engine"],
             "argument --transformer-impl: transformer_engine needs --device cuda",

@@ -1,19 +1,31 @@
-"""The memory that a layout leaves to activations."""
+"""The memory that a layout leaves to activations, and the capacity that a refused layout needs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megatron.zero_bubble.planner import PlanRequest, all_placements
-from megatron.zero_bubble.planner.layout_plan import limits_of
-from megatron.zero_bubble.schedule import Infeasible
+from megatron.zero_bubble.planner import Layout, PlanRequest, all_placements
+from megatron.zero_bubble.planner.layout_plan import limits_of, plan_layout
+from megatron.zero_bubble.schedule import Infeasible, Placement
+from megatron.zero_bubble.schedule.costs import SMALLEST
+from megatron.zero_bubble.schedule.model_costs import NOTHING, ModelCosts, UnitCosts
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 STATES = (2.0, 8.0)
 
 
 @pytest.mark.parametrize(
     ("capacity", "limit", "left"),
-    [(None, None, None), (None, 3, (3, 3)), (10, None, (8, 2)), (10, 3, (3, 2)), (10, (9, 1), (8, 1))],
+    [
+        (None, None, None),
+        (None, 3, (3, 3)),
+        (10, None, (8, 2)),
+        (10, 3, (3, 2)),
+        (10, (9, 1), (8, 1)),
+        (8, None, (6, SMALLEST)),
+    ],
 )
 def test_activations_get_what_both_limits_allow(
     capacity: float | None, limit: float | tuple[float, ...] | None, left: tuple[float, ...] | None
@@ -23,6 +35,32 @@ def test_activations_get_what_both_limits_allow(
 
 
 def test_states_without_room_are_refused() -> None:
-    request = PlanRequest("auto", 4, all_placements(2), capacity=8)
-    with pytest.raises(Infeasible, match="parameters, gradients and optimizer states need 8 of the 8 of a rank"):
+    request = PlanRequest("auto", 4, all_placements(2), capacity=7)
+    with pytest.raises(Infeasible, match="parameters, gradients and optimizer states need 8 of the 7 of a rank"):
         limits_of(request, STATES, request.capacity)
+
+
+def _model(layers: int, *, embedding_state: float = 0.0, **of_a_layer: float) -> ModelCosts:
+    layer = UnitCosts(time_f=1, time_b=1, time_w=1, **of_a_layer)
+    return ModelCosts(UnitCosts(0, 0, 0, state=embedding_state), (layer,) * layers, NOTHING)
+
+
+def _refused(model: ModelCosts, capacity: float, recompute: Recompute) -> Infeasible:
+    layout = Layout(Placement("linear", 2), (len(model.layers) // 2,) * 2, recompute)
+    request = PlanRequest("auto", 6, (layout.placement,), costs=model, capacity=capacity, recomputes=(recompute,))
+    with pytest.raises(Infeasible) as refusal:
+        plan_layout(request, layout)
+    assert f"{refusal.value.smallest_limit:g} is enough for every rank" in str(refusal.value)
+    plan_layout(replace(request, capacity=refusal.value.smallest_limit), layout)
+    return refusal.value
+
+
+def test_layers_without_activations_are_refused_for_their_states() -> None:
+    assert _refused(_model(4, state=10), 5, Recompute.NONE).smallest_limit == 20
+
+
+def test_the_smallest_capacity_recomputes_in_as_many_groups_as_there_are_blocks() -> None:
+    """Also on the rank with little state, which has room for fewer groups in the capacity that is refused."""
+    sizes = {"memory_f": 16, "memory_b": -8, "memory_w": -8, "memory_r": 15, "num_blocks": 1, "time_r": 1}
+    model = _model(16, embedding_state=400, state=1, **sizes)
+    assert _refused(model, 300, Recompute.FULL).smallest_limit < 500

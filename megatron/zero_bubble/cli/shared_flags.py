@@ -134,8 +134,8 @@ class CostFlags(CommandFlags):
         "blocks of layers that can be recomputed one after the other (default: unknown; all at once)", "N"
     )
     vocabulary_parallel: float | None = flag(
-        "spread embedding and output layer over all ranks; T is the time of the output layer's F on one rank, and also "
-        "of its B and of its W",
+        "spread embedding and output layer over all ranks; T is the time of F of the whole output layer, and also of "
+        "its B and its W",
         None,
         parse=positive,
         metavar="T",

@@ -99,7 +99,7 @@ def rank_model(
     """Build the model chunks of one pipeline rank as training does; call this function within `one_process`.
 
     The pipeline size is the number of ranks of `placement`, not the size in `args`. Tied embeddings are not supported,
-    because their gradients need the other ranks. Without a `store`, the backward is not split into B and W.
+    because building them needs the other ranks. Without a `store`, the backward is not split into B and W.
     """
     from megatron.zero_bubble.session.session import Session
     from megatron.zero_bubble.trainer.model import build_model, transformer_config

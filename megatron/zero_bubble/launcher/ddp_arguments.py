@@ -1,7 +1,7 @@
 """Changes the arguments that a script passes to megatron-core's DDP.
 
-From megatron-core 0.18 on, a script computes the position of each parameter in DDP's buffers before it wraps the model.
-Sharding the vocabulary replaces parameters, so the vocabulary is sharded before the positions are computed.
+From megatron-core 0.18 on, a script with a distributed optimizer computes each parameter's position in DDP's buffers
+before it wraps the model. Sharding replaces parameters, so the vocabulary is sharded before this computation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
     """Shard the vocabulary of a model, and pass the new parameters to a call of `compute_full_param_layout`.
 
     Args:
-        call: the call of `compute_full_param_layout`; unchanged unless its parameters are the parameters of a chunk.
+        call: the call of `compute_full_param_layout`; unchanged unless it has exactly a chunk's trainable parameters.
         chunks: the model's chunks on this rank.
         shard: shards the vocabulary of `chunks`; a collective call of the pipeline's ranks.
     """

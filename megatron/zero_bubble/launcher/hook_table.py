@@ -36,7 +36,7 @@ _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:L
 
 
 class ScriptHooks:
-    """Makes the launcher's hooks, and holds the script's `Run`, created when the script makes its process groups."""
+    """Makes the launcher's hooks; holds the `Run`, made with the process groups, or another loop's `LoopRun`."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags

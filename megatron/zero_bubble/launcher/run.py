@@ -65,7 +65,7 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """The hooks that build the stages of the layout; the hooks do nothing before a layout is chosen.
+        """The hooks that build the stages of the layout; the hooks do nothing while the layout is still to be chosen.
 
         Args:
             is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.

@@ -75,7 +75,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """The most even layout if stages may be uneven and do not divide the number of layers, otherwise None."""
+    """The most even layout if stages may be uneven, do not divide the layers and are not given; otherwise None."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
     if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
@@ -180,7 +180,7 @@ def _reason_to_keep(script: Namespace) -> str | None:
     for name in ("load", "pretrained_checkpoint"):
         folder, kind = getattr(script, name, None), getattr(script, "ckpt_format", "torch")
         if folder and kind != _RESHARDED and Path(folder, _TRACKER).is_file():
-            return f"the checkpoint in {flag_name(name)} {folder} is not in torch_dist format and fits no other layout"
+            return f"with --ckpt-format {kind} the checkpoint in {flag_name(name)} {folder} fits no other layout"
     return None
 
 

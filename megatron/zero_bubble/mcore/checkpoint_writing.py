@@ -93,7 +93,7 @@ def write_in_threads(*, keep_results: bool) -> None:
 
     megatron-core 0.16 forks a process for each file, and waits forever when the system kills such a process for lack of
     memory. From 0.17 on, megatron-core starts threads, but an error in a thread ends the process of the rank, and the
-    other ranks wait forever for this rank's part of the save.
+    other ranks wait for this rank's part of the save.
 
     Args:
         keep_results: whether the writing threads put their results into a queue in this process. Otherwise

@@ -90,7 +90,7 @@ class _BlockRunner:
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """A `CheckpointFunction` whose forward runs again before its backward: in R, or else at the beginning of B."""
+    """A `CheckpointFunction` whose forward runs again before its backward: in R, or inside B, group by group."""
 
     @staticmethod
     def forward(

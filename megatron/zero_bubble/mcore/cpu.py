@@ -226,7 +226,7 @@ def _experts() -> Iterator[Substitution]:
     reason = "an all-to-all takes numbers as sizes, and the original function converts only tensors on a GPU"
     yield Substitution(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers, reason)
     if not hasattr(moe_utils, "te_general_gemm"):
-        reason = "the router compares this name with None, but only Transformer Engine defines the name"
+        reason = "the router compares this name with None, but without Transformer Engine the name is undefined"
         yield Substitution(moe_utils, "te_general_gemm", None, reason)
 
 
@@ -243,7 +243,7 @@ def _hybrid_models() -> Iterator[Substitution]:
         yield Substitution(stack, "TENorm", LocalNorm, "the norm after the last layer is Transformer Engine's")
         name = "is_inference_column_parallel_linear"
         if hasattr(multi_token_prediction, name):
-            reason = "the function compares with a class that only Transformer Engine defines"
+            reason = "the function compares with a class that megatron-core has only with Transformer Engine"
             yield Substitution(multi_token_prediction, name, lambda layer: False, reason)
     if not mamba_mixer.HAVE_MAMBA_SSM:
         reason = "Mamba's kernels are written for CUDA"

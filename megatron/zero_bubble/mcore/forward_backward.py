@@ -221,7 +221,7 @@ class MegatronStage:
         self.vocabulary.embed(microbatch)
 
     def _compute_loss(self, microbatch: int) -> None:
-        """Run L: compute the user's loss from the losses of all tokens, and the gradients of these losses."""
+        """Run L: compute the user's loss from all tokens' losses, and its gradient with respect to these losses."""
         assert self.vocabulary is not None
         chunk = self.placement.chunk_of(self.placement.num_stages - 1)
         losses, loss_function = self.vocabulary.begin_loss(microbatch)

@@ -132,7 +132,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """Add the gradient from the W of a gathered weight; reduce a layer's gradients after the layer's last W."""
+        """Add the gradient from the W of a gathered weight; if due, reduce a layer's gradients after its weights' W."""
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
         if parameter.unsharded_accumulated_grad is None:

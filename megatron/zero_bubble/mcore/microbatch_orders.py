@@ -164,7 +164,7 @@ class StepPlans:
     def decide(
         self, step: int, config: Any, iterators: Iterators, num_microbatches: int
     ) -> tuple[StepDecision, list[Iterator[Any] | None]]:
-        """Plan a step, a collective call of the job; return the plan, and iterators over the data in planned order."""
+        """Plan a step, a collective call (see `StepPlanner.decide`); return the plan and iterators in planned order."""
         planner, data = self._prepare_planner(), StepData(iterators, num_microbatches)
         plan, profile, limits = self._running.plan, self._running.profile, None
         if self._has_limit and profile is not None and plan.request.limits:

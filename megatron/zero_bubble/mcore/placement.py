@@ -30,7 +30,7 @@ from megatron.zero_bubble.schedule import Placement
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Stands in for the pipeline group while a chunk is built; has the chunk's pipeline rank and the group's size."""
+    """Stands in for the pipeline group while a chunk is built: the rank megatron-core gives the chunk, and the size."""
 
     position: int
     num_ranks: int
@@ -92,7 +92,7 @@ def adopt_placement(placement: Placement) -> None:
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the first stage's embedding weights to the last stage, if this rank has both and the weights are tied.
+    """Copy the first stage's embedding weights to the last stage, if this rank has both and they share these weights.
 
     megatron-core sets the last stage's copy of the embedding to zero and fills it by an all-reduce between ranks.
     """

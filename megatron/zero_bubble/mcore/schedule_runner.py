@@ -264,7 +264,7 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
 
     def settle(self) -> None:
-        """Validate the last optimizer step now, if the schedule took this step and has not validated it yet.
+        """Validate the last optimizer step now, if post-validation has taken or withheld it and not validated it yet.
 
         Call `settle` on every rank before anything but a training step reads parameters or the optimizer.
         """

@@ -73,7 +73,7 @@ def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0
 
 
 class _Construction:
-    """Seeds the units of a model (embedding, layers, output layer) while the model is built."""
+    """Seeds the units of a model (embedding, layers, multi-token prediction, output layer) while the model is built."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

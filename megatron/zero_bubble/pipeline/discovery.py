@@ -82,6 +82,7 @@ class StepMessages:
         except ValueError as error:
             self._stage.begin(Microbatches([], []), autocast)
             self._stage.failures.append(Failure(-1, self._interconnect.rank, str(error)))
+            self._stage.cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
 
     @property
     def can_begin_as_before(self) -> bool:

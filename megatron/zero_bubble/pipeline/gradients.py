@@ -75,7 +75,7 @@ class TiedLayer:
     def end_step(self) -> None:
         """Give every copy the sum of all copies' gradients of this step, added in the order of the stages.
 
-        A parameter without a gradient on any copy gets no gradient.
+        A parameter for which no copy has a gradient of this step keeps its gradient of earlier steps, if it has one.
         """
         for k, has_gradient in enumerate(self._has_gradient()):
             if has_gradient:

@@ -101,7 +101,7 @@ class _UnvalidatedStep:
 
 
 class LateSteps:
-    """Runs the training steps of one rank, and validates each optimizer step during the next training step.
+    """Runs the training steps of one rank, and validates each optimizer step later, at the latest in the next step.
 
     Args:
         agreement: an agreement of all ranks that only this object uses, because a background thread calls it.
@@ -169,9 +169,9 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """Take the optimizer's step unless it is delayed or known to be wrong; send a `StepReport` to all ranks.
+        """Take the optimizer's step unless it is delayed or known to be wrong; send a `StepReport` in the background.
 
-        The report is sent in the background; the next step needs all reports only before its first backward.
+        All reports are needed before the next step's first backward; before its first forward if this step is delayed.
         """
         assert self._pending is None, "the last step has to be validated first"
         norms = self._norms()

@@ -57,7 +57,7 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> total time of its operations, with an R (recomputation) for all activations dropped so far."""
+        """Rank -> total time of its operations, with one R for each microbatch whose activations are dropped so far."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
@@ -219,7 +219,7 @@ class EventLoop(ABC):
         return restored < len(dropped) and dropped[restored] == self.done[self.codes.b + stage]
 
     def as_it_fits(self, rank: int, code: int) -> int:
-        """Choose whether the F `code` keeps or drops its activations; return the code of that F, or -1 if neither fits.
+        """Choose whether the F `code` keeps or drops its activations; return the code of that F, or -1 to wait.
 
         Memory for the largest pending R (recomputation) is reserved, so that R fits once every ready W has run.
         """

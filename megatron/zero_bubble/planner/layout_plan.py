@@ -51,7 +51,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> float:
-        """Largest sum over ranks of memory of states and peak memory of activations, in the unit of the costs."""
+        """Largest memory of a rank: its states plus the peak memory of its activations, in the unit of the costs."""
         return max(map(add, self.states, self.activations or self.timeline.peak_memory))
 
 
@@ -85,23 +85,35 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         time_between=model.time_between,
         group_size=request.group_size if layout.placement.kind == "interleaved" else None,
     )
-    capacity = request.capacity_of(layout)
-    if capacity is None or request.memory_limit is not None:
+    capacity, schedule = request.capacity_of(layout), None
+    try:
         fixed = fixed.within(limits_of(request, states, capacity))
         schedule = schedule_of(fixed)
-    else:
-        fixed = fixed.within(tuple(max(capacity - state, SMALLEST) for state in states))
-        try:
-            schedule = schedule_of(fixed)
-        except Infeasible as error:
-            enough = max(states) + error.smallest_limit
-            raise Infeasible(
-                f"parameters, gradients, optimizer states and activations take more than the {capacity:g} of a rank; "
-                f"{enough:g} is enough for every rank",
-                enough,
-            ) from None
+    except Infeasible:
+        if capacity is None or request.memory_limit is not None:
+            raise
+    if schedule is None:
+        assert capacity is not None
+        raise _beyond_capacity(fixed, states, capacity)
     timeline = simulate(schedule, fixed.stage_costs, overlap_communication=request.overlap_communication)
     return Plan(fixed, layout, timeline, states)
+
+
+def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
+    """The error for a layout whose parameters, optimizer states and activations exceed the capacity of a rank.
+
+    The smallest limits differ with the limits of a request, so the layout is planned again in almost no memory.
+    """
+    enough = max(states)
+    try:
+        schedule_of(replace(fixed.within((SMALLEST,) * fixed.num_ranks), offloads=False))
+    except Infeasible as error:
+        enough += error.smallest_limit
+    return Infeasible(
+        f"parameters, gradients, optimizer states and activations take more than the {capacity:g} of a rank; "
+        f"{enough:g} is enough for every rank",
+        enough,
+    )
 
 
 def with_slowdown(plan: Plan) -> Plan:
@@ -123,15 +135,15 @@ def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | N
     """The memory limits of activations: for each rank the request's limit or, if smaller, the capacity minus states.
 
     Raises:
-        Infeasible: parameters, gradients and optimizer states of a rank take the whole memory capacity or more.
+        Infeasible: parameters, gradients and optimizer states of a rank take more than the memory capacity.
     """
     limits = request.limits
     if capacity is None:
         return limits
-    if max(states) >= capacity:
+    if max(states) > capacity:
         raise Infeasible(
             f"parameters, gradients and optimizer states need {max(states):g} of the {capacity:g} of a rank",
             max(states),
         )
-    left = tuple(capacity - state for state in states)
+    left = tuple(max(capacity - state, SMALLEST) for state in states)
     return left if limits is None else tuple(map(min, limits, left))

@@ -44,7 +44,7 @@ EFFORT_FOR_LATENCY = 10_000
 shards and collectives are slower than messages. With less effort the planned step can be 20% slower."""
 EFFORT_FOR_RECOMPUTING = 3_000
 """Effort (number of operations to plan) of a layout's first plan with planned recomputation in a small problem. With
-less effort the planned step can be 20% slower."""
+an effort of zero the planned step can be 20% slower."""
 PROMISING_PARTITION = 1.02
 """A partition with one layer moved is planned if the move raises the estimated time by at most this factor."""
 
@@ -285,7 +285,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, only fast plans (see `COMPARED`), one per combination, with their slowdowns."""
+        """All plans; if durations vary, fast plans (`COMPARED`): one per combination, and that of `request.usual`."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

@@ -42,7 +42,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
     Args:
         request: a request with a usual layout.
         chosen: the plan that `search_layouts` returned for the request. If `chosen` or a plan in `chosen.others` has
-            the layout `request.usual`, the function returns that plan instead of planning again.
+            the layout `request.usual`, that plan is the first of the two, and is not planned again.
 
     Returns:
         The plans that exist and fit in memory, at most two.

@@ -30,7 +30,7 @@ class Balance:
         placement: placement of the stages on the ranks.
         num_microbatches: microbatches of an iteration.
         recompute: which microbatches have an R (recomputation).
-        room: memory of a rank for parameters, optimizer states and activations, in the unit of the costs.
+        room: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the costs.
         in_blocks: whether every stage recomputes its activations block by block (see `block_groups`).
     """
 

@@ -55,7 +55,7 @@ class ByPriority(EventLoop):
         return -1, ready
 
     def may_begin(self, rank: int, f: int) -> bool:
-        """Whether `leads` allows one more microbatch in flight, and the F `f` fits in memory after all ready W."""
+        """Whether `leads` allows the F `f`, and `f` fits in memory once all ready W have run."""
         first = self.problem.stages_of[rank][0]
         if f == first and self.done[f] - self.done[self.num_stages + f] >= self.leads[rank]:
             return False

@@ -245,7 +245,7 @@ class Problem:
 
     @cached_property
     def allocation(self) -> tuple[float, ...]:
-        """Code of an operation -> allocated memory (positive, F and R only) or released memory (negative)."""
+        """Code of an operation -> allocated memory (positive; F, R and S only) or released memory (negative)."""
         f = tuple(each.whole for each in self.footprints)
         b = tuple(each.after_b - each.whole for each in self.footprints)
         w = tuple(each.after_w - each.after_b for each in self.footprints)

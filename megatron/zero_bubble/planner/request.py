@@ -73,7 +73,7 @@ class PlanRequest:
             value for each rank; None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
             costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
-        usual_capacity: memory of a rank in the layout `usual`, if larger than `capacity`; otherwise None.
+        usual_capacity: `capacity` for the layout `usual`, if that is larger than `capacity`; otherwise None.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
             placements; None to choose the size. For a schedule that is not planned from costs, None means groups of as
             many microbatches as ranks.
@@ -154,7 +154,7 @@ class PlanRequest:
         )
 
     def capacity_of(self, layout: Layout) -> float | None:
-        """Memory of a rank for parameters, optimizer states and activations in the layout; None for no limit."""
+        """Memory of a rank for parameters, gradients, optimizer states and activations; None for no limit."""
         is_usual = self.usual is not None and replace(layout, recompute=self.usual.recompute) == self.usual
         return self.usual_capacity if is_usual and self.usual_capacity is not None else self.capacity
 

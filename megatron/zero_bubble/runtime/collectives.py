@@ -54,7 +54,7 @@ class Collectives(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group, so that later collectives of other ranks fail; no collective may be under way."""
+        """Leave the group, so that later collectives of other ranks fail; this rank must have none under way."""
         ...
 
 

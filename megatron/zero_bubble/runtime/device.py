@@ -29,7 +29,7 @@ def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple
 
 
 def least_free_bytes(device: torch.device) -> float:
-    """Return the free bytes of the device with the least free memory; a collective call of all ranks of the job."""
+    """Return the bytes that can still be allocated on the job's fullest device; a collective call of all ranks."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     available = torch.tensor([float(free + unused)], dtype=torch.float64, device=device)

@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedule import ScheduleError
 SMALL_GAIN = 1.05
 """A run also tries megatron-core's order if the planned order's predicted gain over that order is below this factor."""
 WORTHWHILE = 1.005
-"""A planned order of operations replaces another order only if a step is faster by at least this factor."""
+"""Least factor by which a planned order must be faster to replace another order after a correction or a trial."""
 
 
 @dataclass(frozen=True)

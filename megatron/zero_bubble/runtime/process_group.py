@@ -47,7 +47,7 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    """Return NCCL options for messages: few thread blocks, so that layers keep the device, and a high priority.
+    """Return NCCL options: few thread blocks, so that layers keep the device, and priority because other ranks wait.
 
     The options contain the name and the ranks under which PyTorch's flight recorder shows the group.
     """

@@ -157,7 +157,7 @@ class Profiler:
 def _times_of_copies(
     offload: OffloadStore, chunk: int, center: Callable[[Sequence[float]], float]
 ) -> dict[OpKind, float]:
-    """Return the usual time of a D and of an H of `chunk` in milliseconds."""
+    """Return, for D and for H, the usual milliseconds of one copy of `chunk` on the host link."""
     seconds = {kind: offload.times(kind, chunk) for kind in COPIES}
     return {kind: 1000.0 * center(times) for kind, times in seconds.items() if times}
 
@@ -215,7 +215,7 @@ def combine_costs(
     memory = [[by_result(chunk.memory) for chunk in replicas] for replicas in stages]
 
     def most(values: list[list[dict[OpKind, float]]], kind: OpKind) -> tuple[float, ...]:
-        # Times of R are missing without recomputation, and times of operations on shards without vocabulary shards.
+        # R is missing without recomputation, and operations on shards are missing without vocabulary shards.
         return tuple(max(replica.get(kind, 0.0) for replica in replicas) for replicas in values)
 
     def held_after(*kinds: OpKind) -> tuple[float, ...]:

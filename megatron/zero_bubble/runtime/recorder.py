@@ -51,7 +51,7 @@ class HostClock:
 
 
 class CudaClock:
-    """A clock for a GPU. Marks are CUDA events on the current stream; the process does not wait for an event.
+    """A clock for a GPU. Marks are CUDA events on the current stream, so that no launch of an operation has to wait.
 
     CUDA returns the time between two events in milliseconds as a float32, whose resolution is 8 ms after a day.
     Each mark is therefore measured from the previous mark, and the times are added up in a Python float.

@@ -46,7 +46,7 @@ class Replanner:
         plan: the plan that the run starts with. A plan that adapts to costs is replaced by a plan from measured costs.
         measured: the measured costs of the run.
         report: called with each decision, on every rank.
-        device: this rank's device, whose free memory determines the memory limit `auto`.
+        device: this rank's device; the least free memory of all ranks' devices determines the memory limit `auto`.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Replanner:
     def _check(self, num_microbatches: int) -> RunSchedules | None:
         """Compare the plan with measured steps, and correct the plan; a collective call.
 
-        A trial of megatron-core's own order begins if that order may be faster than the plan.
+        A trial of megatron-core's own order begins only if that order may be faster than the plan.
         """
         span = self._measured.add_checked(self._checked)
         new, span = self._corrected(span, num_microbatches)
@@ -305,7 +305,7 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def _limits_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
-        """Return the memory limit of every rank in bytes; None for the schedule's own limit."""
+        """Return, for every rank, the bytes that its operations may need; None for the schedule's own limit."""
         limit = self._options.memory_limit
         if self._options.limits is not None or limit is None:
             return self._options.limits

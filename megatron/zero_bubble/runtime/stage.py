@@ -35,7 +35,7 @@ class Stage(Protocol):
         ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that was sent on; the backward needs the output only as a node of the graph.
+        """Free the values of an output that was passed on; the backward needs the output only as a node of the graph.
 
         A stage need not define this method.
         """

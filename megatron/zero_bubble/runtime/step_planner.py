@@ -39,7 +39,7 @@ class Peers(Protocol):
     """Communication with the ranks that run the same steps."""
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the pipeline's first rank; return its result, or raise its `Infeasible`, on all ranks."""
+        """Run `action` on a pipeline's first rank; return its result or raise its `Infeasible` on all ranks of it."""
         ...
 
     def gather(self, value: T) -> list[T]:

@@ -99,7 +99,7 @@ class Need(NamedTuple):
     num_before: int = 0
     """Number of microbatches (for VALIDATE, of iterations) by which the result precedes the operation."""
     is_optional: bool = False
-    """Whether the operation needs the result only in schedules with a separate operation for this result."""
+    """Whether the result is needed only if a separate operation makes it for the same stage and microbatch."""
     only_at: Place | None = None
     """The stage, first or last, whose operations alone need the result; None if all stages need the result."""
 

@@ -24,7 +24,7 @@ class PlacedCollective(NamedTuple):
     before: tuple[int, ...]
     """Rank -> position of the computation before which the rank joins the collective."""
     turn: int
-    """Place in the serial order of all computations after which the previous collective is complete."""
+    """Place in the serial order of the computation after which the previous collective is complete."""
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:

@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 
 def unit_costs(num_stages: int) -> StageCosts:
-    """Unit costs: F, B, W and the shard operations E, EW, S and T take 1 each; messages and other operations take 0."""
+    """Unit costs: F, B, W, E, EW, S and T take 1 each, BW takes 2; messages and other operations take no time."""
     times = (name for name in VOCABULARY_COSTS if name.startswith("time"))
     return replace(StageCosts.uniform(num_stages), **dict.fromkeys(times, (1,) * num_stages))
 

@@ -2,9 +2,9 @@
 
 Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With post-validation a rank
 takes its optimizer step (STEP) as soon as its own gradients are complete, and starts the next iteration. Before its
-first backward of the next iteration the rank receives the state of all gradients (their norm, and whether they are
-finite), and confirms or amends its optimizer step (VALIDATE). If the optimizer step is amended, the forwards before
-VALIDATE are run again.
+first backward of the next iteration the rank receives the norm of all gradients and whether they are finite, and
+confirms or amends its optimizer step (VALIDATE). If the optimizer step is amended, the forwards before VALIDATE are run
+again.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def iteration_time(
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     """Return the schedule without communication, with STEP at the end and VALIDATE in the warmup of every rank.
 
-    VALIDATE comes one forward later than the arrival of the norm of the previous iteration's gradients, so that a
-    slightly late rank does not delay the other ranks. Only the few forwards before VALIDATE are run again if the
-    validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the
-    norm of all gradients. VALIDATE also comes before every forward whose input another rank makes after the VALIDATE of
-    that other rank.
+    VALIDATE comes later than the arrival of the norm of the previous iteration's gradients, by the time of the longest
+    forward, so that a slightly late rank does not delay the other ranks. Only the few forwards before VALIDATE are run
+    again if the validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to
+    wait for the norm of all gradients. VALIDATE also comes before every forward whose input another rank makes after
+    the VALIDATE of that other rank.
 
     Args:
         schedule: schedule of one iteration.

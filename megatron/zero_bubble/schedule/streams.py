@@ -154,7 +154,7 @@ class _Device:
             time, end, computes, indices = launch
             start = self._issued if self._issued > self._free else self._free
             if end is not None and (computes or in_line):
-                # With one queue, a send or receive leaves the queue when the channel's previous message is complete.
+                # With one queue, an operation leaves the queue when its stream's previous operation is complete.
                 index = indices.get(microbatch) if computes else end.num_posted - 1
                 if index is None:
                     raise self._launches.missing(op)

@@ -108,7 +108,7 @@ class ZeroBubbleFlags:
         "train a model although W is not deferred for some of its linear layers; without this flag it is refused", False
     )
     zero_bubble_memory_limit: str | None = flag(
-        "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto for all free memory "
+        "memory for activations: a multiple of 1F1B's peak (1.5), bytes (40GiB), or auto: nine tenths of free memory "
         "(default: the peak of megatron-core's own schedule: 1F1B, or interleaved 1F1B)",
         None,
     )

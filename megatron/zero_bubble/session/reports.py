@@ -244,7 +244,7 @@ def order_fields(times: OrderTimes | None) -> str:
     """Return the gain of planned orders of microbatches as text for the end of a log line; empty without such orders.
 
     The gain of planned orders is the simulated time in the order of the data, divided by the simulated time in the
-    planned order. Planning counts as hidden if the planned order is ready before its step begins.
+    planned order. Planning counts as hidden if the step waits at most a millisecond for its planned order.
     """
     if times is None or times.num_steps == 0:
         return ""

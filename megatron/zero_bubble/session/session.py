@@ -289,7 +289,7 @@ class Session:
         return losses
 
     def after_iteration(self) -> None:
-        """Draw the timeline of an iteration that the flags name; a collective call of the drawn pipeline's ranks."""
+        """Draw the timeline of the last iteration if the flags ask; a collective call of the drawn pipeline's ranks."""
         if self._timeline is not None:
             self._timeline.after_iteration(self.iteration, self.num_microbatches)
 

@@ -37,7 +37,7 @@ _SCHEDULE_FLAGS = {
     "wd_incr_steps": "--train-iters",
     **{name: flag_name(name) for name in DECOUPLED_RATES},
 }
-"""Field of the learning-rate scheduler's state -> flag that sets this field; steps are counted in samples."""
+"""Name in the learning rate's schedule -> flag that sets its value; numbers of steps are counted in samples."""
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:

@@ -137,7 +137,7 @@ def config_values(args: Any, config_class: type) -> dict[str, Any]:
     for known_flag in core_flags(config_class):
         value = getattr(args, known_flag.name)
         if value is None and known_flag.field in ("rope_type", "offload_modules"):
-            continue  # for these fields, the configuration has a default that no flag value can express
+            continue  # without the flag, the field keeps the configuration's default, which is not None
         values[known_flag.field] = (
             not value if known_flag.is_negated else _of_field(value, _hints(config_class)[known_flag.field])
         )

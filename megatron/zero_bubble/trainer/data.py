@@ -35,8 +35,8 @@ from megatron.zero_bubble.trainer.data_files import fingerprint
 class ContentKeyedGPTDataset(GPTDataset):
     """A GPTDataset that names its cached sample index after the path of the data and the lengths of the documents.
 
-    megatron-core names the cache of a sample index only after the path of the data. Data that is tokenised again under
-    the same path would therefore use the index of the old data, and samples would be out of range or silently wrong.
+    megatron-core names this cache after the path of the data and settings, but not after the contents. Data tokenised
+    again under the same path would therefore use the old data's index; samples would be out of range or silently wrong.
     """
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:

@@ -46,7 +46,7 @@ class StepResult:
     num_redone_forwards: int = 0
     """Number of forwards, on all ranks of a pipeline, that ran again because the optimizer step was amended."""
     has_waited: bool = False
-    """Whether the parameters changed only after the step was validated, because recent steps had to be amended."""
+    """Whether the optimizer stepped only after validation, because recent steps were wrong (clipped or skipped)."""
     further_losses: tuple[float, ...] = ()
     """Losses of multi-token prediction, on ranks with `lm_loss`; empty without multi-token prediction."""
     was_skipped: bool = False

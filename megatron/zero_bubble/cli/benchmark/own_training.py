@@ -12,7 +12,7 @@ from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
-"""Numbers of model chunks per rank in megatron-core's interleaved schedules that the benchmark always compares."""
+"""Chunks per rank of megatron-core's interleaved schedules to compare, besides the training's own number."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
     *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),

@@ -31,7 +31,7 @@ def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -
 
     Raises:
         ValueError: a training would refuse its flags, or a schedule is unknown.
-        RuntimeError: a training failed whose schedule the user has named.
+        RuntimeError: the training of a required schedule failed (see `Contestant.is_required`).
     """
     competition = gather(flags, torch.cuda.is_available(), peers)
     turns: dict[str, list[Turn]] = {contestant.name: [] for contestant in competition.contestants}

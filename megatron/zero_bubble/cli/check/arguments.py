@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.zero_bubble.cli.check.matrix import NAMES
+from megatron.zero_bubble.cli.check.matrix import NAMES, cells
 from megatron.zero_bubble.cli.check.models import REPEATABLE_ATTENTION, SIZES
 from megatron.zero_bubble.cli.invocation import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
@@ -52,6 +52,9 @@ class CheckFlags(CommandFlags):
             raise ValueError(f"argument --model: {self.model} is not one of {', '.join(names)}")
         if self.device == "cpu" and self.transformer_impl != "local":
             raise ValueError(f"argument --transformer-impl: {self.transformer_impl} needs --device cuda")
+        offered = {cell.name for cell in cells(self.size, Path(), self.transformer_impl)}
+        if missing := [name for name in self.cell or () if name not in offered]:
+            raise ValueError(f"argument --cell: {missing[0]} needs --transformer-impl local")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch finds no CUDA device here; --device cpu --size tiny tries the check on a CPU")
         if self.device == "cpu" and torch.cuda.is_available():

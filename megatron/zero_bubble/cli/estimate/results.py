@@ -93,7 +93,7 @@ class Results:
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
-    """Estimate the schedules `chosen` (default: all but slow schedules), and the layout if no flags fix the layout.
+    """Estimate the schedules `chosen` (default: all but slow schedules), and the layout if the flags leave it open.
 
     Raises:
         ValueError: the name of a schedule is unknown, or neither a schedule nor a layout is possible.

@@ -109,7 +109,7 @@ class ReplicasFlags(CommandFlags):
         random = Random(self.seed)
         steps = []
         for _ in range(num_steps):
-            # Replica and probability are drawn in every step, so that --probability does not change the slow replicas.
+            # Both random numbers are drawn in every step, so that --probability does not change the slow replicas.
             replica, draw = random.randrange(self.num_replicas), random.random()
             times = [1.0] * self.num_replicas
             if draw < self.probability:

@@ -207,7 +207,7 @@ class CurveFlags(ScheduleFlags, ResultFlags):
         False,
     )
     output: Path | None = flag(
-        "write to FILE instead of printing; plot to a FILE.svg, and print", None, parse=Path, metavar="FILE"
+        "write to FILE instead of printing; with suffix .svg: plot there and print", None, parse=Path, metavar="FILE"
     )
 
     draws = True
