@@ -32,17 +32,16 @@ class SpecLinear(DeferringLinear):
         skip_bias_add: bool = False,
         **unused: Any,
     ) -> None:
-        delay = config.delay_wgrad_compute
-        super().__init__(input_size, output_size, delay_wgrad_compute=delay, fuse_wgrad_accumulation=False)
-        self.bias = torch.nn.Parameter(torch.zeros(output_size)) if bias else None
-        self.skip_bias_add = skip_bias_add
+        super().__init__(
+            input_size,
+            output_size,
+            delay_wgrad_compute=config.delay_wgrad_compute,
+            fuse_wgrad_accumulation=False,
+            bias_gradient=("from the caller" if skip_bias_add else "in W") if bias else None,
+        )
         init_method(self.weight)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        output, _ = super().forward(x)
-        if self.bias is None or self.skip_bias_add:
-            return output, self.bias
-        return output + self.bias, None
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
 
 
 def _stack_spec() -> Any:
