@@ -294,11 +294,11 @@ class Decaying(torch.optim.SGD):
 @pytest.mark.parametrize("clips", [False, True])
 def test_gradients_that_change_before_a_step_is_amended_end_all_ranks(in_step, clips):
     _, [(_, norm), *_] = train_in_one_process(stack(4), OPTIMIZERS["sgd"], 1e9)
-    max_norm = 0.99 * float(norm) if clips else 1e9
+    max_norm, layers = 0.99 * float(norm) if clips else 1e9, stack(4)
 
     def train(interconnect):
         arguments = {"schedule": "zb-h1", "num_microbatches": 4, "post_validation": True}
-        pipeline = pipeline_of(stack(4), mse_loss, interconnect, **arguments)
+        pipeline = pipeline_of(layers, mse_loss, interconnect, **arguments)
         on_last = interconnect.rank == 1
         optimizer = (Decaying if on_last and in_step else torch.optim.SGD)(pipeline.parameters(), lr=0.05)
         for step in range(2):

@@ -180,7 +180,7 @@ def _reason_to_keep(script: Namespace) -> str | None:
     for name in ("load", "pretrained_checkpoint"):
         folder, kind = getattr(script, name, None), getattr(script, "ckpt_format", "torch")
         if folder and kind != _RESHARDED and Path(folder, _TRACKER).is_file():
-            return f"with --ckpt-format {kind} the checkpoint in {flag_name(name)} {folder} fits no other layout"
+            return f"the checkpoint in {flag_name(name)} {folder} fits no other layout with --ckpt-format {kind}"
     return None
 
 
