@@ -103,7 +103,7 @@ test-megatron: $(INSTALLED) $(MEGATRON_LM) $(ENGINES)
 			tests/end_to_end/test_parallelism.py::test_context_parallelism_computes_what_one_rank_computes \
 			|| exit 1; \
 	done
-	for folder in $(ENGINES); do PYTHONPATH=$$folder $(PYTEST) tests/transformer_engine $(FLAGS) || exit 1; done
+	for folder in $(ENGINES); do PYTHONPATH=$$folder $(PYTEST) tests/engines $(FLAGS) || exit 1; done
 
 $(CURDIR)/build/transformer_engine-%: | $(INSTALLED)
 	rm -rf $@ $@.part

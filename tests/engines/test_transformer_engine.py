@@ -27,7 +27,7 @@ def compared() -> dict[str, dict[str, list[str]]]:
         version("transformer-engine")
     except PackageNotFoundError:
         pytest.skip("there is no Transformer Engine: make test-megatron fetches its Python sources")
-    module = "tests.transformer_engine.compared_gradients"
+    module = "tests.engines.compared_gradients"
     command = [sys.executable, "-O", "-W", "ignore", "-m", module, *MODELS]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -1,6 +1,6 @@
 """Compares W that waits with the fused backward, for one stage of Transformer Engine's layers; prints JSON.
 
-python -O -m tests.transformer_engine.compared_gradients FLAGS ...
+python -O -m tests.engines.compared_gradients FLAGS ...
 
 For each argument, the flags of a model, it prints the names of the parameters whose gradients differ, and the names of
 those whose gradients are zero everywhere.
@@ -14,7 +14,7 @@ from collections import Counter
 
 import torch
 
-from tests.transformer_engine.engine_on_cpu import import_engine, use_local_attention_and_norms
+from tests.engines.engine_on_cpu import import_engine, use_local_attention_and_norms
 
 NUM_STAGES, STAGE = 4, 1
 JOB = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --vocab-size 120 "

@@ -3,6 +3,8 @@
 Transformer Engine's wheel of Python sources does everything but compute: it saves tensors, queues W, returns the
 gradients of biases, accumulates into `main_grad` and calls the hooks of DDP. Its kernels are in another package, which
 needs CUDA. Python must run with `-O`, because Transformer Engine asserts that there is a GPU.
+
+The folder has another name than the package, which scripts in `tests/` would otherwise find in this folder.
 """
 
 from __future__ import annotations
