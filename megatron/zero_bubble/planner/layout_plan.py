@@ -100,7 +100,7 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 
 
 def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
-    """The error for a layout whose parameters, optimizer states and activations exceed the capacity of a rank.
+    """The error for a layout whose parameters, gradients, optimizer states and activations exceed the capacity.
 
     The smallest limits differ with the limits of a request, so the layout is planned again in almost no memory.
     """
