@@ -8,23 +8,17 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, cast
 
-import torch
-
 from megatron.zero_bubble.planner import Plan, all_placements, search_layouts
 from megatron.zero_bubble.planner.megatrons_split import capacity_of_multiple, megatrons_layout, on_megatrons_split
 from megatron.zero_bubble.planner.prediction import MegatronsTime, work_of_stages
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT, QUICK_EFFORT, Layout, PlanRequest
-from megatron.zero_bubble.runtime.copy_lane import copy_lane, link_rate
-from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes
-from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.runtime.device import MARGIN
 from megatron.zero_bubble.schedule import Infeasible, Placement, ScheduleError
-from megatron.zero_bubble.schedule.formats import units_to_json
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.session.features import may_spread, plans_offload
-from megatron.zero_bubble.session.files import write_file
+from megatron.zero_bubble.session.features import may_spread
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
@@ -35,9 +29,6 @@ from megatron.zero_bubble.session.layers import (
     partition_sources,
     too_few_layers,
 )
-from megatron.zero_bubble.session.layout_words import flags_of_layout
-from megatron.zero_bubble.session.progress_lines import ProgressLines
-from megatron.zero_bubble.session.reports import layout_lines, print_line
 
 _PATTERN = "hybrid_layer_pattern"
 _CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
@@ -77,7 +68,10 @@ class LayoutChoice:
     megatrons: tuple[Plan, ...]
     """Plans of Megatron's layout under the job's schedule and under megatron-core's own schedule, without plans that do
     not fit in memory."""
-    model: ModelCosts
+    request: PlanRequest
+    """The planner's request for all layouts that the flags allow."""
+    rehearsed: tuple[tuple[Plan, float], ...] = ()
+    """Plans that were rehearsed, with the measured milliseconds of a step."""
 
     @property
     def is_megatrons_split(self) -> bool:
@@ -168,7 +162,7 @@ def choose_layout(
             f"{limit_flag(flags)}: no layout of the layers fits: {ceil(error.smallest_limit)} bytes of a rank are "
             f"enough for {memory}"
         ) from error
-    return LayoutChoice(plan, on_megatrons_split(request, plan), model)
+    return LayoutChoice(plan, on_megatrons_split(request, plan), request)
 
 
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
@@ -274,39 +268,3 @@ def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
     if is_given or any(rules_out) or not _can_recompute(flags):
         return (flags.recompute,)
     return (Recompute.NONE, Recompute.PLANNED)
-
-
-def new_choice(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> ChosenLayout:
-    """Search for the best layout on rank 0, print the layout, and send it to all ranks; a collective call.
-
-    Raises:
-        ValueError: no layout fits in the memory; raised on all ranks.
-    """
-    device = torch.device(torch.cuda.current_device())
-    free_bytes = least_free_bytes(device) if device.type == "cuda" else None
-
-    def choose() -> ChosenLayout:
-        progress = ProgressLines(lambda text: print_line(f" > choosing a layout: {text}"))
-        rate = link_rate(copy_lane(device), device) if plans_offload(flags) else None
-        choice = choose_layout(flags, costs, free_bytes, padded_vocab_size, host_rate=rate, report=progress)
-        plan = choice.plan
-        if flags.zero_bubble_unit_costs_output is not None:
-            _write(flags.zero_bubble_unit_costs_output, choice.model)
-        chosen = ChosenLayout(
-            flags_of_layout(plan.layout, flags.mtp_num_layers, flags.pattern),
-            plan.request,
-            choice.megatrons_time,
-            choice.is_megatrons_split,
-        )
-        for line in layout_lines(choice, chosen.flags):
-            print_line(line)
-        return chosen
-
-    return on_rank(0, choose)
-
-
-def _write(output: str, model: ModelCosts) -> None:
-    try:
-        write_file(output, units_to_json(model))
-    except OSError as error:
-        raise ValueError(f"--zero-bubble-unit-costs-output {output}: cannot be written: {error.strerror}") from error

@@ -50,6 +50,15 @@ def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
     return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
 
 
+def rehearsal_words(rehearsed: Sequence[tuple[Plan, float]], usual: Layout | None) -> str:
+    """The rehearsed and the planned time of each plan, in words; `usual` is the layout of Megatron's flags."""
+    return "; ".join(
+        f"{time:.1f} (planned: {plan.time:.1f}) "
+        + (f"Megatron's split, {plan.request.schedule}" if plan.layout == usual else placement_words(plan.layout))
+        for plan, time in rehearsed
+    )
+
+
 def placement_words(layout: Layout) -> str:
     """The placement, vocabulary shards and recomputation of a layout, in words."""
     placement = layout.placement

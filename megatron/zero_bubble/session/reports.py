@@ -20,7 +20,7 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.session.layout_words import gain_words, layers_words, named_plans
+from megatron.zero_bubble.session.layout_words import gain_words, layers_words, named_plans, rehearsal_words
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.mcore.linear import Gradients
@@ -83,7 +83,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
     chosen = choice.plan
     schedule = chosen.timeline.schedule
     yield f" > layout chosen for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches"
-    yield f"     F + B + W of a microbatch (ms): {'; '.join(_unit_words(choice.model, pattern))}"
+    yield f"     F + B + W of a microbatch (ms): {'; '.join(_unit_words(choice.request.model, pattern))}"
     described = [(name, *_cells(plan, pattern)) for name, plan in named_plans(chosen, choice.megatrons)]
     heads = ("", "layers of each stage", "time (ms)", "bubble", "idle", "fullest rank (MiB)")
     widths = [max(map(len, column)) for column in zip(heads, *described, strict=True)]
@@ -91,6 +91,8 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
         names = (cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True))
         figures = (cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
         yield f"     {'  '.join((*names, *figures))}"
+    if choice.rehearsed:
+        yield f"     step when rehearsed (ms): {rehearsal_words(choice.rehearsed, choice.request.usual)}"
     if choice.megatrons:
         yield f"     as fast as, with Megatron's split: {gain_words(chosen, choice.megatrons)}"
     yield f"     the same layout in another run: {flags_text(flags)}"

@@ -23,6 +23,7 @@ from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.step_call import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
 from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
+from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -34,7 +35,8 @@ from megatron.zero_bubble.session.drawings import TimelineWriter, open_timeline
 from megatron.zero_bubble.session.features import HIERARCHICAL_SGD, POST_VALIDATION, check_shards
 from megatron.zero_bubble.session.flags import limit_flag
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layout_choice import ChosenLayout, new_choice
+from megatron.zero_bubble.session.layout_choice import ChosenLayout
+from megatron.zero_bubble.session.new_layout import new_choice
 from megatron.zero_bubble.session.plans import make_schedules
 from megatron.zero_bubble.session.profiling import given_profile
 from megatron.zero_bubble.session.reports import print_rank_0
@@ -83,6 +85,7 @@ class Session:
         self._resources = ExitStack()
         self._timeline: TimelineWriter | None = None
         self._watchdog: Watchdog | None = None
+        self._message: TensorSpec | None = None
         self.has_started = False
         self.iteration = self.num_steps = self.num_microbatches = 0
         self.post_validation: PostValidation | None = None
@@ -131,6 +134,7 @@ class Session:
         Raises:
             ValueError: the given profile cannot be read, or does not determine the costs of the units.
         """
+        self._message = models.message
         return costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
 
     def choose_layout(self, costs: ModelCosts, padded_vocab_size: int, **restrictions: Any) -> Mapping[str, Any]:
@@ -146,7 +150,8 @@ class Session:
         Raises:
             ValueError: no layout fits in the memory, or a flag does not work with the chosen layout.
         """
-        choice = new_choice(replace(self.job.flags, **restrictions), costs, padded_vocab_size)
+        given = replace(self.job.flags, **restrictions)
+        choice = new_choice(given, costs, padded_vocab_size, self._message)
         self._take_layout(self.job.flags, choice)
         return choice.flags
 

@@ -1,0 +1,147 @@
+"""Chooses the layout of a new job: rank 0 plans the layouts, and on CPUs all ranks rehearse the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from math import inf
+
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.planner import Plan
+from megatron.zero_bubble.planner.choice import choose
+from megatron.zero_bubble.planner.layout_plan import model_of
+from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.copy_lane import copy_lane, link_rate
+from megatron.zero_bubble.runtime.device import least_free_bytes, own_device
+from megatron.zero_bubble.runtime.joint import on_rank
+from megatron.zero_bubble.runtime.rehearsal import Contender, rehearse
+from megatron.zero_bubble.schedule import OpKind
+from megatron.zero_bubble.schedule.formats import units_to_json
+from megatron.zero_bubble.schedule.model_costs import ModelCosts
+from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.recomputation import Recompute
+from megatron.zero_bubble.session.features import plans_offload
+from megatron.zero_bubble.session.files import write_file
+from megatron.zero_bubble.session.job_flags import JobFlags
+from megatron.zero_bubble.session.layout_choice import ChosenLayout, LayoutChoice, choose_layout
+from megatron.zero_bubble.session.layout_words import flags_of_layout
+from megatron.zero_bubble.session.progress_lines import ProgressLines
+from megatron.zero_bubble.session.reports import layout_lines, print_line, print_rank_0
+from megatron.zero_bubble.session.running import communicator_of
+
+SECONDS = 6.0
+"""Approximate duration of a rehearsal."""
+_LONGEST = 4000.0
+"""Predicted milliseconds of a step above which no layout is rehearsed: the waits are short beside such a step."""
+
+
+def new_choice(
+    flags: JobFlags, costs: ModelCosts, padded_vocab_size: int, message: TensorSpec | None = None
+) -> ChosenLayout:
+    """Search for the best layout on rank 0, print the layout, and send it to all ranks; a collective call.
+
+    If computation and communication share the cores of a CPU, a rank also waits for cores, and a layout with many
+    messages or collectives may be slower than its plan. All ranks then rehearse the planned layout, the best layout
+    without vocabulary shards, and Megatron's split. The rehearsed times decide.
+
+    Args:
+        costs: the costs of the model's units.
+        message: type and shape of a message between stages; None to choose without a rehearsal.
+
+    Raises:
+        ValueError: no layout fits in the memory; raised on all ranks.
+    """
+    choices: list[LayoutChoice] = []
+    rehearses = message is not None and message.device.type == "cpu"
+
+    def plan() -> list[Contender]:
+        choices.append(_planned(flags, costs, padded_vocab_size))
+        if flags.zero_bubble_unit_costs_output is not None:
+            _write(flags.zero_bubble_unit_costs_output, choices[0].request.model)
+        plans = _plans_to_rehearse(choices[0]) if rehearses else []
+        return [_contender(plan, choices[0].request) for plan in plans]
+
+    contenders, times = on_rank(0, plan), []
+    if contenders and message is not None:
+        print_rank_0(f" > rehearsing {len(contenders)} layouts for {SECONDS:g} seconds ...")
+        group = parallel_state.get_pipeline_model_parallel_group()
+        timeout = timedelta(minutes=flags.distributed_timeout_minutes)
+        times = rehearse(contenders, group, message, communicator_of(flags), timeout, SECONDS)
+
+    def decide() -> ChosenLayout:
+        choice = _rehearsed(choices[0], times) if times else choices[0]
+        layout = flags_of_layout(choice.plan.layout, flags.mtp_num_layers, flags.pattern)
+        for line in layout_lines(choice, layout):
+            print_line(line)
+        return ChosenLayout(layout, choice.plan.request, choice.megatrons_time, choice.is_megatrons_split)
+
+    return on_rank(0, decide)
+
+
+def _planned(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> LayoutChoice:
+    """Search the layouts in the free memory of all devices, and print the progress."""
+    device = own_device()
+    free_bytes = least_free_bytes(device) if device.type == "cuda" else None
+    progress = ProgressLines(lambda text: print_line(f" > choosing a layout: {text}"))
+    rate = link_rate(copy_lane(device), device) if plans_offload(flags) else None
+    return choose_layout(flags, costs, free_bytes, padded_vocab_size, host_rate=rate, report=progress)
+
+
+def _write(output: str, model: ModelCosts) -> None:
+    try:
+        write_file(output, units_to_json(model))
+    except OSError as error:
+        raise ValueError(f"--zero-bubble-unit-costs-output {output}: cannot be written: {error.strerror}") from error
+
+
+def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
+    """The chosen plan, the best plan without vocabulary shards, and the plans of Megatron's split.
+
+    The result is empty if only Megatron's split is left, or if a plan cannot be rehearsed.
+    """
+    chosen = choice.plan
+    unsharded = [plan for plan in (chosen, *chosen.others) if not plan.layout.vocabulary_parallel]
+    plans = list(
+        {(plan.layout, plan.request.schedule): plan for plan in (chosen, *unsharded[:1], *choice.megatrons)}.values()
+    )
+    kinds = set[OpKind]().union(*(plan.timeline.schedule.kinds for plan in plans))
+    is_settled = choice.is_megatrons_split or len(plans) == 1
+    if is_settled or kinds & {*PAIRED, OpKind.D} or max(plan.time for plan in plans) > _LONGEST:
+        return []
+    return plans
+
+
+def _contender(plan: Plan, request: PlanRequest) -> Contender:
+    """A plan with the costs of its operations alone, without the delays by communication."""
+    layout, is_own = plan.layout, plan.request.schedule != request.schedule
+    model = replace(request.model, time_exchange=0.0, time_collective=0.0)
+    model = model.with_fused_backwards if is_own else model
+    costs = model_of(replace(request, costs=model), layout).of_stages(layout.partition, layout.placement)
+    if is_own and layout.recompute is Recompute.FULL:
+        costs = costs.recomputing_in_backward()
+    return Contender(plan.timeline.schedule, costs, interlocks=request.post_validation)
+
+
+def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
+    """Choose again among the rehearsed plans, by their rehearsed times."""
+    request, planned = choice.request, _plans_to_rehearse(choice)
+    plans = [
+        replace(plan, slowdown=time / request.time_of(plan.timeline), others=())
+        for plan, time in zip(planned, times, strict=True)
+    ]
+    is_allowed = request.usual is not None and request.allows(request.usual)
+    ours = [plan for plan in plans if plan.request.schedule == request.schedule]
+    own = [plan for plan in plans if plan.request.schedule != request.schedule]
+    rivals = [plan for plan in ours if is_allowed or plan.layout != request.usual]
+    chosen = choose(rivals, request.usual, own[0].time if own and is_allowed else inf)
+    rehearsed = {plan.layout.combination for plan in ours}
+    others = (*chosen.others, *(plan for plan in choice.plan.others if plan.layout.combination not in rehearsed))
+    return LayoutChoice(
+        replace(chosen, others=others),
+        tuple(plan for plan in (*ours, *own) if plan.layout == request.usual),
+        request,
+        tuple((before, after.time) for before, after in zip(planned, plans, strict=True)),
+    )
