@@ -31,7 +31,8 @@ _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of z
 _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _LAYOUT = "--pipeline-model-parallel-layout"
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-"""Flags with a hybrid model's layer pattern. `divide_pattern` inserts `|` to divide the pattern into stages."""
+"""Flags with a hybrid model's layer pattern. `divide_pattern` inserts `|` into a layer pattern to divide the pattern
+into stages."""
 
 
 @dataclass(frozen=True)

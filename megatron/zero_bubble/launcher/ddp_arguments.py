@@ -1,7 +1,8 @@
 """Changes the arguments that a script passes to megatron-core's DDP.
 
 From megatron-core 0.18 on, a script with a distributed optimizer computes each parameter's position in DDP's buffers
-before it wraps the model. Sharding replaces parameters, so the vocabulary is sharded before this computation.
+before it wraps the model. Sharding the vocabulary replaces parameters, so the vocabulary is sharded before the
+positions are computed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
     """Shard the vocabulary of a model, and pass the new parameters to a call of `compute_full_param_layout`.
 
     Args:
-        call: the call of `compute_full_param_layout`; unchanged unless it has exactly a chunk's trainable parameters.
+        call: the call of `compute_full_param_layout`; changed only if its parameters are a chunk's trainable
+            parameters.
         chunks: the model's chunks on this rank.
         shard: shards the vocabulary of `chunks`; a collective call of the pipeline's ranks.
     """
@@ -32,7 +34,8 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
 def defer_in_ddp(call: Call, **more: bool) -> None:
     """Set `delay_wgrad_compute` in a call of DDP's constructor, so that W calls DDP's hooks, which reduce gradients.
 
-    DDP's configuration is copied without its checks, because they would refuse a bucket size set by `num_buckets`.
+    DDP's configuration is copied without its checks, because the checks would refuse a bucket size set by
+    `num_buckets`.
 
     Args:
         call: the call of DDP's constructor.

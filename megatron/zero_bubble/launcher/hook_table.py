@@ -25,7 +25,7 @@ _MODELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("megatron.core.models.mamba.mamba_model:MambaModel", (), ("0.16", "0.17")),
     ("megatron.core.models.hybrid.hybrid_model:HybridModel", ("vp_stage", "hybrid_layer_pattern"), _NEWER),
 )
-"""For each model class: path, parameters that not all model classes have, and megatron-core versions."""
+"""(path of a model class, constructor parameters that not all model classes have, versions of megatron-core)."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
@@ -36,7 +36,7 @@ _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:L
 
 
 class ScriptHooks:
-    """Makes the launcher's hooks; holds the `Run`, made with the process groups, or another loop's `LoopRun`."""
+    """Makes the launcher's hooks, and holds the run: a `Run` for Megatron-LM's trainer, a `LoopRun` for other loops."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
@@ -92,7 +92,10 @@ class ScriptHooks:
             )
 
     def _model_hooks(self) -> Iterator[Hook]:
-        """The hooks that build the stages of the layout. The hooks for a V do nothing under another placement."""
+        """The hooks that build the stages of the layout.
+
+        The hooks for a V-shaped placement do nothing under another placement.
+        """
         yield Hook(
             "megatron.core.transformer.module:MegatronModule.__init__",
             ("config",),
@@ -232,7 +235,7 @@ class ScriptHooks:
         return run.begin(call)
 
     def _in_script(self, handle: Callable[[Run, Call], Any], call: Call) -> Any:
-        """Pass a call to `handle` in a run of Megatron-LM's trainer; in another loop, call the original function."""
+        """Pass a call to `handle` if Megatron-LM's trainer runs; in another loop, call the original function."""
         return handle(self._run, call) if isinstance(self._run, Run) else call.proceed()
 
     def check_trained(self) -> None:

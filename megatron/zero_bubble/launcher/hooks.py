@@ -58,7 +58,8 @@ class Needed:
         return self.path.replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Whether megatron-core `version` (`0.16.1`) has the function; trainer functions also need `has_trainer`."""
+        """Whether megatron-core `version` (`0.16.1`) has the function and, for trainer functions, `has_trainer` is
+        set."""
         if self.path.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions

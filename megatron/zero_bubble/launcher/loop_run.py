@@ -42,7 +42,7 @@ class _Model:
     """The model's chunks on this rank, wrapped in DDP."""
 
     def shard(self) -> None:
-        """Spread the vocabulary over the ranks if the layout says so; a second call does nothing."""
+        """Spread the vocabulary over the ranks if the layout has vocabulary shards; a second call does nothing."""
         self.session.shard(self.built, self.vocab_size)
 
 

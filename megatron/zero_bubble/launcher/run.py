@@ -31,7 +31,7 @@ _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
 
 
 class Run:
-    """The training run of a script, made after the script has parsed its arguments and before it makes process groups.
+    """The training run of a script; made after the script has parsed its arguments, before process groups exist.
 
     Args:
         script: the script's arguments, from Megatron-LM's `get_args()`.
@@ -155,7 +155,7 @@ class Run:
         return call.proceed()
 
     def _shard(self) -> None:
-        """Spread the vocabulary over the ranks if the layout says so; a second call does nothing."""
+        """Spread the vocabulary over the ranks if the layout has vocabulary shards; a second call does nothing."""
         self.session.shard(self._built, self._script.padded_vocab_size)
 
     def forward_backward_func(self, call: Call) -> Any:
@@ -191,7 +191,8 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`: step unless the schedule did so; then average parameters if that is due."""
+        """Hook around `optimizer.step()`: step unless the schedule has stepped; then average parameters if an average
+        is due."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)
@@ -217,7 +218,7 @@ class Run:
         self.post_validation.start(self.session.post_validation, self._optimizer, self._chunks)
 
     def extend_log_line(self, call: Call) -> Any:
-        """Hook around `print_rank_last`: append the idle share to the training log line; a collective call."""
+        """Hook around `print_rank_last`: append the share of idle time to the log line; a collective call."""
         match, run = _LOG_LINE.match(call["message"]), self.session.forward_backward_func
         if match is not None and run is not None and self.num_steps > 0:
             measured, predicted = run.measured_time().idle, run.predicted_idle(self.session.num_microbatches)

@@ -40,7 +40,7 @@ _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
 )
-"""Script arguments for models that megatron-core cannot build from a pipeline layout and other arguments alone."""
+"""Script arguments that keep megatron-core from building the model from a pipeline layout."""
 _RESHARDED = "torch_dist"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -48,11 +48,12 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     """Hook around `validate_args`: refuse settings before Megatron-LM prints its arguments, and allow uneven stages.
 
-    Stages may be uneven if zero bubble chooses the layout, and with `--allow-padding-num-layers`.
+    Stages may be uneven if zero bubble chooses the layout, or with `--allow-padding-num-layers`.
 
     Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
-    layout. During the call, the arguments therefore give the most even layout in place of the number of chunks. If zero
-    bubble chooses the layout, the hook removes the most even layout after the call.
+    layout. If stages may be uneven, the arguments therefore give the most even layout, in place of the number of
+    chunks, while `validate_args` runs. If zero bubble chooses the layout, the hook removes the most even layout from
+    the arguments after the call.
     """
     script = call["args"]
     with users_mistakes():
@@ -75,7 +76,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """The most even layout if stages may be uneven, do not divide the layers and are not given; otherwise None."""
+    """The most even layout, if uneven stages are allowed and needed and no argument gives the stages; else None."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
     if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
@@ -185,7 +186,7 @@ def _reason_to_keep(script: Namespace) -> str | None:
 
 
 def _other_source(script: Namespace) -> str | None:
-    """The script argument that keeps megatron-core from building the model from a layout; None without one."""
+    """The script argument that keeps megatron-core from building the model from a layout; None if there is none."""
     patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 

@@ -50,8 +50,8 @@ def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
     """The job's flags from a script's arguments and the launcher's flags.
 
     Args:
-        script: the result of Megatron-LM's `get_args()`, or arguments that are not validated yet. Names that
-            `script` lacks get the defaults of `JobFlags`.
+        script: the result of Megatron-LM's `get_args()`, or arguments that are not validated yet. Flags that `script`
+            lacks have the defaults of `JobFlags`.
         known: values that replace the script's values.
     """
     layout = getattr(script, "pipeline_model_parallel_layout", None)

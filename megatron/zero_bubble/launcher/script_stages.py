@@ -35,10 +35,10 @@ class ScriptStages:
         self._pattern = pattern if pattern is not None and pattern.is_divided else None
         self.is_v = placement.kind == "v"
         self._running: int | None = None
-        """The stage of a V whose forward step runs now; None outside of forward steps."""
+        """The stage of a V-shaped placement whose forward step runs now; None outside of forward steps."""
 
     def set_embedding_ranks(self, call: Call) -> None:
-        """For a V, give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
+        """In a V-shaped placement, give a call of `initialize_model_parallel` the ranks that reduce tied embeddings."""
         if self.is_v:
             call["get_embedding_ranks"] = embedding_ranks(self._placement)
 
@@ -113,7 +113,7 @@ class ScriptStages:
         return self._stage_of(call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the script's forward step; in a V, the step then learns whether its own stage is first or last."""
+        """Wrap the script's forward step; in a V, the step can then ask whether its own stage is first or last."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
             with self._at(self._stage_of(get_attr_wrapped_model(model, "vp_stage"))):
@@ -130,9 +130,9 @@ class ScriptStages:
             self._running = None
 
     def to_last_rank(self, losses: list[Any]) -> list[Any]:
-        """In a V, copy the loss function's results to the last rank, which logs them; collective in the pipeline.
+        """In a V, copy the loss function's results to the last rank, which logs the losses; a collective call.
 
-        The losses of multi-token prediction, which megatron-core sums in a global variable, are copied, too.
+        The losses of multi-token prediction, which megatron-core sums in a global variable, are also copied.
 
         Args:
             losses: one entry of tensors and plain values for each microbatch; only the entries on the last stage's rank

@@ -1,14 +1,14 @@
 """Handles a script's calls of `optimizer.step()` under post-validation and hierarchical SGD.
 
 Under post-validation the schedule has already taken the step when the script calls `optimizer.step()`. The hooked
-`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. Only in the first
-and the last iteration, and in iterations that the script logs, does the hooked `optimizer.step()` validate the step and
-return the norm of the gradients. Gradients are zeroed when the step is validated. A save or an evaluation first
+`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. The hooked
+`optimizer.step()` validates the step and returns the norm of the gradients only in the first and the last iteration and
+in iterations that the script logs. Gradients are zeroed when the step is validated. A save or an evaluation first
 validates a step that is not validated yet.
 
-Megatron-LM reduces each iteration's loss over all replicas, so that all replicas would wait in every iteration. Under
-hierarchical SGD, Megatron-LM gets this replica's own loss in a form that Megatron-LM does not reduce. The sums of
-losses are reduced before a log line is printed.
+Megatron-LM reduces each iteration's loss over all replicas, so that replicas would wait for each other in every
+iteration. Under hierarchical SGD, Megatron-LM gets this replica's own loss in a form that Megatron-LM does not reduce.
+The sums of losses are reduced before a log line is printed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ScriptPostValidation:
         )
 
     def unless_pending(self, call: Call) -> Any:
-        """Hook around zeroing gradients: skip it while a step awaits validation, because validation zeroes them."""
+        """Hook around zeroing gradients: do nothing while a step awaits validation, which will zero the gradients."""
         if self._post_validation is None or not self._post_validation.is_pending:
             return call.proceed()
         return None
@@ -192,7 +192,7 @@ class ScriptReplicas:
 
 
 def _own_mean(reports: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of a loss over this replica's microbatches; a report is a mean, or a sum and a token count."""
+    """Return a loss's mean over this replica's microbatches; each report is a mean, or a sum and a token count."""
     if reports[0].numel() != 2:
         return torch.stack([report.reshape(-1) for report in reports]).mean(dim=0)
     total = torch.stack([report.reshape(-1) for report in reports]).sum(dim=0)

@@ -1,8 +1,8 @@
 """Measures the costs of a script's model before the script builds it, unit by unit.
 
 A unit is the embedding, a layer, or all modules after the layers. The script's own code builds the units: for every
-unit, the script begins to build its model, as a pipeline of one rank. A hook around the model's constructor
-then builds the unit in place of the model, and a hook around DDP raises an exception, which leaves the script's code.
+unit, the script begins to build its model, as a pipeline of one rank. A hook around the model's constructor then builds
+the unit in place of the model, and a hook around DDP's constructor raises an exception to leave the script's code.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32"
 
 
 class _BuildsModel(BaseException):
-    """Raised in the constructor of the model, to leave the script's code with the constructor's arguments.
+    """Raised in the model's constructor, to leave the script's code and pass on the constructor's arguments.
 
     `_BuildsModel` and `_HasBuilt` do not derive from `Exception`, so that the script does not handle them.
     """
@@ -62,7 +62,7 @@ class _BuildsModel(BaseException):
 
 
 class _HasBuilt(BaseException):
-    """Raised in the constructor of DDP, to leave the script's code with the wrapped unit."""
+    """Raised in DDP's constructor, to leave the script's code and pass on the wrapped unit."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

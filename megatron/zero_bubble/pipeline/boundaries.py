@@ -15,11 +15,13 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """Split `weights` into consecutive non-empty parts so that the largest sum of a part is as small as possible.
 
     Among such partitions, the function chooses the partition with the smallest sum of the parts' squared weights. If
-    several partitions still tie, it chooses the smallest sum of the parts' squared lengths.
+    several partitions still tie, the function chooses the partition with the smallest sum of the parts' squared
+    lengths.
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
-    """Number n of layers -> least possible largest sum of a part, if the first n layers form the parts so far."""
+    """Number n of layers -> smallest possible largest sum of a part, if the first n layers are cut into the current
+    number of parts."""
     for _ in range(num_parts - 1):
         smallest = [
             min((max(smallest[first], total - before[first]) for first in range(end)), default=math.inf)
@@ -32,8 +34,8 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
     """Return the most even partition in which no part's sum exceeds `limit`, by dynamic programming over part ends."""
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
-    """Number of parts -> end of the last part -> sum of squared weights, sum of squared lengths and first layer of the
-    last part, for the best partition."""
+    """Number k of parts -> number n of layers -> best partition of the first n layers into k parts: its sum of squared
+    weights, its sum of squared lengths, and the first layer of its last part."""
     for part in range(num_parts):
         ends: dict[int, tuple[float, float, int]] = {}
         for first, (squares, lengths, _) in best[-1].items():

@@ -68,7 +68,7 @@ class _DroppedCall:
         self._output: StageMessage | None = None
 
     def run(self, tensors: tuple[torch.Tensor, ...], needs_gradient: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """Run F, which keeps the inputs and the states of the random number generators."""
+        """Run F, and keep the inputs and the states of the random number generators."""
         self._tensors, self._needs_gradient = tensors, needs_gradient
         self._random_state, self._device_states = torch.get_rng_state(), get_device_states(*tensors)
         with torch.no_grad(), self._autocast.forward(keeps_casts=False):

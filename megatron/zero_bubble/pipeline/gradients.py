@@ -133,7 +133,7 @@ def connect_ties(
 def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Average gradients over replicas as DistributedDataParallel does: divide each gradient first, then sum.
 
-    A parameter that has no gradient on any replica keeps none.
+    A parameter without a gradient on any replica gets no gradient.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -155,7 +155,7 @@ def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Para
 
 
 LayerNorm = tuple[int, torch.dtype, torch.Tensor]
-"""The index of a layer, and the type and the norm of the gradient of one of its parameters; the norm is on the host."""
+"""(index of a layer, type of a gradient of the layer, norm of this gradient); the norm is on the host."""
 
 
 def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: float = 2.0) -> list[LayerNorm]:

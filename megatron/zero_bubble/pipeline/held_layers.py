@@ -21,7 +21,7 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 Unsplit = Counter[str]
-"""Module class -> number of parameters of such modules whose gradients are computed in B."""
+"""Module class -> number of parameters in modules of this class whose gradients are computed in B, not in W."""
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class Agreement:
 
 
 def _raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
-    """Raise the first error in `errors`, if any; as ranks do not send causes, the error gets the cause of `own`."""
+    """Raise the first error in `errors`, if any, with the cause of `own`, because ranks do not send causes."""
     for error in errors:
         if error is not None:
             raise error from (own and own.__cause__)

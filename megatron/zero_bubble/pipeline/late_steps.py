@@ -171,7 +171,7 @@ class LateSteps:
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """Take the optimizer's step unless it is delayed or known to be wrong; send a `StepReport` in the background.
 
-        All reports are needed before the next step's first backward; before its first forward if this step is delayed.
+        The next step needs all reports before its first backward or, if this step is delayed, before its first forward.
         """
         assert self._pending is None, "the last step has to be validated first"
         norms = self._norms()
@@ -196,7 +196,7 @@ class LateSteps:
 
         Raises:
             ValueError: on all ranks, if a forward of the step or an optimizer's step has failed, or the step has to be
-                amended but its gradients have changed; ranks that have taken the optimizer's step undo it.
+                amended but its gradients have changed. Ranks that have taken the optimizer's step undo the step.
         """
         if self._pending is None:
             return False

@@ -92,7 +92,7 @@ class LayerStage:
         return self._microbatches.inputs
 
     def reorder(self, places: Sequence[int]) -> None:
-        """Reorder the step's microbatches; `places[k]` is the number in the data of the microbatch at place k."""
+        """Reorder the step's microbatches: microbatch k of the schedule becomes number `places[k]` of the data."""
         self._places = places
         if self._microbatches.targets:
             inputs, targets = self._microbatches

@@ -1,7 +1,7 @@
 """Messages between stages: tensors in tuples, lists and dicts, sent one after the other on one channel.
 
-The executor passes messages on without looking inside. The executor gets a `StageMessage` in place of a tensor, and a
-`MessageCommunicator` in place of a communicator.
+The executor passes messages on without reading the messages' tensors. The executor gets a `StageMessage` in place of a
+tensor, and a `MessageCommunicator` in place of a communicator.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MessageSpec:
         return replace(self, template=announced)
 
     def answering(self, find: Callable[[], Sequence[TensorSpec] | None]) -> MessageSpec:
-        """Return the spec of a message of gradients whose shapes `find` returns as soon as they are known."""
+        """Return the spec of a message of gradients; `find` returns the gradients' shapes, or None if not yet known."""
 
         def later(k: int) -> AnswerSpec:
             return AnswerSpec(lambda: None if (specs := find()) is None else specs[k])
@@ -125,7 +125,7 @@ class StageMessage:
         """Make a message for the next stage.
 
         Raises:
-            ValueError: `of` raises an error, or a tensor is sparse.
+            ValueError: the output holds something that cannot be sent, no tensor, or a sparse tensor.
         """
         message = cls.of(value)
         for layout in (tensor.layout for tensor in message.tensors):

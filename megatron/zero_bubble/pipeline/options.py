@@ -141,7 +141,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Check that `optimizer.step()` can be called without arguments.
 
     Raises:
-        ValueError: the step needs a closure, as that of LBFGS does.
+        ValueError: the step needs a closure, as the step of `torch.optim.LBFGS` does.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return

@@ -232,7 +232,7 @@ class Pipeline(PartialModel):
         return clip_grad_norm(self.own_parameters(), counted, self._agreement, self.device, max_norm, norm_type)
 
     def _counted(self) -> list[tuple[int, nn.Parameter]]:
-        """Return this rank's parameters that no earlier stage has a copy of, each with its layer's index."""
+        """Return this rank's parameters without a copy on an earlier stage, each with its layer's index."""
         copies = {parameter for tied in self._steps.tied for parameter in tied.parameters_beyond_first}
         return [(layer_of(name), own) for name, own in self.own_named_parameters().items() if own not in copies]
 

@@ -61,7 +61,7 @@ def _existing_module(layer: Any) -> nn.Module | None:
 def _on_meta(spec: LayerSpec) -> nn.Module | None:
     try:
         return built_on_meta(spec)
-    except Exception:  # the rank that holds the layer builds it and tells the error
+    except Exception:  # the rank that holds the layer will raise the error
         return None
 
 

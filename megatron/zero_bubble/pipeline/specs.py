@@ -36,7 +36,7 @@ class LayerSpec:
 
         try:
             signature = inspect.signature(layer_class)
-        except (TypeError, ValueError):  # a callable that does not tell its arguments
+        except (TypeError, ValueError):  # the arguments of the callable are not known
             return
         try:
             signature.bind(*args, **kwargs)

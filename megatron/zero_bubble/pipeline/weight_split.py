@@ -66,8 +66,8 @@ def split_modules(
     """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
 
     A layer that shares a parameter with another layer is not split, because autograd adds up the gradients of both
-    layers in B. Nor is a layer split if `forward` was set on the instance, as adapters do. A layer that is already
-    split is split again.
+    layers in B. A layer is not split either if `forward` was set on the instance, as adapters do. A layer that an
+    earlier call has split is split again.
 
     Args:
         others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep its
@@ -200,7 +200,7 @@ class _SplitLayer:
     def differentiate(
         self, function: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor], grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return gradients of an input and parameters for `create_graph=True`; later calls of the layer are not split.
+        """Return gradients for `create_graph=True`, of an input and parameters; later calls of the layer are not split.
 
         A forward that uses these gradients in its output needs autograd to add up all gradients in one backward.
         """

@@ -32,7 +32,8 @@ def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -
         request: a checked request (see `PlanRequest.checked`) for one layout.
 
     Raises:
-        Infeasible: no schedule fits in memory. The error has the smallest memory limit in which a schedule fits.
+        Infeasible: no schedule fits in memory. The error's `smallest_limit` is the smallest memory limit in which a
+            schedule fits.
     """
     limits = request.limits or with_room_for_shards(request, own_limits(request))
     is_v = request.placement.kind == "v"
@@ -41,13 +42,13 @@ def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -
 
 
 def limit_of_1f1b(request: PlanRequest) -> Limits:
-    """Memory limits of the ranks, all equal to the peak memory of 1F1B on the rank where 1F1B needs most memory."""
+    """Memory limits of the ranks, all equal to the largest peak memory of a rank under 1F1B."""
     peaks = one_f_one_b_peaks(request.placement, request.stage_costs, request.num_microbatches, request.recompute)
     return (max(peaks),) * request.num_ranks
 
 
 def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
-    """Memory limits of the ranks: the limits of `multiple_of_p`, plus the memory that stays allocated after all W."""
+    """Memory limits of the ranks: `multiple_of_p`, plus the memory that W leave allocated until the end of the step."""
     limits = multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
     return tuple(map(add, limits, _left(request)))
 

@@ -1,8 +1,8 @@
 """Orders of F and B for V-shaped placements: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
 A building block is the path of one microbatch in four legs: F of chunk 0 down the ranks, F of chunk 1 back up, B of
-chunk 1 down, and B of chunk 0 up. The time from one rank to the next in each leg decides how long activations stay in
-memory, and therefore decides the peak memory.
+chunk 1 down, and B of chunk 0 up. In each leg (F or B of one chunk on all ranks), the time from one rank to the next
+decides how long activations stay in memory, and so the peak memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Fractions to try: time of a chunk's leg down the ranks, divided by the time of both legs (F and B) of the chunk."""
+"""Fractions to try: time of a chunk's leg (F or B) down the ranks, divided by the time of both legs of the chunk."""
 DELAYS = (0, 0, 1, 2, 3)
-"""Numbers of slots by which B of a chunk starts late in a random building block; one number is drawn for each chunk."""
+"""Delays of B, in time slots; a random building block draws one of these delays for each chunk."""
 VARIATION = 0.06
 """Standard deviation of a random change of a time in a building block, as a fraction of the block's period."""
 
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     legs: tuple[float, ...]
     """Time from one rank to the next on each leg: F of chunk 0, F of chunk 1, B of chunk 1, B of chunk 0."""
     turns: tuple[float, ...]
-    """Time from the start of the last operation of a leg to the start of the next leg, for the first three legs."""
+    """Time from the start of the last operation of a leg to the start of the next leg, for all `legs` but the last."""
 
     def varied(self, generator: Random) -> Block:
         """Return a copy of the block in which between one and three of its times are changed at random."""
@@ -69,7 +69,7 @@ def random_block(problem: Problem, in_flight: float, generator: Random) -> Block
 def _block(
     problem: Problem, times: tuple[float, float, float], in_flight: float, share: float, delays: tuple[int, int]
 ) -> Block:
-    """Return the block with `times` of (F, B, period); B of chunk 1 and B of chunk 0 start late by `delays` slots."""
+    """Return the block for the `times` of (F, B, period), with B of chunks 1 and 0 delayed by `delays` time slots."""
     f, b, period = times
     together = period * (in_flight - 1) / problem.num_ranks
     down, down_again = max(f, together * share), max(b, together * share)
@@ -79,7 +79,7 @@ def _block(
 
 
 def _median_times(problem: Problem) -> tuple[float, float, float]:
-    """Return the times of F plus a message, of B plus a message, and of a block's period: medians over the stages."""
+    """Return the times of F plus a message, B plus a message, and a block's period, as medians over the stages."""
     size, comm = problem.num_stages, median(problem.message or (0,))
     kinds = [slice(kind * size, (kind + 1) * size) for kind in range(3)]
     f, b = (median(problem.latency[kind]) + comm for kind in kinds[:2])
@@ -90,7 +90,7 @@ def _median_times(problem: Problem) -> tuple[float, float, float]:
 
 
 def repeated(problem: Problem, block: Block) -> list[Order]:
-    """Return for every rank its F and B in the order of their start times, if the block starts anew every period."""
+    """Return for every rank its F and B in the order of their start times, if the block is repeated every period."""
     p, size = problem.num_ranks, problem.num_stages
     leg_starts = [0.0]
     for leg, turn in zip(block.legs, block.turns, strict=False):
@@ -109,10 +109,10 @@ def repeated(problem: Problem, block: Block) -> list[Order]:
 def eager_orders(problem: Problem) -> list[Order]:
     """ZB-V's orders: F of chunk 0 until F of chunk 1 is ready, F of both chunks until B is ready, then F and B in turn.
 
-    If every operation takes one slot, the first microbatch takes 2(p - r) - 1 slots from chunk 0 to chunk 1 of rank r.
-    After the first microbatch has arrived in chunk 1 of rank r, 2r + 1 slots pass until its gradient arrives in chunk
-    1, and 2p slots until its gradient arrives in chunk 0. Each phase of the warmup has one operation for each slot, so
-    that no rank idles.
+    On p ranks, if every operation takes one slot, the first microbatch takes 2(p - r) - 1 slots from chunk 0 to chunk 1
+    of rank r. After the first microbatch has arrived in chunk 1 of rank r, 2r + 1 slots pass until its gradient arrives
+    in chunk 1, and 2p slots until its gradient arrives in chunk 0. Each phase of the warmup has one operation for each
+    time slot, so that no rank idles.
     """
     p, size, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
     orders = []

@@ -137,7 +137,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time per microbatch that a rank spends on R or, if the microbatch has no R, idles between F and B."""
+        """Least time per microbatch that a rank needs for R, or idles between F and B of a microbatch without R."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -164,7 +164,7 @@ class _Rank:
 
     @cached_property
     def recomputation(self) -> float:
-        """Least total time that the rank spends on R, or idles between F and B of microbatches without an R."""
+        """Least total time that the rank needs for R, or idles between F and B of microbatches without R."""
         return self.num_microbatches * sum(self.path.recomputation(s) for s in self.stages)
 
     @property
@@ -190,8 +190,8 @@ class _Rank:
     def window(self) -> float:
         """Least time from the start of the first F to the end of the last B of the rank.
 
-        This time is at least the sum of three times: all F and B; each W that lack of memory forces before the last B;
-        and the larger of idle time and recomputation, because R may run in idle time.
+        This time is at least the sum of three times: the time of all F and B; the time of W that must run before the
+        last B for lack of memory; and the larger of idle time and time of R, because R may run in idle time.
         """
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
@@ -204,7 +204,7 @@ class _Rank:
 
     @property
     def window_of_last_f(self) -> float:
-        """Lower bound on the time from the rank's first F to the end of its last B, for the path through its last F.
+        """Lower bound on the time from the rank's first F to the end of its last B, from the path through its last F.
 
         Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the
         microbatch of that F passes through the last stage and back. With recomputation the returned bound is zero.
@@ -226,8 +226,8 @@ class _Rank:
     def idle(self) -> float:
         """Least idle time of the rank between its first F and its last B.
 
-        Unless all microbatches fit in memory at once, the last F comes after the first B, so that the idle time before
-        the first B and the idle time after the last F add up.
+        If memory is too small for all microbatches at once, the last F comes after the first B. The idle time before
+        the first B and the idle time after the last F then add up.
         """
         return max(self.idle_before_b, self.idle_after_f) if self.all_fit else self.idle_before_b + self.idle_after_f
 
@@ -268,9 +268,9 @@ class _Rank:
     def memory_time(self) -> float:
         """Least span of the rank: the integral of the microbatches' memory over time, divided by the memory limit.
 
-        Memory is below the limit at the start and at the end of the span, because memory grows no faster than F
-        allocates and shrinks no faster than B and W release. With recomputation these rates do not hold, because R
-        allocates memory and dropped activations release memory; the returned span is then zero.
+        At the start and at the end of the span, less memory than the limit is in use, because memory grows no faster
+        than F allocates and shrinks no faster than B and W release. With recomputation these rates do not hold, because
+        R allocates memory and dropped activations release memory; the returned span is then zero.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:

@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 SIMPLER = 1.02
 """A simpler layout is chosen if its plan is slower by at most this factor; measured costs have errors of this size."""
 SHARDING_GAIN = 1.03
-"""Least speedup for which a layout with vocabulary shards is chosen; the shards' collectives cost processor time."""
+"""Least speedup at which a layout with vocabulary shards is chosen, because the shards' collectives cost CPU time."""
 
 
 def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf) -> Plan:
@@ -22,11 +22,12 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 
     A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. If the fastest plan has vocabulary
     shards, a plan without shards is close to the fastest plan if it takes at most `SHARDING_GAIN` times as long. The
-    plan of the layout `usual` is chosen if this plan, or a plan that takes `usual_time`, is close to the fastest plan.
+    plan of the layout `usual` is chosen if its time, or `usual_time`, is close to the time of the fastest plan.
     Otherwise the plan with the simplest layout is chosen among all plans close to the fastest plan.
 
     Args:
-        plans: one or more plans; several may have the same combination of placement, recomputation and vocabulary.
+        plans: one or more plans; several plans may have the same combination of placement, recomputation and
+            vocabulary.
         usual: the layout that is kept unless another layout is clearly faster; None if no layout is preferred.
         usual_time: time of another schedule for the layout `usual`, such as megatron-core's own schedule.
 
@@ -55,7 +56,7 @@ def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Pl
     """The best plan of each combination of placement, recomputation and vocabulary, and the plan of layout `usual`.
 
     Among plans of one combination whose times differ by at most the factor `ALIKE`, the plan with the most even
-    partition is taken, so that small differences between measured costs do not change the choice.
+    partition is taken. Small differences between measured costs then do not change the choice.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:

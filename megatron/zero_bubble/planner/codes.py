@@ -11,8 +11,8 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 Order = list[int]
 """The operations of one rank as codes (see `Codes`), in the order in which they run.
 
-The k-th F, the k-th B and the k-th W of a stage belong to microbatch k, whether F keeps or drops activations.
-The k-th R belongs to the k-th microbatch whose activations are dropped.
+The k-th F, the k-th B and the k-th W of a stage belong to microbatch k, whether or not F drops its activations. The
+k-th R belongs to the k-th microbatch whose activations are dropped.
 """
 
 
@@ -46,7 +46,7 @@ class Codes(NamedTuple):
         return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
 
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
-        """Code of an operation -> cost; each argument has one kind's costs by stage (`f` for F), other kinds cost 0."""
+        """Code of an operation -> cost; arguments give the costs of a kind by stage (`f` for F), by default 0."""
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
 
@@ -98,6 +98,6 @@ class Codes(NamedTuple):
             counts[kept] += 1
 
     def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
-        """Return the F and B of complete orders; an F that drops its activations becomes an F that keeps them."""
+        """Return the F and B of complete orders; an F that drops its activations becomes a plain F."""
         kept = [[code - self.drop if self.drop <= code < self.e else code for code in order] for order in orders]
         return [[code for code in order if code < self.w] for order in kept]

@@ -39,7 +39,7 @@ class OrderGraph:
         self.dropped: set[int] = set()
         """The numbers of the F that drop their activations."""
         self.needs: list[list[tuple[int, float]]] = [[] for _ in self.duration]
-        """Operation -> (operation whose result it needs, latency of the result), for the dependencies in `links`."""
+        """Operation -> (operation whose result is an input, latency of the result), for the dependencies in `links`."""
         self.users: list[list[tuple[int, float]]] = [[] for _ in self.duration]
         """Operation -> (operation that needs its result, latency of the result), for the dependencies in `links`."""
         for source, target, latency in problem.links:
@@ -53,7 +53,7 @@ class OrderGraph:
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the critical path from its start to the end of the slowest rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> negated start of the rank's span; the end of the last operation plus this value is the span."""
+        """Rank -> minus the start time of the rank's span, or of the makespan if plans are compared by makespan."""
         self.cost = self.tie = 0.0
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
 
@@ -170,7 +170,7 @@ class OrderGraph:
             tail[op] = longest
 
     def critical_stretches(self) -> Iterator[Stretch]:
-        """Yield the parts of the critical path that have two or more operations, the last part first."""
+        """Yield the stretches of the critical path (see `Stretch`) that have two or more operations, the last first."""
         epsilon = 1e-9 * self.cost
         ends = [self.end[lane[-1]] + final for lane, final in zip(self.lanes, self.final, strict=True)]
         rank = ends.index(max(ends))

@@ -30,11 +30,11 @@ class EventLoop(ABC):
     """Event-driven simulation of all ranks; a subclass is a policy that chooses the next operation of an idle rank.
 
     `choose` is called when a rank ends an operation and when a result arrives at an idle rank. The arrival time of a
-    result is known when the operation that computes the result starts, so that a policy can plan ahead. A simulation
-    takes time O(n log p) for n operations on p ranks.
+    result is known as soon as the operation that computes the result starts, so that a policy can plan ahead. A
+    simulation takes time O(n log p) for n operations on p ranks.
 
     With vocabulary shards every idle rank first runs a loss, a softmax or an embedding that is ready, because the
-    backward of the last stage waits for all ranks. A weight gradient of a shard is treated as a W.
+    backward of the last stage waits for all ranks. A weight gradient of a vocabulary shard is treated as a W.
 
     Attributes:
         weight: processor time that the policy takes to plan an operation, relative to the fastest policy.
@@ -85,7 +85,8 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of shard operations with known input time that have not run and are not yet in `weights`."""
+        """Rank -> number of vocabulary operations with a known input time that have not run and are not in
+        `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
@@ -276,7 +277,7 @@ class EventLoop(ABC):
         return now - self.span_start[rank] + self.work[rank] - self.worked[rank]
 
     def fills(self, rank: int, now: float, ready: float, duration: float, rule: GapRule) -> bool:
-        """Whether a rank runs an operation of length `duration` before its next operation, ready at time `ready`."""
+        """Whether a rank runs an operation that takes `duration` before an operation that is ready at time `ready`."""
         if now + duration <= ready + 2 * self.epsilon or rule is GapRule.ALWAYS:
             return True
         return rule is GapRule.BALANCED and self.span_so_far(rank, ready) > self.target + self.epsilon

@@ -77,7 +77,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
     If the request allows offload, activations are copied to the host and back where copies make the schedule faster. A
     stage that is short of memory may recompute its activations in several groups of layers. The function returns the
     fastest schedule and, among equally fast schedules, the schedule with the fewest groups of layers. With an effort of
-    zero, the function returns the first schedule that fits. Together, the searches with several groups of layers get at
+    zero, the function returns the first schedule that fits. All searches with several groups of layers together get at
     most the effort of the search with one group.
 
     Args:

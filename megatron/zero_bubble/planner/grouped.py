@@ -29,10 +29,10 @@ def grouped_order(problem: Problem, rank: int, groups: Sequence[int]) -> tuple[O
 
 
 def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) -> list[Order]:
-    """Orders of 1F1B with groups: every rank runs a warmup of F, then F and B in turn, then a cooldown of B.
+    """Orders of 1F1B for groups of microbatches: a rank runs a warmup of F, then F and B in turn, then a cooldown of B.
 
     The warmup of the last rank ends before the first F of its last chunk. The warmup of every other rank has `slope`
-    more F than the next rank's warmup, or a smaller surplus if memory is short.
+    more F than the warmup of the next rank; if memory is short, the difference is smaller.
 
     Args:
         problem: the problem whose ranks get orders.
@@ -60,7 +60,7 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
 
 
 def _most_forwards(problem: Problem, rank: int, forwards: Order) -> int:
-    """The number of F of `forwards` that fit in a rank's memory, if with recomputation every F drops activations."""
+    """Number of F in `forwards` that fit in a rank's memory, if with recomputation every F drops its activations."""
     footprints = [problem.footprints[stage] for stage in forwards]
     room = problem.limits[rank] - problem.recomputes * max(footprint.restored for footprint in footprints)
     memory = accumulate(each.dropped if problem.recomputes else each.whole for each in footprints)
@@ -137,7 +137,7 @@ class InGroups(EventLoop):
         return (ready[0] if ready else -1), soonest
 
     def may_start(self, rank: int, f: int) -> bool:
-        """Whether the F `f` may start; with one chunk a rank, only below `most_in_flight` microbatches in flight."""
+        """Whether the F `f` may start; with one chunk a rank, `most_in_flight` limits the microbatches in flight."""
         has_one_chunk = self.num_stages == self.problem.num_ranks
         return not has_one_chunk or self.done[f] - self.done[self.num_stages + f] < self.most_in_flight[rank]
 
@@ -146,7 +146,7 @@ class InGroups(EventLoop):
 
         The oldest unfinished microbatch is the first microbatch that has not passed through all chunks of the rank.
         Memory for the remaining F of the oldest unfinished microbatch is reserved, because later microbatches could
-        take this memory, while earlier microbatches only release memory.
+        take this memory. Microbatches before the oldest unfinished microbatch only release memory.
         """
         if self.memory[rank] + self.allocation[f] > self.limits[rank]:
             return False

@@ -66,8 +66,8 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         The plan, with the simulated schedule.
 
     Raises:
-        Infeasible: no schedule fits in the memory limits. The error has a limit that is enough: a memory capacity if
-            the request has a capacity but no memory limit, otherwise a memory limit for activations.
+        Infeasible: no schedule fits in the memory limits. The error's `smallest_limit` is a sufficient limit: a memory
+            capacity if the request has a capacity but no memory limit, otherwise a memory limit for activations.
         ScheduleError: no schedule with the requested name exists for the layout.
     """
     model = model_of(request, layout)
@@ -102,7 +102,8 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
     """The error for a layout whose parameters, gradients, optimizer states and activations exceed the capacity.
 
-    The smallest limits differ with the limits of a request, so the layout is planned again in almost no memory.
+    The `smallest_limit` of an error depends on the limits of the request, so the layout is planned again with almost no
+    memory.
     """
     enough = max(states)
     try:
@@ -117,12 +118,12 @@ def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: floa
 
 
 def with_slowdown(plan: Plan) -> Plan:
-    """The plan with its slowdown, for durations that vary like the measured durations of the model's units."""
+    """The plan with its `slowdown` for durations that vary like the measured durations of the model's units."""
     return replace(plan, slowdown=slowdown(plan.timeline, plan.request.spread, plan.request.time_between))
 
 
 def pairs_in(request: PlanRequest, layout: Layout) -> bool:
-    """Whether plans of the layout may run a forward and a backward as a pair; vocabulary shards rule pairs out."""
+    """Whether plans of the layout may run a forward and a backward as a pair; false with vocabulary shards."""
     return request.pairs and not layout.vocabulary_parallel
 
 
@@ -132,7 +133,7 @@ def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
 
 
 def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | None) -> tuple[float, ...] | None:
-    """The memory limits of activations: for each rank the request's limit or, if smaller, the capacity minus states.
+    """Memory limits of activations: for each rank the request's limit or, if smaller, the capacity minus model states.
 
     Raises:
         Infeasible: parameters, gradients and optimizer states of a rank take more than the memory capacity.

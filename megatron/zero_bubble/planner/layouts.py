@@ -32,7 +32,7 @@ CHUNKS = (2, 3, 4)
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 """Larger numbers of chunks, tried in order as long as each number makes the plan faster by the factor `GAIN`."""
 WITHOUT_GAIN = 3
-"""Number of placements in a row for which recomputation gives no faster plan, before it is no longer tried."""
+"""Number of successive placements without gain from recomputation, after which recomputation is no longer tried."""
 GAIN = 1.003
 """A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5
@@ -54,7 +54,7 @@ def all_placements(num_ranks: int, num_layers: int = 0) -> tuple[Placement, ...]
 
     Args:
         num_ranks: pipeline ranks.
-        num_layers: layers of the model; more than 4 chunks a rank need a layer in each stage but the first and last.
+        num_layers: layers of the model; above 4 chunks a rank, each stage but the first and the last needs a layer.
     """
     more = (chunks for chunks in MORE_CHUNKS if num_ranks * chunks <= num_layers + 2)
     interleaved = (Placement("interleaved", num_ranks, chunks) for chunks in (*CHUNKS, *more))
@@ -65,14 +65,14 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     """Search for the best layout of a model, and plan its schedule.
 
     First, the search plans combinations of placement, recomputation and vocabulary with little effort, in the order of
-    their lower bounds, until no further bound is below the time of the best plan. More than four chunks per rank are
-    tried in increasing numbers until the plan gets no faster. Second, single layers of the best layouts are moved to
-    other stages while the plan gets faster. Third, the best layouts are planned in rounds with ever more effort.
+    their lower bounds, until no remaining bound is below the best plan's time. More than four chunks per rank are tried
+    in increasing numbers until the plan gets no faster. Second, single layers of the best layouts are moved to other
+    stages while the plan gets faster. Third, the best layouts are planned in rounds with ever more effort.
 
     Args:
         request: a request with the costs of a model's units. The search keeps the layout `request.usual` unless another
-            layout is faster, by the factor `SIMPLER`, than two schedules of the usual layout: the planned schedule and
-            megatron-core's own schedule.
+            layout is faster by the factor `SIMPLER` than both the planned schedule and megatron-core's own schedule of
+            `request.usual`.
         report: function that is called with one line of progress before a layout is planned.
 
     Returns:
@@ -80,7 +80,7 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         placement, recomputation and vocabulary.
 
     Raises:
-        Infeasible: no layout fits in memory. The error has the smallest memory limit in which a layout fits.
+        Infeasible: no layout fits in memory. The error's `smallest_limit` is the smallest limit in which a layout fits.
         ScheduleError: there are fewer layers than stages, or no schedule exists for another reason.
     """
     extent = extent_of(request)
@@ -156,7 +156,7 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`; expected times decide if `plan` was made with an effort above zero."""
+        """Whether `plan` is faster than `known`: in expected time if `plan` was made with an effort above zero."""
         if plan.request.effort > 0:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
@@ -191,7 +191,7 @@ class _Search:
             self._plan_recomputing(recompute, list(planned.values()))
 
     def _plan_recomputing(self, recompute: Recompute, combinations: Sequence[Sequence[Layout]]) -> None:
-        """Plan combinations with recomputation, in the order of their times with unlimited memory."""
+        """Plan combinations with recomputation, in the order of their planned times with unlimited memory."""
         num_without_gain = 0
         promising = [(self._time_with_memory(layouts), layouts) for layouts in combinations]
         for time, layouts in sorted(promising, key=itemgetter(0)):
@@ -221,13 +221,13 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Time of the best layout in unlimited memory; infinity if the speedup over limited memory is too small."""
+        """Planned time of the best layout in unlimited memory; infinity if more memory hardly speeds up the plan."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
         try:
             time = plan_layout(unlimited, layout).time
-        except ScheduleError:  # no schedule exists for the layout with any memory
+        except ScheduleError:  # no schedule exists for the layout, however large the memory
             return inf
         return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
 
@@ -285,7 +285,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, fast plans (`COMPARED`): one per combination, and that of `request.usual`."""
+        """All plans or, if durations vary, the best plan of each combination, without slow plans (see `COMPARED`)."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

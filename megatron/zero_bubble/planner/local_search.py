@@ -1,10 +1,11 @@
 """Improves complete orders for any placement by a tabu search with restarts, which moves one operation at a time.
 
 A plan gets shorter only if its critical path gets shorter. A *stretch* is a part of the critical path that one rank
-runs without idle time. To shorten the critical path, an operation of some stretch has to move before the first or after
-the last operation of that stretch (Balas and Vazacopoulos 1998, Management Science 44). The search makes the move with
-the lowest estimated cost, even if the plan gets longer, and saves the best plan. After many moves without a better
-plan, the search returns to the best plan, makes a few random moves and continues (iterated local search).
+runs without idle time. To shorten the critical path, an operation has to move out of its stretch: before the first or
+after the last operation that the rank runs without idle time (Balas and Vazacopoulos 1998, Management Science 44). The
+search makes the move with the lowest estimated cost, even if the plan gets longer, and saves the best plan. After many
+moves without a better plan, the search returns to the best plan, makes a few random moves and continues (iterated local
+search).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations at each end of a stretch of the critical path for which a move past that end is tried."""
+"""Moves past an end of a `Stretch` of the critical path are tried for this number of operations next to that end."""
 TENURE = 12
 """Number of moves of the search during which a moved operation has to keep its new position (tabu tenure)."""
 PATIENCE = 50
@@ -52,7 +53,7 @@ def improve(
         keeps_forwards: whether every rank keeps the order of its forwards.
 
     Returns:
-        The best plan, and the rest of the budget.
+        The best plan, and the unspent budget.
     """
     search, generator = _LocalSearch(problem, plan, keeps_forwards=keeps_forwards), Random(0)
     weight = round(MOVE_WEIGHT * problem.num_ops)

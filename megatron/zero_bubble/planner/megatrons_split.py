@@ -111,7 +111,7 @@ def _own(request: PlanRequest, layout: Layout) -> Plan:
 def capacity_of_multiple(
     request: PlanRequest, layout: Layout, multiple: float, *, is_interleaved: bool = False
 ) -> float:
-    """The memory capacity of a rank, from a multiple of 1F1B's activation memory.
+    """The memory capacity of a rank that corresponds to a multiple of 1F1B's activation memory.
 
     The capacity is the largest sum, over the ranks of Megatron's split, of two amounts: the memory of parameters,
     gradients and optimizer states, and `multiple` times the peak memory of activations.

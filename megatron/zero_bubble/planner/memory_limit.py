@@ -30,10 +30,9 @@ class MemoryLimit:
     num_bytes: int | None = None
     """The memory limit in bytes."""
     is_interleaved: bool = False
-    """Whether `multiple` refers, for ranks with several chunks, to the peak of interleaved 1F1B, (p + (p-1)/v) M_B."""
+    """Whether `multiple` refers to the peak of interleaved 1F1B for v > 1 chunks a rank: p + (p-1)/v microbatches."""
     pairs: bool = False
-    """Whether interleaved 1F1B runs forward-backward pairs and therefore has one more microbatch of a chunk in
-    flight."""
+    """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
@@ -57,7 +56,7 @@ class MemoryLimit:
     def in_unit_costs(
         self, placement: Placement, num_microbatches: int, recompute: Recompute = Recompute.NONE
     ) -> float | None:
-        """The memory limit in M_B, for plans before costs are measured; None if the limit is in bytes or `auto`."""
+        """The memory limit in microbatches, before costs are measured; None if the limit is in bytes or `auto`."""
         if self.multiple is None:
             return None
         costs = default_costs(placement, recompute)

@@ -76,8 +76,8 @@ def order_microbatches(
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:
-        The fastest order that was simulated and fits. If the order of the data also fits, and the fastest order saves
-        less than the fraction `WORTHWHILE` of the step's time, the order of the data is returned.
+        The fastest simulated order that fits in the limits. If the order of the data also fits, and the fastest order
+        saves less than the fraction `WORTHWHILE` of the step's time, the order of the data is returned.
 
     Raises:
         Infeasible: the microbatches exceed a limit in every order that was tried.
@@ -172,7 +172,7 @@ class _Step:
             if len(KINDS[op.kind].makes) > 1
             for stage in (schedule.placement.stage_of(rank, op.chunk),)
         ]
-        """(stage, place) of every fused B and W, whose input gradient is ready only when the whole operation ends."""
+        """(stage, place) of each operation that fuses B and W; its input gradient is ready only at the end of W."""
 
     def time(self, places: _Places) -> float:
         """The simulated time of the step with microbatches in the order `places`."""

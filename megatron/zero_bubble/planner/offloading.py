@@ -22,17 +22,17 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _STEP = 2**0.5
-"""Factor between successive memory limits for which schedules without copies are planned."""
+"""Factor between the successive memory limits under which schedules without copies to the host are planned."""
 _MOST_LIMITS = 5
-"""Largest number of memory limits above the problem's own limit for which schedules without copies are planned."""
+"""Largest number of memory limits, above the problem's limit, under which schedules without copies are planned."""
 _ROUNDS = 3
-"""Number of rounds that place the copies of a schedule. Each round uses the times from a simulation of the schedule
-that the previous round has returned."""
+"""Number of rounds in which copies to the host are placed in a schedule. Each round uses simulated times of the
+schedule that the previous round has returned."""
 _NEAR = 1.05
-"""Copies are placed again only in schedules that take at most this factor times the time of the fastest schedule."""
+"""Copies to the host are placed again only if the schedule takes at most this factor times the fastest time."""
 
 _LEAST_RULES = 3
-"""Smallest number of copy rules that are tried, for a schedule of any size."""
+"""Smallest number of rules (see `CopyRule`) that are tried, for a schedule of any size."""
 _WEIGHT = 4
 """Number of operations that can be simulated in the time in which one operation is planned."""
 
@@ -44,11 +44,11 @@ class CopyRule(NamedTuple):
     """A rule that decides when copies of activations are queued on the link between device and host."""
 
     lead: float
-    """Time by which the copy back to the device is queued before the backward, divided by the time of the copy."""
+    """How early the copy back to the device is queued before the backward, as a multiple of the copy's time."""
     patience: float
-    """A copy to the host is queued right after F if the link's queue takes at most this multiple of the copy's time."""
+    """A copy to the host is queued right after F if queued copies take at most this multiple of its own time."""
     weights_first: bool = False
-    """Whether a rank that lacks memory first runs W early, and waits for copies only if W do not suffice."""
+    """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -93,7 +93,7 @@ def offloaded(
 
 
 def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
-    """Yield simulations of the schedule with copies, and their expected times, for as many rules as the budget allows.
+    """Yield simulations of the schedule with copies, and their expected times; the budget limits the number of rules.
 
     The slowdown by varying durations is computed for the schedule without copies. If a candidate is much slower than
     `shortest`, its copies are not placed again.
@@ -211,7 +211,7 @@ class _RankCopies:
         self._largest = max(self._changes, default=0)
         self._kept: list[_Kept] = []
         self._due: list[tuple[int, _Key]] = []
-        """For all released activations: (position of the operation before which their copy back is queued, key)."""
+        """For released activations: (position of the operation before which the copy back is queued, `_Key`)."""
         self._link: float = 0
         """Time at which the host link has finished all queued copies."""
         self._memory: float = 0
@@ -234,7 +234,7 @@ class _RankCopies:
         return tuple(self._placed)
 
     def _keep(self, key: _Key, end: float) -> None:
-        """Record the activations of an F, and queue their copy to the host if the queue of the link is short."""
+        """Record the activations of an F, and queue their copy to the host if few copies are already queued."""
         time, copied = self._out[key[1]], inf
         if self._link - end <= self._rule.patience * time:
             copied = self._link = max(self._link, end) + time
@@ -270,7 +270,7 @@ class _RankCopies:
         return True
 
     def _next_weights(self, at: int) -> list[int]:
-        """Positions, in order, of the W that release memory and may run before the operation at `at`."""
+        """Positions, in order, of the W that release memory and may run before the operation at position `at`."""
         able, blocked = [], set[int]()
         for k in self._weights:
             op = self._lane[k].op

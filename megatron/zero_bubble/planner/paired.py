@@ -40,7 +40,7 @@ FEW = 4
 
 
 def with_pairs(name: str, problem: Problem, apart: Schedule) -> Schedule:
-    """The fastest schedule that fits in memory: `apart`, a planned schedule with pairs, or a named one with pairs.
+    """The fastest schedule that fits in memory: `apart`, or a planned or published schedule with pairs.
 
     Args:
         name: name of the returned schedule.
@@ -101,7 +101,7 @@ def _computations(schedule: Schedule) -> Computations:
 
 
 def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
-    """Pair each operation of kind `first` with its successor if the successor has another kind and microbatch."""
+    """Pair each operation of kind `first` with the next operation if that has another kind and microbatch."""
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]
@@ -139,7 +139,7 @@ def _plan(loop: _PairedRanks) -> Schedule | None:
 
 
 def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
-    """The operations of a rank with pairs: PB or PBW replaces B, and the W that is part of a PBW is left out."""
+    """The operations of a rank with pairs: PB, or PBW for a pair with W, replaces B; a W inside a pair is left out."""
     return tuple(
         op._replace(kind=paired.get(op, op.kind))
         for op in ops

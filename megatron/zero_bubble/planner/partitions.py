@@ -84,7 +84,7 @@ class Balance:
         return max(self._ends(partition, self._work.of_stages(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Sort key of partitions, the best first: (memory beyond `room`, time, unevenness of the ends of the ranks).
+        """Sort key of partitions, the best first: (memory beyond `room`, time, unevenness of the ranks' end times).
 
         The time of the sort key is `estimate` with two surcharges: a surcharge for stages of unequal work, and a
         surcharge for ranks of unequal memory. The sizes of the surcharges come from measured runs.
@@ -118,7 +118,7 @@ class Balance:
         return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory that its states and one microbatch (with R if allowed) need in excess of the rank's memory."""
+        """Rank -> memory by which model states and one microbatch (with R if allowed) exceed the rank's memory."""
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
         needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
@@ -151,7 +151,7 @@ class _Sums:
         self._before = list(accumulate(map(value, model.layers), initial=0.0))
 
     def equal_shares(self, num_stages: int) -> list[int]:
-        """Stage -> number of layers before the end of the stage, if all stages have nearly the same sum."""
+        """Stage -> number of layers up to the end of the stage, if the sums of all stages are nearly equal."""
         first, last = self._ends
         total = first + self._before[-1] + last
         shares = (total * (stage + 1) / num_stages - first for stage in range(num_stages - 1))
@@ -174,7 +174,7 @@ def unevenness(partition: Partition) -> tuple[int, Partition]:
 def balanced_partition(balance: Balance) -> Partition | None:
     """The best partition found by moving single layers; None if the model has too few layers.
 
-    The moves start from two partitions: into stages with equal numbers of layers, and into stages of equal work.
+    The moves start from two partitions: stages with equal numbers of layers, and stages with equal work.
     """
     num_layers, num_stages = len(balance.model.layers), balance.placement.num_stages
     least = balance.least_layers
@@ -194,7 +194,7 @@ def balanced_partition(balance: Balance) -> Partition | None:
 def _improved(
     balance: Balance, partition: Partition, givers: Callable[[Partition], Sequence[int]], *, within_rank: bool = False
 ) -> Partition:
-    """Move single layers from the stages that `givers` returns for a partition, while a move improves the partition."""
+    """Move single layers out of the stages that `givers(partition)` returns, while a move improves the partition."""
     best, improved = balance.order(partition), True
     while improved:
         improved = False

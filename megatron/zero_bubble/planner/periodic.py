@@ -181,10 +181,11 @@ class _Rank:
             row.microbatches.append(microbatch)
 
     def part(self, time: float, length: int) -> _Part | None:
-        """Cut out the rank's part of a period that starts at `time`; return None if the rank's operations of some kind
-        after `time` are for fewer than `length` microbatches.
-        A period may have fewer R (recomputations) than F, because not every microbatch has an R. All R of a period
-        belong to `length` successive microbatches.
+        """Cut out the rank's part of a period that starts at `time`.
+
+        Return None if some kind of operation other than R (recomputation) runs for fewer than `length` microbatches
+        after `time`. A period may have fewer R than F, because not every microbatch has an R. All R of a period belong
+        to `length` successive microbatches.
         """
         start = end = bisect_left(self.starts, time)
         size, next_microbatch = 0, {}

@@ -36,7 +36,7 @@ RULES = (
 """Pairs of rules: for gaps that are shorter than a W, and for gaps that are shorter than an F."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""Relative decreases of the number of microbatches in flight over the ranks; with 1 the last rank has one in flight."""
+"""Relative decreases of microbatches in flight from the first to the last rank; 1 leaves one on the last rank."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
@@ -117,9 +117,9 @@ def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
 def _choices_of_groups(problem: Problem) -> list[Groups]:
     """The group sizes to try: first the size that fills the memory of a rank, then smaller and larger sizes in turn.
 
-    If microbatches pass in groups of K, and the warmup of each rank has one F more than the next rank's warmup, rank 0
-    needs (K (v-1) + p) / v M_B. If memory is short, the best K is about three quarters of the number of microbatches in
-    flight.
+    If microbatches pass in groups of K through v chunks on each of p ranks, and the warmup of each rank has one F more
+    than the next rank's warmup, rank 0 needs memory for (K (v-1) + p) / v microbatches. If memory is short, the best
+    group size is about three quarters of the number of microbatches in flight.
     """
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
     if v == 1:
@@ -172,9 +172,10 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
 def _slopes(problem: Problem) -> tuple[float, ...]:
     """The slopes to try, the most promising first: differences of the warmups of successive ranks, in numbers of F.
 
-    The first slope is 2, as in Megatron: if F takes as long as B, then no rank is idle before its first B. Another
-    slope follows from the durations and message times of the problem, and also leaves no idle time before the first B.
-    With the slope of `_filling_slope`, the activations of the warmup fill the memory of rank 0.
+    With Megatron's slope, a difference of 2 F between the warmups of successive ranks, no rank is idle before its first
+    B if F takes as long as B. With the slope `until_b`, which is computed from durations and message times, ranks do
+    not idle before their first B either. With the slope `_filling_slope`, the activations of the warmup fill the memory
+    of rank 0.
     """
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])
@@ -195,7 +196,8 @@ def _filling_slope(problem: Problem) -> float:
 def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Yield, for one chunk a rank, numbers of microbatches in flight that fall from the first rank to the last rank.
 
-    On ranks near the last stage B follows F sooner, so that more microbatches in flight would not keep them busier.
+    On ranks near the last stage B follows F sooner, so that more microbatches in flight would not keep these ranks
+    busier.
     """
     size = problem.num_stages
     times = list(map(add, problem.latency[:size], problem.latency[size : 2 * size]))

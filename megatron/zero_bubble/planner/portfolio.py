@@ -1,4 +1,4 @@
-"""Keeps the best plans of a search with a budget of operations, and chooses the best schedules by simulation."""
+"""Keeps the best plans of a search with a budget of planned operations; chooses the best schedules by simulation."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ LEAST_CANDIDATES = 12
 QUICK_CANDIDATES = 5
 """Number of candidate orders that are tried if the budget of planned operations is zero."""
 INSERTED = 8
-"""Divisor of the budget for plans that are made without vocabulary shards before operations on shards are inserted."""
+"""Divisor of the budget for plans without vocabulary shards, into which operations on shards are then inserted."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
-"""Factors that raise the memory limit for plans without recomputation, some of whose activations are then dropped."""
+"""Factors by which the memory limit is raised for plans without recomputation, before activations are dropped."""
 IMPROVING = 0.5
 """Budget of the local search, as a fraction of the budget of all candidates together."""
 
@@ -89,7 +89,7 @@ class Portfolio:
     def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
         """Improve the best plans in turn by local search, with equal parts of the budget, until a plan is good enough.
 
-        Plans of a long problem are not improved.
+        Plans of a long problem (see `Problem.is_long`) are not improved.
 
         Args:
             problem: the problem that the plans solve.
@@ -124,7 +124,7 @@ class Portfolio:
     def insert_shards(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
         """Plan without vocabulary shards by `search`, insert the operations on shards, and offer the resulting plans.
 
-        Operations on shards delay the backwards, so that one more microbatch is in flight.
+        Operations on vocabulary shards delay the backwards, so that one more microbatch is in flight.
 
         Args:
             problem: a problem with vocabulary shards.
@@ -141,7 +141,7 @@ class Portfolio:
                         self.in_order(problem, orders_of_schedule(problem, inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
-        """Plan by `search` without recomputation in more memory, drop activations that do not fit, offer the plans."""
+        """Plan with `search` in more memory without R, drop activations that do not fit, and offer the plans."""
         for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -244,9 +244,9 @@ def fits(schedule: Schedule, problem: Problem) -> bool:
 def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float) -> Iterator[Schedule]:
     """Yield schedules with operations on vocabulary shards inserted.
 
-    A schedule of a long problem is first simulated with the time of the shards added to W. A schedule that exceeds the
-    limits or takes longer than `shortest` in this simulation is left out, because the insertion of operations on shards
-    only adds waits and microbatches in flight.
+    A schedule of a long problem (see `Problem.is_long`) is first simulated with the time of shard operations added to
+    W. A schedule that exceeds the limits or takes longer than `shortest` in this simulation is left out, because the
+    insertion of operations on shards only adds waits and microbatches in flight.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
@@ -255,7 +255,7 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
-    """The schedule with the shortest time; the second time of `judged` decides between equally fast schedules."""
+    """The schedule with the shortest time; the second time from `judged` decides between equally fast schedules."""
     schedules = list(schedules)
     if len(schedules) == 1:
         return schedules[0]

@@ -71,7 +71,7 @@ class Prediction:
     profile: Profile
     schedule: Schedule
     recompute: Recompute = Recompute.NONE
-    """Recomputation of the run, and of the 1F1B with which the schedule is compared."""
+    """Recomputation of the run, and of the 1F1B schedule with which the run's schedule is compared."""
     megatrons: MegatronsTime | None = None
     """Time of a step under megatron-core's own schedule; None to predict this time from the costs of the run's
     layout."""
@@ -102,10 +102,10 @@ class Prediction:
         """Predicted speedup over megatron-core's 1F1B.
 
         If `megatrons` is given, the speedup is the time of `megatrons`, converted to the measured costs, divided by the
-        predicted makespan. Without `megatrons`, each rank has the same layers in 1F1B as in the schedule, and the
-        speedup is the longest span of a rank in 1F1B divided by the longest span in the schedule. Under full
-        recomputation 1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. In 1F1B
-        the time of the operations on vocabulary shards is part of the backwards.
+        predicted makespan. Without `megatrons`, the speedup is the longest span of a rank in 1F1B divided by the
+        longest span in the schedule; each rank has the same layers in both schedules. Under full recomputation 1F1B
+        recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. In 1F1B the time of the
+        operations on vocabulary shards is part of the backwards.
         """
         if self.megatrons is not None:
             milliseconds = self.megatrons.with_costs(self.profile.costs)

@@ -20,10 +20,10 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
 
 LONG = 30_000
-"""Number of operations above which a planning problem is long. For a long problem few candidates are tried, no local
-search runs, and a plan close to the lower bound is good enough."""
+"""Number of operations above which a planning problem is long. For a problem with more operations few candidates are
+tried, no local search runs, and a plan close to the lower bound is good enough."""
 CLOSE = 5e-4
-"""A plan of a long problem is good enough within this relative distance from the lower bound."""
+"""A plan of a long problem (see `LONG`) is good enough within this relative distance from the lower bound."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Problem:
         """Check that a schedule with separate B and W fits in the memory limits.
 
         Raises:
-            Infeasible: no schedule fits in memory. The error has the smallest memory limit in which a schedule fits.
+            Infeasible: no schedule fits in memory. The error's `smallest_limit` is the smallest memory limit in which a
+                schedule fits.
         """
         for rank, (needed, limit) in enumerate(zip(self.smallest_limits, self.limits, strict=True)):
             if limit < needed - tolerance(needed):
@@ -308,7 +309,7 @@ class Problem:
     def without_shards(self) -> Problem:
         """The same problem without vocabulary shards, and with memory limits lowered by the memory of one microbatch.
 
-        The time of the operations on shards is added to W.
+        The time of the operations on vocabulary shards is added to W.
         """
         limits = tuple(
             limit - sum(self.footprints[s].whole for s in stages)

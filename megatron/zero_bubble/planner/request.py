@@ -73,7 +73,7 @@ class PlanRequest:
             value for each rank; None for the default limit of the schedule.
         capacity: memory of a rank for parameters, gradients, optimizer states and activations, in the unit of the
             costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
-        usual_capacity: `capacity` for the layout `usual`, if that is larger than `capacity`; otherwise None.
+        usual_capacity: a larger capacity, for the layout `usual` only; None if `capacity` holds for all layouts.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
             placements; None to choose the size. For a schedule that is not planned from costs, None means groups of as
             many microbatches as ranks.

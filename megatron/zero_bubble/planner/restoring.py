@@ -11,7 +11,8 @@ from megatron.zero_bubble.schedule.block_groups import in_groups
 
 SHORT = 2
 """A rank gains nothing from several groups of layers if this number of microbatches, with all activations, fits in its
-memory. A rank with memory for two microbatches recomputes the second before the backward of the first."""
+memory. A rank with memory for two microbatches recomputes the second microbatch before the backward of the first
+microbatch."""
 
 Groups = tuple[int, ...]
 """Stage -> number of groups of layers, as in `Schedule`; empty if every stage has one group."""
@@ -27,7 +28,8 @@ def groupings(problem: Problem) -> list[Groups]:
         problem: a problem with memory limits.
 
     Returns:
-        Choices of the number of groups of each stage. Each choice fits in memory if the largest numbers of groups fit.
+        Tuples with the number of groups of every stage. All tuples fit in memory if the tuple with the most groups
+        fits.
     """
     costs = problem.costs
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]

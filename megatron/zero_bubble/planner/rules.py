@@ -16,7 +16,8 @@ class GapRule(Enum):
     ALWAYS = "always"
     NEVER = "never"
     BALANCED = "balanced"
-    """An operation fills a shorter gap only if idling would raise the longest span (arXiv 2401.10241, section 3.1)."""
+    """An operation fills a gap shorter than itself only if idling would raise the longest span of a rank (arXiv
+    2401.10241, section 3.1)."""
 
 
 @dataclass(frozen=True)

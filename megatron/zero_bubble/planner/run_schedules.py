@@ -23,9 +23,9 @@ from megatron.zero_bubble.schedule.tail import reorder_tail
 from megatron.zero_bubble.schedule.validate import validate
 
 _ONE_BY_ONE = "one-by-one"
-"""Name of the schedule of the last memory level (see `RunSchedules.in_less_memory`), with one microbatch at a time."""
+"""Name of the schedule of the last memory level (see `RunSchedules.in_less_memory`): one microbatch at a time."""
 _CANDIDATES = 20
-"""Number of candidate orders for a schedule in less memory: few, because a step waits for the schedule."""
+"""Number of candidate orders for a schedule that needs less memory: few, because a step waits for the schedule."""
 
 
 def _unwatched(name: str, num_microbatches: int) -> AbstractContextManager[None]:
@@ -40,7 +40,8 @@ class RunSchedules:
         request: a request for one layout; its number of microbatches is replaced for each schedule.
         given: a schedule that was read from a file, for one number of microbatches; None to make schedules.
         shared: number of microbatches -> schedule that one rank has made and all ranks have received.
-        watch: (name of the schedule, number of microbatches) -> context in which this process makes the schedule.
+        watch: (name of the schedule, number of microbatches) -> context manager in which this process makes the
+            schedule.
     """
 
     request: PlanRequest
@@ -131,8 +132,7 @@ class RunSchedules:
                 the last memory level runs one microbatch at a time.
 
         Returns:
-            The schedule; None beyond the last level, if there is no memory limit, or if schedules do not depend on
-            costs.
+            The schedule; None beyond the last level, without a memory limit, or if schedules do not depend on costs.
         """
         limits, key = self.request.limits, (num_microbatches, level)
         if not self.adapts or limits is None:

@@ -27,8 +27,8 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 25
-"""Smallest budget of the local search with the default effort, as a multiple of the operations of the schedule. Below
-the default effort, the smallest budget shrinks in proportion to the effort."""
+"""Smallest budget of the local search with the default effort, as a multiple of the number of operations. Below the
+default effort, the smallest budget shrinks in proportion to the effort."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
@@ -57,8 +57,8 @@ def best_in_v(problem: Problem) -> Schedule:
         problem.check_feasible()
     candidates = _search(problem).schedules(problem) if problem.is_feasible else []
     if max(problem.costs.memory_b) > 0 and not problem.recomputes:
-        # The planner reserves the memory that B adds when F starts, so that few microbatches fit. If W follows B at
-        # once, B and W together add less memory.
+        # When F starts, the planner already reserves the memory that B adds, so that few microbatches fit. If W
+        # follows B at once, B and W together add less memory.
         back_to_back = _back_to_back(problem)
         candidates += [] if back_to_back is None else [back_to_back]
     return best_of(candidates + beside_b, problem)
@@ -75,9 +75,9 @@ def _with_r_beside_b(problem: Problem) -> list[Schedule]:
 def _search(problem: Problem) -> Portfolio:
     """Plan schedules for a V-shaped placement, and return the best plans.
 
-    While no plan fits in memory, the search continues with one rule for each building block and with list scheduling,
-    even if the budget is spent. The order with one microbatch at a time always fits, but can take several times as long
-    as other orders.
+    While no plan fits in memory, the search continues even if the budget is spent: it tries one gap rule for each
+    building block, and list scheduling. The order with one microbatch at a time always fits, but can take several times
+    as long as other orders.
     """
     portfolio = Portfolio(problem, budget_of(problem))
     rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), Keeping.choices(problem)))
