@@ -64,7 +64,7 @@ def run_hooks(module: torch.nn.Module) -> None:
 
 
 def _wrap(node: Any, around: Callable[..., Any]) -> None:
-    """Replace the forward of a plan's node by `around`, and pass it the original forward; skip missing nodes."""
+    """Replace a node's forward by `around`, which gets the original forward; skip anything but a `ScheduleNode`."""
     if isinstance(node, ScheduleNode):
         node.forward_func = partial(around, node.forward_func)
 

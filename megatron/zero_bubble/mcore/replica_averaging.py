@@ -60,9 +60,10 @@ class ReplicaAveraging:
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """If an average is due after `iteration`, average parameters over a group of replicas; collective in the group.
+        """If an average is due after `iteration`, average parameters over a group of replicas.
 
-        The optimizer step of `iteration` must have been validated.
+        All replicas of the group call `after_step` together. The optimizer step of `iteration` must have been
+        validated.
         """
         size = self.hierarchy.group_size_after(iteration)
         if size is not None:
@@ -88,7 +89,7 @@ class ReplicaAveraging:
             self._changed()
 
     def _begin_local_steps(self, iteration: int) -> None:
-        """If replicas step alone in the next iteration, reduce gradients only within this replica from then on."""
+        """If replicas step on their own gradients in the next iteration, reduce gradients only within this replica."""
         if self.is_local or not self.hierarchy.is_local(iteration + 1):
             return
         self.is_local = True

@@ -156,7 +156,7 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
 
     The rows keep the values that megatron-core has initialized or the caller has loaded. Call `shard_vocabulary` when
     the chunks are on their device, before `split_weight_gradients` and DDP; the chunks may already be wrapped in
-    `Float16Module`. A second call returns the same shard.
+    `Float16Module`. A second call of `shard_vocabulary` returns the same shard.
 
     Args:
         chunks: all model chunks of this rank.
