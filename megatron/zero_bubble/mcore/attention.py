@@ -21,7 +21,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 _TAKES_GROUP = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
 """Whether `get_batch_on_this_cp_rank` needs the context-parallel group, as it does from megatron-core 0.18 on. Without
-a group, the function divides a batch among all ranks of the job."""
+a group, `get_batch_on_this_cp_rank` divides a batch among all ranks of the job."""
 
 
 class ContextParallelAttention(DotProductAttention):

@@ -96,10 +96,10 @@ def write_in_threads(*, keep_results: bool) -> None:
     other ranks wait for this rank's part of the save.
 
     Args:
-        keep_results: whether the writing threads put their results into a queue in this process. If not, megatron-core
-            starts a server process for the results of the writing threads at the first save. The server process takes
-            150 MB of memory on each rank, and survives when the rank is killed. Asynchronous saves need this server
-            process.
+        keep_results: whether the writing threads put their results into a queue in this process. If `keep_results` is
+            false, megatron-core starts a server process for the results at the first save. megatron-core's server
+            process takes 150 MB of memory on each rank, and survives when the rank is killed. Asynchronous saves need
+            this server process.
     """
     for name in _NAMES:
         if hasattr(FileSystemWriterAsync, name):

@@ -37,8 +37,8 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
 _NUM_ARGUMENTS = 10
-"""Number of arguments of the forward of megatron-core's linear autograd function up to 0.18. Later versions append
-`gtp_remat_size` and `output_dtype`."""
+"""Number of arguments of the forward of megatron-core's linear autograd function up to 0.18. Later versions of
+megatron-core append the arguments `gtp_remat_size` and `output_dtype`."""
 _LATER_ARGUMENTS = (1, None)[
     : len(inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward).parameters) - _NUM_ARGUMENTS
 ]
@@ -75,8 +75,8 @@ def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the output layer if it multiplies with the weight of the embedding on the same stage, else None.
 
     With multi-token prediction, the last stage has a copy of the embedding. A tied output layer then multiplies with
-    the copy's weight and leaves its own weight unused. Autograd adds up the gradient of such a shared weight in B, so
-    the output layer is not split.
+    the copy's weight and leaves its own weight unused. Autograd adds up the gradient of a shared weight in B, so a tied
+    output layer is not split.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)

@@ -77,8 +77,8 @@ class ReplicaAveraging:
         """Give all replicas the mean of their parameters after `iteration`; a collective call of all ranks.
 
         Args:
-            with_states: whether to average the optimizer's moments, too. A checkpoint then holds the state of all
-                replicas, and a job that loads the checkpoint continues like the job that saved it.
+            with_states: whether to average the optimizer's moments, too. With averaged moments, a checkpoint holds the
+                state of all replicas, and a job that loads the checkpoint continues like the job that saved it.
         """
         if self._averaged_at != iteration:
             self._averager.average_over_all(self._parameters())

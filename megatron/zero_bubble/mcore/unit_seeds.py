@@ -3,8 +3,8 @@
 megatron-core seeds each pipeline rank once, so that the random numbers of a layer depend on the rank and on all
 previous draws of the rank. With this module each unit of the model has its own seeds for its weights and for the
 dropout of each microbatch. A unit is the embedding, a layer, a layer of multi-token prediction, or the output layer. As
-in megatron-core, tensor-parallel and expert-parallel ranks draw equal numbers where they hold copies of a tensor, and
-different numbers where they hold parts.
+in megatron-core, tensor-parallel and expert-parallel ranks draw equal random numbers where they hold copies of a
+tensor, and different random numbers where they hold parts.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
         iteration: returns the number of the running iteration.
 
     Raises:
-        ValueError: another class than megatron-core's own tracks the random states.
+        ValueError: a class other than megatron-core's own tracks the random states.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     config = get_model_config(models[0])

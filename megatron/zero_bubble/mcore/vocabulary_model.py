@@ -83,7 +83,7 @@ class VocabularyShard(torch.nn.Module):
                 weight.weight,
                 (0, self.index, self.count),
                 replica_id=(0, 0, group.rank()),
-                # The vocabulary is padded to another size on another number of ranks.
+                # On a different number of ranks, the vocabulary may be padded to a different size.
                 allow_shape_mismatch=True,
             )
             for (name, key), weight in zip((("embedding", _EMBEDDING), ("output", _OUTPUT)), self.weights, strict=False)

@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad
 from megatron.zero_bubble.runtime.collectives import sum_in_order
 
 _SCALES = {torch.float16: 1024.0}
-"""Type of the weights -> factor of D_d; this factor lifts most probabilities into the normal range of fp16."""
+"""Type of the weights -> factor in `ShardSoftmax.difference`, to lift most values into the normal range of fp16."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Rows:
         """Return every token's row in this shard, and whether the token is in this shard; tokens of other shards get
         arbitrary rows.
 
-        Tokens of other shards get different rows, because a GPU adds the gradients of one row sequentially.
+        The tokens of other shards are spread over all rows, because a GPU adds the gradients of one row sequentially.
         """
         row = tokens - self.first
         return torch.remainder(row, self.count), (row >= 0) & (row < self.count)
@@ -258,7 +258,7 @@ class ShardWeight(torch.nn.Module):
         return self.weight.grad
 
     def complete(self) -> None:
-        """Record that the gradients of one use (embedding or output) are complete; notify DDP after the last use."""
+        """Record that one use of the weight (embedding or output) has all gradients; notify DDP after the last use."""
         self._num_complete += 1
         if self._num_complete < self.num_uses:
             return

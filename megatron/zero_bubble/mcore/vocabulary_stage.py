@@ -69,7 +69,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def exchange(self, op: Op) -> None:
-        """Run this rank's part in the collective `op`; called on the stream or thread that runs all collectives."""
+        """Run this rank's part of the collective `op`; called on the stream or thread that runs all collectives."""
         microbatch = self._microbatches[op.microbatch]
         _EXCHANGES[op.kind](self, microbatch)
 

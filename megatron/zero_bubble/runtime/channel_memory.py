@@ -50,7 +50,7 @@ def open_channels(
 
     Args:
         report: function that is called on every rank if `device` is a GPU. `report` gets the channel memory of the rank
-            with the most channels; among ranks with equally many channels, of the rank with the most memory.
+            with the most channels and, among such ranks, with the most memory.
         shapes_vary: whether the shapes of activations vary and are sent in headers.
 
     Raises:

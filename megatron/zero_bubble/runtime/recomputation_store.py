@@ -38,10 +38,10 @@ class RecomputationStore:
     The executor runs each F inside `forward`, whose arguments decide whether the F drops its activations. The executor
     runs R with `recompute`. Outside of an F, `mode` is None, and a block runs as if there were no store.
 
-    The blocks of layers of a chunk may form several groups. R restores the activations of the chunk's last group; in a
-    schedule without R, F keeps these activations. B restores the activations of each earlier group of blocks right
-    before the group's backward. B computes the weight gradients of all groups of blocks except the first, so that the
-    activations of at most one group are in memory at a time.
+    The blocks of layers of a chunk may form several groups. R restores the activations of the chunk's last group of
+    blocks; in a schedule without R, F keeps these activations. B restores the activations of each earlier group of
+    blocks right before the group's backward. B computes the weight gradients of all groups of blocks except the first,
+    so that the activations of at most one group are in memory at a time.
 
     Args:
         weights: holds the deferred weight gradients of the blocks.

@@ -32,11 +32,11 @@ from megatron.zero_bubble.schedule.pairs import PAIRED, half_apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 _DRIFT_STEPS = 20
-"""Number of steps between two checks whether the measured times of operations have changed."""
+"""Number of steps between two comparisons of the measured times of operations with earlier measured times."""
 CHECK_AFTER = 8
 """Number of steps after which a plan made from measured costs is compared with the measured times of these steps."""
 _UNSETTLED = 2
-"""Number of first steps of a new plan that are left out of the comparison of the plan with measured times."""
+"""Number of steps at the start of a new plan that are left out when the plan is compared with measured times."""
 
 
 class Replanner:

@@ -30,9 +30,10 @@ _Bundle = list[_Deferred]
 class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
-    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` queues
-    these weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk; `pop_by_parameter` runs several
-    W, parameter by parameter. Outside of `deferring()` a layer computes its weight gradient itself, fused with B.
+    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` queues the
+    collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk; `pop_by_parameter` runs
+    several W, parameter by parameter. Outside of `deferring()` a layer computes its weight gradient itself, fused with
+    B.
     """
 
     def __init__(self, num_chunks: int = 1) -> None:
@@ -113,7 +114,7 @@ class WeightGradStore:
         """Run the W of `microbatches`, which must be the oldest pending W of `chunk`, parameter by parameter.
 
         Parameters come in the order of B, from the last layer to the first, and the microbatches of each parameter come
-        in the given order. `before` is called with the microbatch before each W.
+        in the given order. Before each W, `before` is called with the microbatch of this W.
         """
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
