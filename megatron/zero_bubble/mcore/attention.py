@@ -20,8 +20,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 _TAKES_GROUP = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
-"""Whether `get_batch_on_this_cp_rank` needs the context-parallel group, as it does from megatron-core 0.18 on; without
-a group the function cuts a batch for all ranks of the job."""
+"""Whether `get_batch_on_this_cp_rank` needs the context-parallel group, as it does from megatron-core 0.18 on. Without
+a group, `get_batch_on_this_cp_rank` divides a batch among all ranks of the job."""
 
 
 class ContextParallelAttention(DotProductAttention):
@@ -30,7 +30,8 @@ class ContextParallelAttention(DotProductAttention):
     Each rank gathers the keys and values of all ranks for its own queries, so dividing the sequence saves no memory for
     keys and values. megatron-core's `get_batch_on_this_cp_rank` cuts the sequence into twice as many parts as ranks.
     Rank r holds the r-th part from the front and the r-th part from the back, so that a causal mask gives all ranks
-    equal work. Backward sums the gradients of keys and values over the ranks, and each rank keeps its own tokens' sums.
+    equal work. Backward sums the gradients of keys and values over the ranks, and each rank keeps the sums for its own
+    tokens.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class TorchAttention(LocalAttention):
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Let each tensor-parallel rank draw its own dropout mask, as every rank does under sequence parallelism."""
+        """Let each tensor-parallel rank draw its own dropout mask; megatron-core does so under sequence parallelism."""
         if self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()

@@ -40,7 +40,7 @@ from megatron.zero_bubble.runtime.joint import jointly
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 _COMMON_OBJECT = MetadataIndex("common_state/shard_0_1")
-"""From 0.19 on, megatron-core writes this object into a `.distcp` file, in place of the file `common.pt`."""
+"""The object that megatron-core, from 0.19 on, writes into a `.distcp` file in place of the file `common.pt`."""
 
 _METADATA_NAMES = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
@@ -162,7 +162,7 @@ def _and_others(names: list[str]) -> str:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles only the classes that a `.metadata` file consists of."""
+    """Unpickles only the classes that a `.metadata` file may contain."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -278,7 +278,7 @@ def _restricted(metadata: Metadata, asked: set[str]) -> Iterator[None]:
 
 
 def _common_reader() -> tuple[Any, str]:
-    """Return the owner and the name of megatron-core's loader of the part of a checkpoint that all ranks share."""
+    """Return the class or module, and the name, of megatron-core's function that loads a checkpoint's shared part."""
     # The loader is a method up to megatron-core 0.16, a function from 0.17 on, and another function from 0.19 on.
     owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
     return owner, "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"

@@ -85,7 +85,7 @@ def _noting(write: Callable[..., None], failures: list[str]) -> Callable[..., No
 
 
 _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""Two names of one method of megatron-core, which writes a rank's files: the first up to 0.16, the second later."""
+"""Names of the method of megatron-core that writes a rank's files: the first up to 0.16, the second from 0.17 on."""
 
 
 def write_in_threads(*, keep_results: bool) -> None:
@@ -96,9 +96,10 @@ def write_in_threads(*, keep_results: bool) -> None:
     other ranks wait for this rank's part of the save.
 
     Args:
-        keep_results: whether the writing threads put their results into a queue in this process. Otherwise
-            megatron-core starts a server process for the results at the first save. The server process takes 150 MB of
-            memory on each rank, and survives when the rank is killed. Asynchronous saves need the server process.
+        keep_results: whether the writing threads put their results into a queue in this process. If `keep_results` is
+            false, megatron-core starts a server process for the results at the first save. megatron-core's server
+            process takes 150 MB of memory on each rank, and survives when the rank is killed. Asynchronous saves need
+            this server process.
     """
     for name in _NAMES:
         if hasattr(FileSystemWriterAsync, name):

@@ -3,8 +3,8 @@
 megatron-core checkpoints blocks of whole layers: the forward of a block keeps only the block's input, and the block's
 backward first runs the forward again. megatron-core recomputes with `CheckpointFunction`, which `split_checkpoints`
 replaces while an F of the executor runs. With the replacement, a block either keeps its activations, or drops them and
-hands its recomputation to the `RecomputationStore`. The backward of a block that dropped its activations uses the graph
-that R has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
+hands its recomputation to the `RecomputationStore`. The backward of a block that dropped its activations uses the
+autograd graph that R has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
 
 Activation checkpoints inside of a block and Transformer Engine's checkpoints (fp8 and fp4) are not replaced.
 """
@@ -40,7 +40,8 @@ def checkpoint_every_layer(config: Any) -> None:
 def shorter_last_blocks() -> AbstractContextManager[None]:
     """Let the last block of a stage have fewer layers than `recompute_num_layers`; only megatron-core 0.16 needs this.
 
-    megatron-core 0.16 also requests layers beyond the last layer of the stage, and gets layers that return their input.
+    megatron-core 0.16 also requests layers beyond the last layer of the stage; the replacement returns layers that pass
+    their input on unchanged.
     """
     if not megatron.core.__version__.startswith("0.16."):
         return nullcontext()
@@ -60,7 +61,7 @@ class _NoLayer:
 
 @contextmanager
 def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
-    """Let each block that runs its forward inside the `with` block drop or keep its activations, by `store.mode`.
+    """Let a checkpointed block in the `with` block drop or keep its activations in the forward, as `store.mode` says.
 
     If `store` or `store.mode` is None, the backward of a block runs the block's forward again, as in megatron-core.
     """
@@ -90,7 +91,7 @@ class _BlockRunner:
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """A `CheckpointFunction` whose forward runs again before its backward: in R, or inside B, group by group."""
+    """A `CheckpointFunction` whose forward runs again before the backward: in R or, group by group, inside B."""
 
     @staticmethod
     def forward(

@@ -53,7 +53,7 @@ class Connections:
     def prepare(self, chunks: Sequence[torch.nn.Module], placement: Placement, groups: ProcessGroupCollection) -> None:
         """Read the model's settings, and open the collectives of the model's vocabulary shards, if there are any.
 
-        This is a collective call of the ranks of a pipeline and of these ranks' tensor-parallel groups. Calls of
+        All ranks of a pipeline, and all ranks of their tensor-parallel groups, call `prepare` together. Calls of
         `prepare` after the first have no effect.
         """
         if self._channels is None:

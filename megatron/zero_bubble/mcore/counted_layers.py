@@ -52,7 +52,7 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Make the layers of a local model, except the projections, count as much memory and work as a GPU's kernels."""
+    """Make a model's local layers, except the projections, count as much memory and work as a GPU's kernels."""
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
             vars(module)["forward"] = partial(_norm, module)
@@ -197,7 +197,7 @@ def _flops_of_work(like: Any, flops: float, **_: Any) -> float:
 
 
 class _Kernel(torch.autograd.Function):
-    """An operator that keeps given tensors; its output has a given shape, and its gradients have its inputs' shapes."""
+    """An autograd function that keeps the tensors `kept` for its backward, and whose output has the shape `shape`."""
 
     @staticmethod
     def forward(

@@ -64,7 +64,7 @@ class CpuSubstitution:
 
     @property
     def is_applied(self) -> bool:
-        """Whether any attribute is replaced at present; `substitute_cuda()` replaces none on a machine with CUDA."""
+        """Whether any attribute is replaced at present; on a machine with CUDA, no attribute is replaced."""
         return bool(self._originals)
 
     def restore(self) -> None:

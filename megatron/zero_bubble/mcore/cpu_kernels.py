@@ -150,7 +150,10 @@ def delta_net_kernels(delta_rule: Callable[..., Any]) -> dict[str, Any]:
 
 
 def delta_net_modules(package: ModuleType) -> list[ModuleType]:
-    """Return `package` and, from megatron-core 0.19 on, its modules, which import the kernels of gated delta nets."""
+    """Return the modules of megatron-core that import the kernels of gated delta nets.
+
+    The modules are `package` itself and, from megatron-core 0.19 on, the modules inside `package`.
+    """
     inner = [value for value in vars(package).values() if isinstance(value, ModuleType)]
     return [package, *(module for module in inner if module.__name__.startswith(package.__name__))]
 

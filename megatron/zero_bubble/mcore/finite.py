@@ -37,7 +37,7 @@ def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """A value that is not finite; of several findings, the smallest in sort order is the likeliest cause."""
+    """A value that is not finite; of several such values, the first in sort order is the likeliest cause."""
 
     kind: int
     """Kind of the value: 0 for a weight, 1 for a loss, 2 for a gradient."""
@@ -81,7 +81,7 @@ class FiniteCheck:
                 group.check_grads = partial(self._record_norms, group)
 
     def _record_norms(self, group: Any, **unused: bool) -> None:
-        """Compute and keep the norms of gradients not yet reduced over replicas, without waiting for the device."""
+        """Compute and keep the norms of the gradients before the replicas reduce them; do not wait for the device."""
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:

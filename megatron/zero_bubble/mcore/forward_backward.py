@@ -211,7 +211,7 @@ class MegatronStage:
         self.vocabulary.exchange(op)
 
     def _embed(self, microbatch: int) -> None:
-        """Run the embedding E; the first stage's rank first reads the microbatch for E and F of this stage."""
+        """Run the embedding E; before that, the rank of the first stage reads the microbatch for its E and F."""
         assert self.vocabulary is not None
         if self.rank == self.placement.rank_of(0):
             chunk = self.placement.chunk_of(0)
@@ -236,7 +236,7 @@ class MegatronStage:
     def _calc_loss(
         self, chunk: int, output: torch.Tensor, loss_function: Callable[..., Any] | None, *, is_last: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """End a forward as megatron-core does; return the output, on the last stage the loss, and the token count."""
+        """End a forward as megatron-core does; return the output (on the last stage the loss) and the token count."""
         return mcore.forward_step_calc_loss(
             self.model_chunks[chunk],
             output,

@@ -4,7 +4,7 @@ The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autogra
 the layer's backward, and reduces the gradients there. In a zero-bubble schedule, W computes the gradients of weights
 later and outside of autograd. In this module, FSDP2 only accumulates gradients in backward. The gradients of a layer
 are reduced explicitly after the layer's last W of a step, as torch's pipelines reduce them after the last backward.
-The reduced gradients equal the gradients of DDP, because both are summed in the same order.
+The reduced gradients equal the gradients of DDP, because FSDP2 and DDP sum gradients in the same order.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         module: the chunk with all its parameters, already on its device.
         keeps_parameters: whether a layer's parameters, once gathered, stay gathered until the end of the step (ZeRO-2).
         reduces_every_microbatch: whether the gradients of a layer are reduced after every W of the layer, so that no
-            replica holds unsharded gradients. If false, gradients are reduced only after the layer's last W of a step.
-        gradient_dtype: type in which gradients are summed over microbatches and replicas. The optimizer gets the sum in
-            the type of the parameters, as in FSDP2.
+            replica holds unsharded gradients. If `reduces_every_microbatch` is false, gradients are reduced only after
+            the layer's last W of a step.
+        gradient_dtype: type in which gradients are summed over microbatches and replicas. The optimizer gets the summed
+            gradients in the type of the parameters, as in FSDP2.
 
     Raises:
         ValueError: the number of rows of a parameter is not divisible by the number of replicas.
@@ -124,7 +125,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Treat gradients inside the `with` block as gradients of a microbatch before the last microbatch of a step."""
+        """Treat gradients inside the `with` block as gradients of a microbatch that is not the last of a step."""
         self._is_last_microbatch = False
         try:
             yield
@@ -132,7 +133,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """Add the gradient from the W of a gathered weight; if due, reduce a layer's gradients after its weights' W."""
+        """Accumulate a weight's gradient from W; if due, start the reduction of the layer after the layer's last W."""
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
         if parameter.unsharded_accumulated_grad is None:
@@ -169,7 +170,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             part.reshard()
 
     def gathered_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that this replica holds beside its shards: gathered parameters, unreduced gradients."""
+        """Yield the tensors that this replica holds besides its shards: gathered parameters and unreduced gradients."""
         for group in self._groups:
             for parameter in group.fsdp_params:
                 yield from parameter.all_gather_outputs

@@ -53,12 +53,12 @@ _NORMS_IN_ATTENTION = {"q_layernorm", "k_layernorm", "kv_layernorm"}
 
 
 class LocalNorm:
-    """A norm of torch that supports two settings that megatron-core's own wrapper refuses.
+    """A norm of torch, for settings that megatron-core's own wrapper of torch's norms refuses.
 
-    The two settings are weights stored as differences from 1 (`--apply-layernorm-1p`) and sequence parallelism. Under
-    sequence parallelism, each tensor-parallel rank normalises its slice of the sequence, so the gradients of the norm's
-    parameters are partial. The norm's parameters are marked `sequence_parallel`, so that megatron-core sums these
-    gradients over the tensor-parallel ranks at the end of a step.
+    megatron-core's wrapper refuses weights stored as differences from 1 (`--apply-layernorm-1p`) and sequence
+    parallelism. Under sequence parallelism, each tensor-parallel rank normalises its slice of the sequence, so the
+    gradients of the norm's parameters are partial. The norm's parameters are marked `sequence_parallel`, so that
+    megatron-core sums these gradients over the tensor-parallel ranks at the end of a step.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
@@ -76,8 +76,8 @@ def _needs_local_norm(config: TransformerConfig) -> bool:
 def allow_local_latent_attention() -> None:
     """Let megatron-core build latent attention where Transformer Engine is not installed.
 
-    megatron-core tests only whether its adapter of Transformer Engine can be imported. This import succeeds even
-    without Transformer Engine.
+    megatron-core tests only whether its adapter of Transformer Engine can be imported. The import of the adapter
+    succeeds even without Transformer Engine.
     """
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
@@ -142,7 +142,7 @@ def multi_token_spec(
     """Return the spec of the multi-token prediction layers, built like `layer`; None if the stage has no such layers.
 
     Raises:
-        ValueError: the layout puts layers of multi-token prediction on another stage than the last.
+        ValueError: the layout puts layers of multi-token prediction on a stage other than the last.
     """
     if not config.mtp_num_layers:
         return None

@@ -37,8 +37,8 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
 _NUM_ARGUMENTS = 10
-"""Number of arguments of the forward of megatron-core's linear autograd function up to 0.18. Later versions append
-`gtp_remat_size` and `output_dtype`."""
+"""Number of arguments of the forward of megatron-core's linear autograd function up to 0.18. Later versions of
+megatron-core append the arguments `gtp_remat_size` and `output_dtype`."""
 _LATER_ARGUMENTS = (1, None)[
     : len(inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward).parameters) - _NUM_ARGUMENTS
 ]
@@ -75,8 +75,8 @@ def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the output layer if it multiplies with the weight of the embedding on the same stage, else None.
 
     With multi-token prediction, the last stage has a copy of the embedding. A tied output layer then multiplies with
-    the copy's weight and leaves its own weight unused. Autograd adds up the gradient of such a shared weight in B, so
-    the output layer is not split.
+    the copy's weight and leaves its own weight unused. Autograd adds up the gradient of a shared weight in B, so a tied
+    output layer is not split.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
@@ -202,7 +202,7 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
 def fuses_accumulation() -> bool:
     """Tell whether W can add weight gradients of megatron-core's own linear layers straight into `main_grad`.
 
-    Fusing W with the addition to `main_grad` needs a GPU and apex. The output layer always is megatron-core's own.
+    Fusing W with the addition to `main_grad` needs a GPU and apex. The output layer is always megatron-core's own.
     """
     return torch.cuda.is_available() and layers._grad_accum_fusion_available
 
@@ -221,8 +221,8 @@ class Gradients:
         embeddings: embedding tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
         vectors: biases, and parameters of norms; their gradients are sums and not matrix products.
         unsplit: numbers of weights in neither `in_w` nor `embeddings`, for each `name (Class)` of a module, with `*` in
-            place of the numbers of layers and experts. B computes the gradients of these weights, by matrix products or
-            in unknown ways.
+            place of the numbers of layers and experts. B computes the gradients of the weights in `unsplit`, by matrix
+            products or in unknown ways.
         missed: entries of `unsplit` that could defer W but do not: linear layers, and modules with `backward_dw()` and
             without submodules. `backward_dw()` of an MLP, for example, only calls the `backward_dw()` of submodules.
     """

@@ -37,7 +37,7 @@ from megatron.zero_bubble.mcore.decoder_models import STACK_MODULE
 
 @contextlib.contextmanager
 def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int) -> Iterator[None]:
-    """Let models be built and run on the meta device inside the `with` block, by rank 0 of a job without a pipeline.
+    """Let models be built and run on the meta device inside the `with` block, as on rank 0 of a job without a pipeline.
 
     The process must not have a default process group yet; torch's fake process group stands in for the job's ranks.
 

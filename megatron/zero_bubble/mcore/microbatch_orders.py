@@ -51,7 +51,7 @@ class StepData:
         return [size_of(item) for item in source.peek(self._count)] if isinstance(source, LookAhead) else []
 
     def ordered(self, decision: StepDecision) -> list[Iterator[Any] | None]:
-        """Return iterators over the microbatches in the planned order, or in the data's order if there are too few."""
+        """Return iterators over microbatches in planned order, or in the data's order if the data has too few."""
         return [
             None
             if items is None
@@ -130,7 +130,7 @@ class StepPlans:
         observer: the observer of the run's steps.
         planning: options of profiling and planning; None if the run is not profiled.
         timeout: time limit for a message about a plan.
-        reorders: whether microbatches may run in another order than the order of the data; None to allow another order
+        reorders: whether microbatches may run in an order other than the order of the data; None to allow another order
             if the model's configuration sets `variable_seq_lengths`.
         interlocks: whether ranks begin an iteration while other ranks run the previous iteration, as with
             post-validation.
@@ -164,7 +164,7 @@ class StepPlans:
     def decide(
         self, step: int, config: Any, iterators: Iterators, num_microbatches: int
     ) -> tuple[StepDecision, list[Iterator[Any] | None]]:
-        """Plan a step, a collective call (see `StepPlanner.decide`); return the plan and iterators in planned order."""
+        """Plan a step with `StepPlanner.decide`; return the plan and iterators in planned order; a collective call."""
         planner, data = self._prepare_planner(), StepData(iterators, num_microbatches)
         plan, profile, limits = self._running.plan, self._running.profile, None
         if self._has_limit and profile is not None and plan.request.limits:

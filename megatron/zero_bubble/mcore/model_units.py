@@ -1,4 +1,4 @@
-"""The units of a model (the embedding, each layer, all modules after the layers), their builder and their data."""
+"""The units of a model: the embedding, each layer, and all modules after the layers. Also their builder and data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Unit(NamedTuple):
     """A part of a model that is built as a separate stage."""
 
     layer: int | None = None
-    """Index of the unit's layer in a model that has one layer of each kind; None for a unit without layers."""
+    """Index of the layer in a model that has one layer of each kind; None for a unit of the model without layers."""
     embeds: bool = False
     is_last: bool = False
-    """Whether the unit has all parts after the layers: multi-token prediction, final norm, output layer and loss."""
+    """Whether all parts after the layers are included: multi-token prediction, final norm, output layer and loss."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class UnitModels:
     """Builds the units of a model, and provides their data.
 
     Attributes:
-        build: makes a unit for a pipeline of one rank. The unit defers W to the given store and is wrapped in
-            megatron-core's DDP.
+        build: makes a unit of the model for a pipeline of one rank. The unit defers W to the given store and is wrapped
+            in megatron-core's DDP.
         forward_step: the forward step of the training, as megatron-core takes it.
         data: an endless iterator over microbatches for `forward_step`.
         message: shape, type and device of the tensor that passes between stages.
@@ -47,7 +47,7 @@ class UnitModels:
 
 
 def keep_unit(model: Any, unit: Unit) -> None:
-    """Drop all layers of a `GPTModel` except the layer of the unit."""
+    """Drop all layers of a `GPTModel` except the layer of `unit`."""
     layers = model.decoder.layers
     model.decoder.layers = torch.nn.ModuleList([] if unit.layer is None else [layers[unit.layer]])
 

@@ -2,9 +2,9 @@
 
 With neither apex nor Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot
 load this state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have
-yet. Then megatron-core looks for the number of steps among the tensors of every shard, where this number was not saved.
-megatron-core cannot load the state of SGD, because megatron-core has no function that allocates this state. From 0.19
-on, megatron-core does not load the state of parameters whose learning rate has changed.
+yet. megatron-core then looks for the number of steps among the tensors of every shard, but has not saved the number
+there. megatron-core cannot load the state of SGD, because megatron-core has no function that allocates this state. From
+0.19 on, megatron-core does not load the state of parameters whose learning rate has changed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def allocate_states(optimizer: MegatronOptimizer) -> None:
     """Create, for every parameter without optimizer state, the state that the first step would create.
 
     With allocated states, a checkpoint holds the same tensors before and after the first step. With a loss scale, the
-    first iterations of a run are often skipped; without allocated states, a checkpoint from before any step could not
-    be loaded.
+    first iterations of a run are often skipped; without allocated states, a checkpoint that was saved before the first
+    step could not be loaded.
     """
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:

@@ -2,8 +2,8 @@
 
 megatron-core uses schedule plans for `--overlap-moe-expert-parallel-comm`. A schedule plan cuts a forward and its
 backward into nodes, such as the experts of a layer and the exchanges before and after them. The plans' `run` takes the
-schedule plans of a forward and of another microbatch's backward, and executes the nodes of the two plans in turn, on
-one stream for computation and one for exchanges.
+schedule plans of a forward and of another microbatch's backward, and executes the nodes of the two plans in turn.
+Computation runs on one stream, and exchanges run on another stream.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class PairedStage(MegatronStage):
     def _gradient_of_output(self, backward: _Backward) -> tuple[Any, torch.Tensor]:
         """Return the schedule plan of a backward, and the gradient of the model's output.
 
-        The last stage computes this gradient from the loss.
+        On the last stage, the gradient of the output is computed from the loss.
         """
         plan, loss = self._kept.pop((backward.chunk, backward.microbatch))
         if backward.input_tensor is not None:

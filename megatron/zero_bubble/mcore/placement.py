@@ -2,10 +2,11 @@
 
 megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the odd chunks run
 from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. Chunk 1 gets a
-substitute for the pipeline group with only a rank and a size, because megatron-core reads nothing else of the group. In
-a V, rank 0 has both the first and the last stage. If the last stage of a V also uses the embedding, in a tied output
-layer or for multi-token prediction, rank 0 has two copies of the embedding. The gradients of the two copies are added
-locally; megatron-core itself would all-reduce these gradients between the first and the last rank.
+substitute for the pipeline group. The substitute for the pipeline group has only a rank and a size, because
+megatron-core reads nothing else. In a V, rank 0 has both the first and the last stage. If the last stage of a V also
+uses the embedding, in a tied output layer or for multi-token prediction, rank 0 has two copies of the embedding. The
+gradients of the two copies are added locally; megatron-core itself would all-reduce these gradients between the first
+and the last rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.zero_bubble.schedule import Placement
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Stands in for the pipeline group while a chunk is built: the rank megatron-core gives the chunk, and the size."""
+    """Stands in for the pipeline group while a chunk is built; megatron-core builds the chunk for rank `position`."""
 
     position: int
     num_ranks: int
@@ -92,7 +93,7 @@ def adopt_placement(placement: Placement) -> None:
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the first stage's embedding weights to the last stage, if this rank has both and they share these weights.
+    """Copy the first stage's embedding weights to the last stage, if both stages share them and are on this rank.
 
     megatron-core sets the last stage's copy of the embedding to zero and fills it by an all-reduce between ranks.
     """
@@ -184,7 +185,7 @@ def tied_weights(chunks: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """A layout that gives each rank and chunk the layers of the stage that the placement puts there.
+    """A layout for any placement: each chunk of a rank gets the layers of the stage that the chunk computes.
 
     Args:
         stages: the layers of each stage, in model order, in one of megatron-core's notations.

@@ -1,4 +1,4 @@
-"""Completes megatron-core's schedule plans, so that they compute the same as the forwards of the model and its layers.
+"""Completes megatron-core's schedule plans, to compute the same results as the model's and the layers' forwards.
 
 A schedule plan calls the parts of a layer and not the layer itself. A schedule plan therefore omits the hooks of
 layers, the random state in which layers draw under sequence parallelism, and the final norm after a dense layer.
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import make_viewless_tensor
 
 
 def complete_plan(model: Any, plan: Any) -> None:
-    """Make a forward's schedule plan compute the same as the model's forward, and run the model's forward pre-hooks.
+    """Make a forward's schedule plan compute the results of the model's forward, and run the model's forward pre-hooks.
 
     Args:
         model: the model whose `build_schedule_plan` made the plan.
@@ -64,7 +64,7 @@ def run_hooks(module: torch.nn.Module) -> None:
 
 
 def _wrap(node: Any, around: Callable[..., Any]) -> None:
-    """Replace the forward of a plan's node by `around`, and pass it the original forward; skip missing nodes."""
+    """Replace a node's forward by `around`, which gets the original forward; skip anything but a `ScheduleNode`."""
     if isinstance(node, ScheduleNode):
         node.forward_func = partial(around, node.forward_func)
 

@@ -5,8 +5,8 @@ and, with a loss scale, whether any gradient is not finite. With post-validation
 gradients, starts the reductions over all stages in the background, and steps. The reductions over all stages complete
 during the next iteration's warmup and usually confirm the step. If the reductions show that gradients should have been
 clipped or the step skipped, the step is undone and the right step is taken. While many steps are wrong, steps are taken
-only after the reductions. The updated parameters equal megatron-core's bit for bit, because the reductions have
-the same inputs and group as in megatron-core.
+only after the reductions. The updated parameters equal megatron-core's bit for bit, because the reductions have the
+same inputs and process group as in megatron-core.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Pending:
     waits: bool
     """Whether every rank withholds the step until its validation, because many recent steps were wrong."""
     squared_norms: list[_Reduction]
-    """Reductions of squared gradient norms: one for each optimizer, or one for all optimizers if they share a group."""
+    """Reductions of squared gradient norms: one per optimizer, or one for all optimizers in the same process group."""
     found_inf: list[_Reduction]
     """For each loss scale two flags: [an Inf or NaN was found, a rank has stepped]."""
     scales: list[dict[str, Any]]
@@ -177,7 +177,7 @@ class PostValidation:
         self._rollback.prepare()
 
     def _amend(self, pending: _Pending, infinite: list[bool], norm: Norm | None) -> bool:
-        """Replace the step that was taken by the right step; return whether the two steps differ on any rank."""
+        """Take the right step in place of the last step; return whether the two steps differ on any rank."""
         if any(infinite):
             self._skip(pending, infinite)
             has_stepped = any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
@@ -261,7 +261,7 @@ class PostValidation:
         self._step_again()
 
     def _confirm_scales(self) -> None:
-        """Record a step with finite gradients in every loss scale, which may then grow."""
+        """Tell every loss scaler that a step had finite gradients; the scaler may then increase its loss scale."""
         for scaler in self._scalers():
             scaler.update(False)
 

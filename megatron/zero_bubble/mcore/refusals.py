@@ -12,7 +12,7 @@ _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "logit_dtype": "--output
 
 
 def flag_of_setting(name: str) -> str:
-    """Return the name of Megatron-LM's flag for a refused setting, derived from the setting unless `_FLAGS` has it."""
+    """Return the name of Megatron-LM's flag for a refused setting, from `_FLAGS` or else from the setting's name."""
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 

@@ -44,7 +44,7 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """Condition that a number of weight shards exceeds the setting `name`, a number of tensor-parallel ranks."""
+    """Condition: a number of weight shards exceeds the setting `name`, which is a number of tensor-parallel ranks."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 

@@ -60,9 +60,10 @@ class ReplicaAveraging:
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:
-        """If an average is due after `iteration`, average parameters over a group of replicas; collective in the group.
+        """If an average is due after `iteration`, average parameters over a group of replicas.
 
-        The optimizer step of `iteration` must have been validated.
+        All replicas of the group call `after_step` together. The optimizer step of `iteration` must have been
+        validated.
         """
         size = self.hierarchy.group_size_after(iteration)
         if size is not None:
@@ -76,8 +77,8 @@ class ReplicaAveraging:
         """Give all replicas the mean of their parameters after `iteration`; a collective call of all ranks.
 
         Args:
-            with_states: whether to average the optimizer's moments, too. A checkpoint then holds the state of all
-                replicas, and a job that loads the checkpoint continues like the job that saved it.
+            with_states: whether to average the optimizer's moments, too. With averaged moments, a checkpoint holds the
+                state of all replicas, and a job that loads the checkpoint continues like the job that saved it.
         """
         if self._averaged_at != iteration:
             self._averager.average_over_all(self._parameters())
@@ -88,7 +89,7 @@ class ReplicaAveraging:
             self._changed()
 
     def _begin_local_steps(self, iteration: int) -> None:
-        """If replicas step alone in the next iteration, reduce gradients only within this replica from then on."""
+        """If replicas step on their own gradients in the next iteration, reduce gradients only within this replica."""
         if self.is_local or not self.hierarchy.is_local(iteration + 1):
             return
         self.is_local = True

@@ -164,7 +164,7 @@ class ForwardBackward:
         return self._connections.shapes_vary
 
     def take_order_times(self) -> OrderTimes | None:
-        """Return the predicted times of the steps since the last call whose order of microbatches was planned."""
+        """Return the predicted times of the steps with a planned order of microbatches, since the last call."""
         return self._step_plans.take_times()
 
     def __call__(self, **arguments: Any) -> list[Any]:

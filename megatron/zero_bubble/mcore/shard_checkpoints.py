@@ -80,7 +80,8 @@ def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: 
 
     The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
     tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. The rows
-    of a tensor-parallel rank are divided among this rank's replicas. The second result is the number of pieces in all.
+    of a tensor-parallel rank are divided among this rank's replicas. The second value returned is the total number of
+    pieces.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2

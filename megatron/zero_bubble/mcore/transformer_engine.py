@@ -1,8 +1,8 @@
 """Runs the deferred W of Transformer Engine's modules in the order of the weight-gradient store.
 
 Transformer Engine itself defers the weight gradient of a module that was built with `delay_wgrad_compute`. The backward
-of such a module puts the inputs of W into a queue, and `backward_dw()` runs the oldest W and calls the hooks
-that DDP registered. Zero bubble only decides when `backward_dw()` is called.
+of a module with `delay_wgrad_compute` puts the inputs of W into a queue. `backward_dw()` then runs the oldest W and
+calls the hooks that DDP registered. Zero bubble only decides when `backward_dw()` is called.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from packaging.version import Version
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
-"""The oldest supported version of Transformer Engine, which Megatron-LM's arguments demand, too. In this version,
-`delay_wgrad_compute` works without fused accumulation of gradients and with overlapped reduction."""
+"""The oldest supported version of Transformer Engine, which Megatron-LM's arguments demand, too. In the oldest
+supported version, `delay_wgrad_compute` works without fused accumulation of gradients and with overlapped reduction."""
 
 
 def check_transformer_engine() -> None:
@@ -59,8 +59,8 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
 def put_into_store(module: Any, store: WeightGradStore) -> None:
     """Make each backward of `module` put its W into `store`, or run W at the end of a fused backward.
 
-    In fp8, and where the caller adds the bias, B may compute the gradient of the bias. This gradient is kept until the
-    W of the same microbatch adds it to `main_grad`, because `backward_dw()` takes one gradient for each W.
+    In fp8, and where the caller adds the bias, B may compute the gradient of the bias. The bias gradient is kept until
+    the W of the same microbatch adds it to `main_grad`, because `backward_dw()` takes one gradient for each W.
     """
     for name in getattr(module, "bias_names", ()) if module.use_bias else ():
         # With `use_cpu_initialization` megatron-core has replaced the bias that Transformer Engine had marked.
@@ -105,7 +105,7 @@ def is_in_main_grad(parameter: Any) -> bool:
 
 
 def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Return zeros in the shape of `weight` that take the memory of one number, for a gradient that is in `main_grad`.
+    """Return a placeholder for a gradient that is in `main_grad`: zeros in the shape of `weight`, stored as one number.
 
     DDP's hook expects a gradient, and adds this gradient to `main_grad` if `zero_out_wgrad` is set.
     """

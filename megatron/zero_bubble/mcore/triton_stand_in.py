@@ -15,7 +15,7 @@ from types import ModuleType
 _NEED_TRITON = ("batch_invariant_kernels", "paged_stash", "attention_context.triton.tensor_ops")
 """Modules of megatron-core with kernels for GPUs, which in some versions cannot be imported without triton."""
 _KERNELS = ("megatron.core.ssm.ops.common.", "megatron.core.ssm.ops.mamba2.")
-"""Packages of megatron-core 0.20 that contain only kernels, and are imported with Mamba."""
+"""Packages of megatron-core 0.20 that contain only kernels, and that are imported together with Mamba layers."""
 
 
 def stand_in_for_triton() -> None:

@@ -1,8 +1,8 @@
 """Measures the costs of each unit of a model on this process's device, before the model is built.
 
-A unit is the embedding, one layer, or all modules after the layers. Each unit is built as a pipeline stage of its own,
-which the executor runs with random tensors in place of received messages. F, B and W of a unit are therefore the same
-as in training, and are measured in the same way.
+A unit is the embedding, one layer, or all modules after the layers. Each unit of the model is built as a pipeline stage
+of its own, which the executor runs with random tensors in place of received messages. F, B and W of a unit of the model
+are therefore the same as in training, and are measured in the same way.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from megatron.zero_bubble.runtime.pair_times import duration_ratio
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 SECONDS = 2.0
-"""Default seconds for building all units and running all passes through them."""
+"""Default seconds for building all units of the model and running all passes through these units."""
 _MOST_PASSES = 15
-"""Maximum number of timed passes through a unit."""
+"""Maximum number of timed passes through a unit of the model."""
 _GAP_PASSES = 2
-"""Number of passes through a unit in which the time between operations is measured."""
+"""Number of passes through a unit of the model in which the time between operations is measured."""
 
 
 def measure_model(
@@ -56,10 +56,10 @@ def measure_model(
 
     `measure_model` is a collective call of the whole job and returns the same costs on every rank.
 
-    All ranks measure every unit at the same time. The result is the median over ranks, because ranks differ only by
-    noise, and the slowest rank has the most noise. Times are in milliseconds, memory in bytes. `time_r` and `memory_r`
-    of a layer are the time of its full recomputation and the memory that the recomputation restores. At the end,
-    `measure_model` restores the random states.
+    All ranks measure every unit of the model at the same time. The result is the median over ranks, because ranks
+    differ only by noise, and the slowest rank has the most noise. Times are in milliseconds, memory in bytes. `time_r`
+    and `memory_r` of a layer are the time of its full recomputation and the memory that the recomputation restores. At
+    the end, `measure_model` restores the random states.
 
     Args:
         kinds: for each layer of the model, the `Unit.layer` with the same costs.
@@ -67,8 +67,8 @@ def measure_model(
         timeout: time limit for one message.
         seconds: time for building and measuring all units; each unit is timed at least once, even if that takes longer.
         pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`); if so, each unit
-            also runs one pair of a forward and a backward. A unit's exchange times then are the times of the exchanges
-            between experts, which overlap with computation in a pair.
+            also runs one pair of a forward and a backward. With `pairs`, the exchange times in the result are the times
+            of token exchanges that overlap with computation.
 
     Returns:
         The model's costs, and the ratio of a pair's time to the time of its F and B in succession (None without pairs).
@@ -106,7 +106,7 @@ def measure_model(
 
 
 def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
-    """Build all units; return the bytes of model states of the embedding, every layer and the output, in this order."""
+    """Build all units of the model; return the bytes of model states of the embedding, every layer and the output."""
     units = _units(kinds)
     states = []
     with _undisturbed():
@@ -119,7 +119,7 @@ def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
 
 
 def _units(kinds: Sequence[int]) -> list[Unit]:
-    """Return one unit of each kind, in model order: the embedding, every kind of layer, and the output."""
+    """Return one unit of the model of each kind, in model order: embedding, every kind of layer, and output."""
     layers = [Unit(layer=kind) for kind in range(max(kinds) + 1)]
     return [Unit(embeds=True), *layers, Unit(is_last=True)]
 
@@ -143,7 +143,7 @@ def _fused_backward(everyone: Sequence[Sequence[MeasuredUnit]], kinds: Sequence[
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let units run as stages of a pipeline of one rank inside the `with` block; restore the global state after it."""
+    """Let units of the model run as one-rank pipelines inside the `with` block; then restore the global state."""
     random_states = Restart([])
     virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     parallel_state.set_pipeline_model_parallel_rank(0)
@@ -158,10 +158,10 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
-    """Measure all units on this rank; a collective call, because ranks that share a unit must run it equally often.
+    """Measure all units of the model; a collective call, because ranks that share a unit must run it equally often.
 
-    Each round runs every unit once, so that a temporary slowdown of the device affects all units. The operations of
-    `run_measured` start with cold caches, as in training.
+    Each round runs every unit of the model once, so that a temporary slowdown of the device affects all units. The
+    operations of `run_measured` start with cold caches, as in training.
     """
     end = time.perf_counter() + seconds
     unit_runs = [UnitRun(models, units, index, pairs=pairs) for index in range(len(units))]

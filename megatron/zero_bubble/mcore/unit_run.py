@@ -33,7 +33,7 @@ from megatron.zero_bubble.schedule.model_costs import UnitCosts
 
 
 class MeasuredUnit(NamedTuple):
-    """The costs of a unit (embedding, layer or output), and further measurements of the unit's operations."""
+    """The costs of a unit of a model (embedding, layer or output), and further measurements of its operations."""
 
     costs: UnitCosts
     spread: float
@@ -71,7 +71,7 @@ def _with_a_pair(placement: Placement, own: int) -> Schedule:
 
 
 class UnitRun:
-    """Runs one microbatch after another through a unit, and collects the measurements."""
+    """Runs one microbatch after another through a unit of the model, and collects the measurements."""
 
     def __init__(self, models: UnitModels, units: Sequence[Unit], index: int, *, pairs: bool = False) -> None:
         self._models, self._unit, self._index, self._pairs = models, units[index], index, pairs
@@ -105,7 +105,7 @@ class UnitRun:
         self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(recorder.take())]
 
     def run_measured(self, caches: ColdCaches, *, with_memory: bool = False) -> None:
-        """Measure the operations of a pass through the unit; the caches are evicted before each operation."""
+        """Measure the operations of a pass through the unit of the model; evict the caches before each operation."""
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter, caches.evict)
         caches.evict()
@@ -158,7 +158,7 @@ class UnitRun:
             torch.cuda.synchronize()
 
     def costs(self) -> MeasuredUnit:
-        """Return the unit's costs, the medians of all measured passes."""
+        """Return the costs of the unit of the model, which are medians of all measured passes."""
         [measured] = self._profiler.costs()
         times, exchanged = measured.times, measured.exchanged
         kept, waiting = measured.memory[OpKind.F], measured.memory[OpKind.F] + measured.memory[OpKind.B]
@@ -190,7 +190,7 @@ class UnitRun:
         )
 
     def close(self) -> None:
-        """Free the memory of the unit's model."""
+        """Free the memory of the built model."""
         release([self._model])
 
     def state_bytes(self) -> float:

@@ -1,10 +1,10 @@
 """Draws a model's initial weights and dropout from seeds of the model's units, independently of the layout.
 
 megatron-core seeds each pipeline rank once, so that the random numbers of a layer depend on the rank and on all
-previous draws of the rank. With this module each unit has its own seeds for its weights and for the dropout of each
-microbatch. A unit is the embedding, a layer, a layer of multi-token prediction, or the output layer. As in
-megatron-core, tensor-parallel and expert-parallel ranks derive from a unit's seed equal numbers where the ranks hold
-copies, and different numbers where the ranks hold parts.
+previous draws of the rank. With this module each unit of the model has its own seeds for its weights and for the
+dropout of each microbatch. A unit is the embedding, a layer, a layer of multi-token prediction, or the output layer. As
+in megatron-core, tensor-parallel and expert-parallel ranks draw equal random numbers where they hold copies of a
+tensor, and different random numbers where they hold parts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ megatron-core saves and restores all random states for recomputation, which ther
 
 
 _DEFAULT = "default-rng"
-"""megatron-core's name for the random state of the device's generator outside of forks."""
+"""megatron-core's name for the state of the device's random generator outside of the tracker's `fork`."""
 
 
 class _UnitKind(IntEnum):
-    """Kind of a unit; the number of the kind is part of the unit's seeds."""
+    """Kind of a unit of the model; the number of the kind is part of the unit's seeds."""
 
     EMBEDDING = 0
     LAYER = 1
@@ -51,7 +51,7 @@ class _UnitKind(IntEnum):
 
 @contextmanager
 def initialized_by_unit(seed: int, *, is_first_stage: bool, first_layer: int = 0) -> Iterator[None]:
-    """Let the units of the one model that is built inside the `with` block draw their weights from their own seeds.
+    """Inside the `with` block, which builds one model, let each unit of the model draw its weights from its own seed.
 
     Args:
         first_layer: number of layers in earlier stages, if the model is a single stage that numbers its own layers from
@@ -87,7 +87,7 @@ class _Construction:
     def around(
         self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]
     ) -> AbstractContextManager[None]:
-        """Make each constructor call of the class `owner` begin a unit, unless another unit is under construction."""
+        """Let each constructor call of `owner` begin a unit of the model, except inside another unit's construction."""
         original = owner.__init__
         signature = inspect.signature(original)
 
@@ -120,7 +120,7 @@ def _layer_number(call: dict[str, Any]) -> int:
 
 @contextmanager
 def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Callable[[], int]) -> Iterator[None]:
-    """Let each unit draw its dropout for a microbatch from a seed of its own inside the `with` block.
+    """Inside the `with` block, let each unit of the model draw a microbatch's dropout from a seed of its own.
 
     A unit's seed follows from `seed`, the iteration, the microbatch's number in the iteration, the data-parallel rank
     and the unit. A model without dropout stays unchanged.
@@ -130,7 +130,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
         iteration: returns the number of the running iteration.
 
     Raises:
-        ValueError: another class than megatron-core's own tracks the random states.
+        ValueError: a class other than megatron-core's own tracks the random states.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     config = get_model_config(models[0])
@@ -174,7 +174,7 @@ def _draws(config: Any) -> bool:
 
 
 def _begin(microbatch: int, unit: _UnitKind, number: int, current: str) -> None:
-    """Seed the random states for a unit's forward of a microbatch.
+    """Seed the random states for one microbatch's forward through a unit of the model.
 
     Args:
         microbatch: the microbatch's seed.

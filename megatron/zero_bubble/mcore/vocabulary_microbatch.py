@@ -21,8 +21,8 @@ class Microbatch:
     """
 
     outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Kind of collective -> tensors for this rank to broadcast, kept here until the broadcast runs. This rank's
-    operations may drop their own references to the tensors earlier."""
+    """Kind of collective -> tensors for this rank to broadcast. The tensors are kept here until the broadcast runs,
+    because this rank's operations may drop their own references earlier."""
     call: RecordedCall | None = None
     """The recorded call of the model in the first stage; None once the forward of the stage runs."""
     loss_function: Callable[..., Any] | None = None

@@ -83,7 +83,7 @@ class VocabularyShard(torch.nn.Module):
                 weight.weight,
                 (0, self.index, self.count),
                 replica_id=(0, 0, group.rank()),
-                # The vocabulary is padded to another size on another number of ranks.
+                # On a different number of ranks, the vocabulary may be padded to a different size.
                 allow_shape_mismatch=True,
             )
             for (name, key), weight in zip((("embedding", _EMBEDDING), ("output", _OUTPUT)), self.weights, strict=False)
@@ -156,7 +156,7 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
 
     The rows keep the values that megatron-core has initialized or the caller has loaded. Call `shard_vocabulary` when
     the chunks are on their device, before `split_weight_gradients` and DDP; the chunks may already be wrapped in
-    `Float16Module`. A second call returns the same shard.
+    `Float16Module`. A second call of `shard_vocabulary` returns the same shard.
 
     Args:
         chunks: all model chunks of this rank.

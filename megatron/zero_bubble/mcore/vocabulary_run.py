@@ -68,7 +68,7 @@ def open_vocabulary(
 ) -> VocabularyRun | None:
     """Prepare a run of these model chunks, or return None if their vocabulary is not sharded.
 
-    `open_vocabulary` is a collective call of the ranks of a pipeline and of these ranks' tensor-parallel groups.
+    All ranks of a pipeline, and all ranks of their tensor-parallel groups, call `open_vocabulary` together.
 
     Args:
         chunks: all model chunks of this rank, wrapped or not.
@@ -151,7 +151,7 @@ def open_collectives(groups: ProcessGroupCollection, device: torch.device, timeo
 
 
 def made_up_collectives(real: ShardCollectives) -> ShardCollectives:
-    """Return collectives like `real` without communication: zeros or this rank's tensors replace messages."""
+    """Return a stand-in for the collectives `real` that uses zeros or this rank's tensors, and does not communicate."""
     tensor = None if real.tensor is None else _MadeUpRanks(real.tensor)
     return ShardCollectives(_MadeUpRanks(real.pipeline), tensor)
 

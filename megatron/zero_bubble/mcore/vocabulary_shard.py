@@ -5,7 +5,7 @@ first computes
 
     Y_d = X W_d^T,   m_d = rowmax(Y_d),   s_d = rowsum(exp(Y_d - m_d)),   P_d = exp(Y_d - m_d) / s_d
 
-and z_d, the label's logit if the label is a row of the shard, else 0. From the m_d, s_d and z_d of all shards follow
+and z_d, the label's logit if the label's row is in the shard, else 0. The m_d, s_d and z_d of all shards give
 
     M = max m_d,   S = sum s_d exp(m_d - M),   Z = sum z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
 
@@ -13,8 +13,8 @@ With g = dLoss/dl of each token, and with G_d = 1 at the label's row if the shar
 
     dX = g sum_d (alpha_d P_d - G_d) W_d,   dW_d = (g (alpha_d P_d - G_d))^T X.
 
-This is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288). The product with W_d needs no data of
-other shards, and is computed before the shards exchange statistics. This module writes the difference as
+The computation is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288). The product with W_d needs no
+data of other shards, and is computed before the shards exchange statistics. This module writes the difference as
 
     alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d   with   D_d = P_d - G_d,
 
@@ -35,7 +35,7 @@ from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad
 from megatron.zero_bubble.runtime.collectives import sum_in_order
 
 _SCALES = {torch.float16: 1024.0}
-"""Type of the weights -> factor of D_d, which lifts most probabilities into the normal range of fp16."""
+"""Type of the weights -> factor in `ShardSoftmax.difference`, to lift most values into the normal range of fp16."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Rows:
     count: int
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return every token's row in this shard, and whether the token is in this shard; other tokens get arbitrary
-        rows.
+        """Return every token's row in this shard, and whether the token is in this shard; tokens of other shards get
+        arbitrary rows.
 
-        Tokens of other shards get different rows, because a GPU adds the gradients of one row sequentially.
+        The tokens of other shards are spread over all rows, because a GPU adds the gradients of one row sequentially.
         """
         row = tokens - self.first
         return torch.remainder(row, self.count), (row >= 0) & (row < self.count)
@@ -240,7 +240,8 @@ class ShardWeight(torch.nn.Module):
         """Return the tensor in which the gradients of the embedding are added up.
 
         Tied weights have a buffer for embedding gradients, because schedules interleave gradients of embedding and
-        output layer differently, and bits must not depend on the schedule. A 16-bit `main_grad` needs the buffer, too.
+        output layer differently, and bits must not depend on the schedule. With a 16-bit `main_grad`, embedding
+        gradients have a separate buffer, too.
         """
         total = self._total()
         if self.num_uses == 1 and total.dtype is torch.float32:
@@ -257,7 +258,7 @@ class ShardWeight(torch.nn.Module):
         return self.weight.grad
 
     def complete(self) -> None:
-        """Record that a use of the weight (embedding or output) has all gradients; after the last use, tell DDP."""
+        """Record that one use of the weight (embedding or output) has all gradients; notify DDP after the last use."""
         self._num_complete += 1
         if self._num_complete < self.num_uses:
             return

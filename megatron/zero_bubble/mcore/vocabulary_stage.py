@@ -3,11 +3,11 @@
 `VocabularyStep` keeps the intermediate results of each microbatch between operations. `MegatronStage` calls
 `VocabularyStep` between the forwards and backwards of megatron-core.
 
-A lane, which is a CUDA stream or a thread, runs the collectives beside the computation. On a GPU, lane and computation
-thus use two streams, and memory that one stream frees must not be reused while the other stream still reads it.
-Tensors that the lane creates are not overwritten too early, because each collective waits for all earlier computation.
-Tensors that the lane reads are kept until this rank has waited for a later collective, or are marked by
-`record_stream`. The rank that broadcasts a tensor does not wait for the broadcast.
+The collectives run beside the computation, in a CUDA stream or a thread. On a GPU, collectives and computation thus use
+two streams, and memory that one stream frees must not be reused while the other stream still reads it. Tensors that a
+collective creates are not overwritten too early, because each collective waits for all earlier computation. Tensors
+that a collective reads are kept until this rank has waited for a later collective, or are marked by `record_stream`.
+The rank that broadcasts a tensor does not wait for the broadcast.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class VocabularyStep:
 
     @torch.no_grad()
     def exchange(self, op: Op) -> None:
-        """Run this rank's part in the collective `op`; called on the stream or thread that runs all collectives."""
+        """Run this rank's part of the collective `op`; called on the stream or thread that runs all collectives."""
         microbatch = self._microbatches[op.microbatch]
         _EXCHANGES[op.kind](self, microbatch)
 
@@ -151,7 +151,7 @@ class VocabularyStep:
         return call.forward_step(data_iterator, model)
 
     def end_last_stage(self, microbatch: int) -> torch.Tensor:
-        """Keep the last stage's output for the softmax S; return it with its autograd graph, in which B starts."""
+        """Keep the last stage's output for the softmax S; return the output with its autograd graph, for B."""
         state, layer = self._microbatches[microbatch], self._run.output_layer
         assert layer is not None
         if layer.loss_inputs is None:

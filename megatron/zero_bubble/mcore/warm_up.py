@@ -2,9 +2,9 @@
 could make a step hang.
 
 On a GPU, the first launch of a kernel, the allocator's growth and the creation of a communicator may wait until the
-device has finished all work. In a step, this work includes receives that are posted ahead and end when their messages
-arrive. If the sender of such a message in turn waits for this rank, the pipeline hangs. Before the first step, no
-receives are posted, so that nothing can hang. The warm-up restores all state that it changes.
+device has finished all work. In a step, a device's work includes receives that are posted ahead and end only when their
+messages arrive. If the sender of an awaited message in turn waits for this rank, the pipeline hangs. Before the first
+step, no receives are posted, so that nothing can hang. The warm-up restores all state that it changes.
 """
 
 from __future__ import annotations

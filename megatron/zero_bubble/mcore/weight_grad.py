@@ -44,14 +44,14 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the sum of the current microbatch, to which the W of the layer's current B will add a term."""
+        """Return the sum for the current microbatch, and let the sum expect one more term from W."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
-        """Add the term `grad` to the sum `into`; add a complete sum to `weight.grad` and then call DDP's hook.
+        """Add the term `grad` to the sum `into`; when the sum is complete, add it to `weight.grad` and call DDP's hook.
 
         Args:
             weight: the weight that the forward used: the layer's parameter, or a gathered copy of the parameter.

@@ -1,4 +1,4 @@
-"""Opens the channels between pipeline ranks, and measures their device memory, which torch's allocator ignores."""
+"""Opens the channels between pipeline ranks, and measures the channels' device memory, which torch does not count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ChannelCommunicator = TorchCommunicator | HostCommunicator
 
 
 class VariableChannels(VariableCommunicator):
-    """Channels for messages of varying shape, and further channels between the hosts for the messages' headers."""
+    """Channels for messages of varying shape; separate channels between the hosts carry headers with the shapes."""
 
     def __init__(self, messages: ChannelCommunicator, headers: TorchCommunicator) -> None:
         super().__init__(messages, headers)
@@ -46,11 +46,11 @@ def open_channels(
     *,
     shapes_vary: bool = False,
 ) -> ChannelCommunicator | VariableChannels:
-    """Open the channels between the ranks of a pipeline's `group`; all ranks of the group call this together.
+    """Open the channels between the ranks of a pipeline's `group`; a collective call of all ranks of the group.
 
     Args:
-        report: function that is called on every rank if `device` is a GPU. Its argument is the channel memory of the
-            rank with the most channels. Among ranks with equally many channels, the rank with the most memory counts.
+        report: function that is called on every rank if `device` is a GPU. `report` gets the channel memory of the rank
+            with the most channels and, among such ranks, with the most memory.
         shapes_vary: whether the shapes of activations vary and are sent in headers.
 
     Raises:

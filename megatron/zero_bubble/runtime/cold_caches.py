@@ -11,9 +11,9 @@ _LEAST_BYTES = 32 * 2**20
 class ColdCaches:
     """Evicts the contents of a device's caches by reading and writing a buffer.
 
-    In a training, other layers and other microbatches have filled the caches before an operation begins. An operation
-    that is repeated alone finds its parameters, its code and its last results in the caches: on a CPU, layers of 128 to
-    192 hidden units then take 15 to 20% less time than in a training.
+    During training, other layers and other microbatches have filled the caches before an operation begins. An operation
+    that is repeated alone finds its parameters, its code and its last results in the caches. On a CPU, repeated
+    operations of layers with 128 to 192 hidden units take 15 to 20% less time than during training.
     """
 
     def __init__(self, device: torch.device) -> None:

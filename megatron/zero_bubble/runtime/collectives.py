@@ -50,16 +50,16 @@ class Collectives(Protocol):
         ...
 
     def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
-        """Fill `part` on rank r with `parts[r]` of rank `root`; on the other ranks `parts` is None."""
+        """Fill `part` on rank r with `parts[r]` of rank `root`; `parts` is None on all ranks but `root`."""
         ...
 
     def close(self) -> None:
-        """Leave the group, so that later collectives of other ranks fail; this rank must have none under way."""
+        """Leave the group, so that other ranks' later collectives fail; this rank must have no running collective."""
         ...
 
 
 class TorchCollectives:
-    """Collectives over torch.distributed, in a separate process group that only its members create.
+    """Collectives over torch.distributed, in a separate process group; only the group's members create the group.
 
     Args:
         members: global ranks of the group, the same on every rank.
@@ -76,7 +76,7 @@ class TorchCollectives:
         self._open(device)
 
     def _open(self, device: torch.device) -> None:
-        """Run each collective once at the start, because NCCL's first use connects ranks and would delay a step."""
+        """Run each collective once at the start, because NCCL connects the ranks at first use."""
         mine = torch.full((1,), float(self.rank), device=device)
         everyone = torch.empty(self.size, 1, device=device)
         self.gather_all(mine, everyone)

@@ -36,7 +36,7 @@ class TensorSpec:
 
 
 class PendingSend(Protocol):
-    """A message that is being sent. The object keeps the tensor alive until the send is complete."""
+    """A message that is being sent. A `PendingSend` keeps the tensor alive until the send is complete."""
 
     def is_done(self) -> bool: ...
 
@@ -90,7 +90,7 @@ _SOURCE, _DESTINATION = 0, 1
 
 
 class PairGroup(Protocol):
-    """The methods of a process group of two ranks that a channel uses; torch.distributed's backends have them."""
+    """The interface of a channel's process group, which has two ranks; torch.distributed's backends implement it."""
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Any: ...
 
@@ -103,7 +103,7 @@ class Mark(Protocol):
     """A point in the work queued on a device; a process can wait until the device has reached this point."""
 
     def synchronize(self) -> None:
-        """Wait until the device has reached the mark."""
+        """Wait until the device has reached this point in its queued work."""
         ...
 
 
@@ -124,7 +124,7 @@ class RunAhead:
         self._marks: deque[Mark] = deque()
 
     def before_message(self) -> None:
-        """Before the process posts message n, wait until the GPU has reached the post of message n - `limit`."""
+        """Before the process posts message n, wait until the GPU has reached message n - `limit`."""
         if len(self._marks) == self._limit:
             self._marks.popleft().synchronize()
         self._marks.append(self._new_mark())
@@ -140,8 +140,8 @@ class TorchCommunicator:
     """Sends messages over torch.distributed, with a process group for each channel.
 
     With NCCL all operations of one group run in order on one stream, so channels that shared a group would wait for
-    each other. Only the two members of a channel take part in creating it, and most channels are created at the same
-    time, so that start-up does not take longer with more ranks.
+    each other. Only the two ranks of a channel create the channel, and most channels are created at the same time.
+    Start-up therefore does not take longer with more ranks.
 
     Args:
         pipeline_ranks: global rank of each pipeline rank.
@@ -247,10 +247,10 @@ class HostCommunicator:
 
     `send` waits until the device has computed the message, and a receive's `wait` copies the message to the device. No
     work on the device ever waits for another rank. A valid schedule therefore always runs to its end, with any number
-    of hardware queues, and with any synchronisation of the device. A `HostCommunicator` is slow and meant for finding
-    faults.
+    of hardware queues, and even if other code synchronises the device. A `HostCommunicator` is slow and meant for
+    finding faults.
 
-    The arguments are the first five arguments of `TorchCommunicator`.
+    The arguments of `HostCommunicator` are the first five arguments of `TorchCommunicator`.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class HostCommunicator:
 
 @dataclass(frozen=True)
 class _HostSpec(TensorSpec):
-    """A message from or to `device` whose buffer is on the host, pinned if the device is a GPU."""
+    """A message from or to `device`; its buffer is in host memory, and pinned if the device is a GPU."""
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 _PROBE, _PROBES = 2**24, 5
-"""Bytes of each copy that measures a host link, and number of these copies in each direction."""
+"""Bytes of each copy by which the link to host memory is measured, and number of copies in each direction."""
 
 
 class CopyPair(NamedTuple):
@@ -133,7 +133,7 @@ def link_rate(lane: CopyLane, device: torch.device) -> float:
 class HostBuffers:
     """The buffers of copies in host memory; a later copy of the same size reuses a free buffer.
 
-    A buffer that is given back may be taken again at once, because the copies of a lane run in order.
+    A buffer can be reused as soon as it is given back, because copies run in the order in which they are queued.
     """
 
     def __init__(self, lane: CopyLane) -> None:

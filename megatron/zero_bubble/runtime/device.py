@@ -22,7 +22,7 @@ MARGIN = 0.9
 def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
     """Return, for each rank, the part of its memory limit `in_bytes` that may be in use between two operations.
 
-    The rest of the limit is reserved for the temporary memory of one operation (`inside`), such as logits.
+    The rest of the memory limit is reserved for the temporary memory of one operation (`inside`), such as logits.
     """
     # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
     return tuple(max(1.0, limit - needed) for limit, needed in zip(in_bytes, inside, strict=True))

@@ -31,15 +31,15 @@ class PendingExchange(Protocol):
 
 
 class ExchangeLane(Protocol):
-    """Runs collectives in the order of submission, without autograd, each after the computation launched earlier."""
+    """Runs collectives in the order of submission, without autograd; each waits for all computation launched before."""
 
     @property
     def waits_in_thread(self) -> bool:
-        """Whether an exchange waits for other ranks without delaying computation, and may thus be submitted early."""
+        """Whether a collective waits for other ranks without delaying computation, and may thus be submitted early."""
         ...
 
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
-        """Queue `exchange` to run after all exchanges submitted earlier; return at once."""
+        """Queue `exchange` to run after all collectives submitted earlier; return at once."""
         ...
 
     def close(self) -> None:
@@ -48,20 +48,20 @@ class ExchangeLane(Protocol):
 
 
 def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
-    """Return the lane for exchanges of tensors on `device`; `leave` leaves the process groups of the exchanges."""
+    """Return the `ExchangeLane` for tensors on `device`; calling `leave` leaves the collectives' process groups."""
     return StreamLane(device) if device.type == "cuda" else ThreadLane(leave)
 
 
 class ThreadLane:
-    """A lane on a CPU: one thread runs the collectives, and blocks until each collective is complete.
+    """An `ExchangeLane` for a CPU: one thread runs the collectives, and blocks until each collective is complete.
 
-    No exchange runs after a failed exchange, because this rank is then out of step with the other ranks. After a
-    failure the rank leaves the process groups of the exchanges, so that no other rank waits for this rank. The lane
-    logs the error of an exchange at once. The main thread may be waiting for another rank, and would report the error
-    only after that rank has ended.
+    No collective runs after a failed collective, because this rank is then out of step with the other ranks. After a
+    failure the rank leaves the process groups of the collectives, so that no other rank waits for this rank. The error
+    of a collective is logged at once. The main thread may be waiting for another rank, and would report the error only
+    after that rank has ended.
 
     Args:
-        leave: function that leaves the process groups of the exchanges (`Collectives.close`).
+        leave: function that leaves the process groups of the collectives (`Collectives.close`).
     """
 
     waits_in_thread = True
@@ -115,9 +115,9 @@ class _ThreadExchange(NamedTuple):
 
 
 class StreamLane:
-    """A lane on a GPU: one stream, which has priority over computation because other ranks wait for the collectives.
+    """An `ExchangeLane` for a GPU: one stream, with priority over computation because other ranks wait for collectives.
 
-    On a GPU, a collective occupies multiprocessors while it waits for other ranks. With one hardware queue, such a
+    On a GPU, a collective occupies multiprocessors while it waits for other ranks. With one hardware queue, a waiting
     collective also delays all work that is launched after the collective.
     """
 
@@ -163,7 +163,7 @@ class Exchanges:
         self._pending: dict[Op, PendingExchange] = {}
 
     def start(self, op: Op, exchange: Callable[[], None]) -> None:
-        """Let the lane run the collective `op`, by calling `exchange`; return at once."""
+        """Queue `exchange`, which runs the collective `op` beside the computation; return at once."""
         assert self._lane is not None, f"{op} needs a lane for exchanges"
         self._pending[op] = self._lane.submit(exchange)
 

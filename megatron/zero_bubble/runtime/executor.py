@@ -145,7 +145,7 @@ class Executor:
 
     @property
     def num_live_activations(self) -> int:
-        """Count the forwards of all chunks whose activations are in memory, either kept by F or restored by R."""
+        """Count the forwards, over all chunks, whose activations are in memory, kept by F or restored by R."""
         return len(self._activations) - len(self._recomputation.dropped())
 
     def position(self) -> tuple[int, bool]:
@@ -163,7 +163,7 @@ class Executor:
         self._end_forward(stage, op, input_tensor, output)
 
     def _offloading(self, op: Op, input_tensor: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return a context for a forward, to copy the activations to the host if the schedule offloads them."""
+        """Return a context that copies a forward's activations to the host if the schedule offloads them."""
         if (op.chunk, op.microbatch) not in self._offloaded:
             return nullcontext()
         # Between stages of plain PyTorch layers, one message may contain several tensors.
@@ -257,7 +257,7 @@ class Executor:
             self._store.flush(op.chunk, op.microbatch)
 
     def _backward_weight(self, stage: Stage, *ops: Op) -> None:
-        """Run the W of one microbatch, or run the W of several microbatches of one chunk parameter by parameter."""
+        """Run the W of one microbatch or, parameter by parameter, the W of several microbatches of one chunk."""
         self._begin(ops[0])
         if len(ops) == 1:
             stage.before_gradients(ops[0])
@@ -275,8 +275,8 @@ class Executor:
     def _validate(self, given: Stage, op: Op) -> None:
         """Validate the last optimizer step; if the step was wrong, every rank runs all operations before `op` again.
 
-        Before the repetition, this rank receives the outstanding messages that other ranks sent before their
-        validation, because a channel delivers messages in order. The repeated operations send these messages again.
+        Before the repetition, this rank receives the messages that other ranks sent before their validation: a channel
+        delivers messages in order, and the repeated operations send all these messages again.
         """
         stage = cast(SteppingStage, given)
         is_wrong = stage.validate()

@@ -82,7 +82,7 @@ def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, be
 def _round_trip(
     communicator: Communicator, peer: int, message: torch.Tensor, spec: TensorSpec, *, begins: bool
 ) -> float:
-    """Measure the milliseconds of a round trip between this rank and `peer`; the rank with `begins` sends first."""
+    """Measure the milliseconds of a round trip between this rank and `peer`; if `begins`, this rank sends first."""
     answer = communicator.receive(peer, spec)
     start = time.perf_counter()
     if begins:
@@ -96,7 +96,7 @@ def _round_trip(
 
 
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
-    """Measure the milliseconds of a rank's wait for the collective after the output layer on vocabulary shards (S).
+    """Measure how many milliseconds a rank waits for the collective that follows the softmax S on vocabulary shards.
 
     `measure_collective` is a collective call of the whole job, with the same result on every rank. As in training, the
     measured collective gathers three numbers per token, sums a message over the ranks, and runs in an `ExchangeLane`.

@@ -1,4 +1,4 @@
-"""Collects the measured operations of each step on one rank and passes them to the functions that use them."""
+"""Collects the measured operations of each step on one rank and passes these operations to given functions."""
 
 from __future__ import annotations
 

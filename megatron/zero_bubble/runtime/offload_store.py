@@ -103,7 +103,7 @@ class OffloadStore:
         return 0 if bundle is None else bundle.device_bytes()
 
     def times(self, kind: OpKind, chunk: int) -> list[float]:
-        """Return the seconds of the recent copies of `chunk` by operations of `kind`, D or H."""
+        """Return the seconds of the recent copies of `chunk` by operations of `kind`: D to the host, or H back."""
         return [copy.seconds() for copy in self._copies[kind, chunk]]
 
     def left(self) -> list[tuple[int, int]]:
@@ -169,7 +169,7 @@ class _Bundle:
 
     def __init__(self, kept: Sequence[torch.Tensor | None]) -> None:
         self.storages: list[_Storage] = []
-        """The storages that offload (D) frees on the device; the list is empty until F has ended."""
+        """The storages that the offload operation D frees on the device; the list is empty until F has ended."""
         self.copy: PendingCopy | None = None
         """The most recent copy of the storages; None once the rank has waited for this copy."""
         self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept if tensor is not None)

@@ -1,4 +1,4 @@
-"""Compares a planned order of operations with megatron-core's own order for the same layout by running both."""
+"""Compares a planned order of operations with megatron-core's own order for the same layout by running both orders."""
 
 from __future__ import annotations
 

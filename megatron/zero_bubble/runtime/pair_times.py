@@ -1,9 +1,9 @@
 """Measures how much time a forward and a backward save if they run as one operation.
 
-In a pair, exchanges of tokens between experts can overlap with computation on a GPU, because a GPU runs both on
-separate streams. On a CPU, exchanges take processor time and cannot overlap with computation. The saved time is
-measured, not assumed: it is the sum of the separate durations of the forward and the backward, minus the duration of
-the pair.
+In a pair, exchanges of tokens between experts can overlap with computation on a GPU, because a GPU runs exchanges and
+computation on separate streams. On a CPU, exchanges take processor time and cannot overlap with computation. The saved
+time is measured, not assumed: it is the sum of the separate durations of the forward and the backward, minus the
+duration of the pair.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class PairTime(NamedTuple):
     """Durations of the pairs that contain an operation of a chunk, and of the same operations run separately."""
 
     hidden: float = 0.0
-    """Mean share of the exchange time that overlaps with the other operation's computation, from 0 to 1."""
+    """Mean share of a pair's exchange time that overlaps with computation, from 0 to 1."""
     together: float = 0.0
-    """Sum, over the kinds of pairs, of the milliseconds of one pair."""
+    """Milliseconds of one pair, summed over the kinds of pairs."""
     apart: float = 0.0
-    """Sum, over the kinds of pairs, of the milliseconds of the pair's two operations run one after the other."""
+    """Milliseconds of a pair's two operations if they run one after the other, summed over the kinds of pairs."""
 
 
 NO_PAIRS = PairTime()
@@ -87,7 +87,7 @@ class PairTimes:
 
 
 def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
-    """Return separate operations that compute the same gradients as a paired backward; empty if none were measured."""
+    """Return the separate operations that compute a paired backward's gradients; [] if none were measured."""
     results = KINDS[kind].makes
     same = [(chunk, alone) for alone in BACKWARDS if KINDS[alone].makes == results and (chunk, alone) in times]
     return same[:1] or [(chunk, result) for result in results if all((chunk, each) in times for each in results)]

@@ -15,9 +15,9 @@ TOLERANCE = 0.05
 SPAN_TOLERANCE = 0.02
 """Message times are corrected if the measured time of a step exceeds the planned time by more than this share."""
 _MATTERS = 0.02
-"""A difference between planned and measured times is ignored if it is below this share of a microbatch's work."""
+"""A difference between planned and measured times is ignored below this share of a microbatch's computing time."""
 _PARTS = 1024
-"""Resolution of the bisection: the number of parts into which the additional time of messages is divided."""
+"""Number of equally spaced candidates among which the bisection looks for the additional time of a message."""
 
 
 class Difference(NamedTuple):
@@ -32,7 +32,7 @@ class Difference(NamedTuple):
 
 
 def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts:
-    """Return the planned costs with the measured times of operations; memory and messages stay as they are.
+    """Return the planned costs with the measured times of operations, but with the planned memory and message times.
 
     A kind of operation that did not run keeps its planned time, except R, whose time changes in proportion to F's time.
     """
@@ -51,13 +51,13 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
 
 
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
-    """Slow down the costs' messages and collectives until the simulated schedule takes the measured time `span`.
+    """Increase the times of messages and collectives in `costs` until the simulated schedule takes the measured `span`.
 
     Messages of busy ranks are slower than messages of idle ranks. If operations vary in duration, ranks also wait for
     each other, and these waits look like slower messages.
 
     Args:
-        costs: the costs, in which the times of operations are the measured times.
+        costs: the costs, with the measured times of operations.
         schedule: the schedule that ran.
         span: measured milliseconds from the start of the first operation to the end of the last operation on the
             slowest rank.
@@ -86,7 +86,7 @@ def _with_messages(costs: StageCosts, placement: Placement, added: float) -> Sta
 def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Difference]:
     """Yield the largest error of a planned time for each kind of operation, and the mean error for messages.
 
-    Errors of at most `TOLERANCE`, and errors that are a negligible part of a microbatch's work, are left out.
+    Errors of at most `TOLERANCE`, and errors that are a negligible part of a microbatch's computing time, are left out.
     """
     matters = _MATTERS * sum(map(planned.work, range(planned.num_stages)))
     for name, kind in TIMES.items():
@@ -101,7 +101,7 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
 
 
 def largest_change(old: StageCosts, new: StageCosts) -> float:
-    """Return the largest relative change, over all stages, of the sum of a stage's times of F, B, W and R."""
+    """Return the largest relative change of a stage's total time for F, B, W and R, over all stages."""
 
     def work(costs: StageCosts, stage: int) -> float:
         return costs.work(stage) + costs.time_r[stage]

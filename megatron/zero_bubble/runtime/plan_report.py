@@ -62,6 +62,6 @@ class Report:
     differences: tuple[Difference, ...] = ()
     """Differences between measured times and the times in the costs of the previous plan."""
     ratio_of_pairs: float | None = None
-    """Time of F and B run as a pair, divided by their time run one after the other; None without measured pairs."""
+    """Time of F and B as a pair, divided by the time of F and B one after the other; None without measured pairs."""
     trial: TrialResult | None = None
     """Measured times of the planned order and of megatron-core's own order; None if no trial of both orders ended."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 MAX_BLOCKS = 4
 """Largest number of thread blocks that a message occupies on a GPU.
 
-A posted receive occupies its blocks until the message has arrived.
+A posted receive occupies its thread blocks until the message has arrived.
 """
 
 
@@ -34,7 +34,7 @@ def connect(membership: Membership) -> Any:
 
     This function does not use `dist.new_group`, which every rank of the job would have to call for every group. With
     `use_local_synchronization`, only the members call `dist.new_group`, but the group's name then contains the number
-    of groups on the caller. Members with different numbers of groups would wait for each other forever.
+    of groups that the caller has created. Members with different numbers of groups would wait for each other forever.
     """
     rank, size = membership.rank, len(membership.members)
     store = dist.PrefixStore(membership.name, dist.distributed_c10d._get_default_store())
@@ -47,7 +47,7 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    """Return NCCL options: few thread blocks, so that layers keep the device, and priority because other ranks wait.
+    """Return NCCL options: few thread blocks, to leave the GPU to layers, and high priority, because other ranks wait.
 
     The options contain the name and the ranks under which PyTorch's flight recorder shows the group.
     """

@@ -28,9 +28,9 @@ def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
 
 
 def tie_children() -> None:
-    """Make all processes that the main thread of this process forks from now on end when this process ends.
+    """From now on, let each process that this process's main thread forks end as soon as this process ends.
 
-    A child that another thread forks is left alone, because the kernel would end the child with that thread.
+    Children that other threads fork are left alone, because the kernel would end such a child together with its thread.
     """
     is_main_thread = False
 
@@ -49,7 +49,7 @@ def end_children(patience: float = 2.0) -> None:
     """End the daemonic children of `multiprocessing`; at exit, Python would wait for them without limit.
 
     Args:
-        patience: seconds between SIGTERM and SIGKILL, counted once for all children.
+        patience: seconds between SIGTERM and SIGKILL, in total for all children.
     """
     children = [child for child in multiprocessing.active_children() if child.daemon]
     # torch's SIGCHLD handler raises an error in this process when a loader worker that it counts as working ends.

@@ -35,19 +35,19 @@ class ChunkCosts:
     memory: Mapping[OpKind, float]
     """Kind -> usual change of memory; for F, the change if F keeps all activations, as in `StageCosts.memory_f`."""
     noise: float
-    """Largest relative spread of the times that are not negligible: half the interquartile range over the median."""
+    """Largest relative spread of the times that are not negligible: interquartile range / (2 * median)."""
     inside: int = 0
     """Largest temporary memory of an operation: its peak beyond the memory in use before and after the operation."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind (F, and B or BW) -> time of token exchanges in this operation that overlaps with computation in a pair.
+    """Kind (F, and B or BW) -> the part of the operation's token exchanges that overlaps with computation in a pair.
 
-    The time is 0 if no pairs were measured.
+    The part is 0 if no pairs of a forward and a backward were measured.
     """
     pairs: PairTime = NO_PAIRS
     num_blocks: int = 0
     """Number of recomputed blocks of layers; 0 if unknown."""
     copied: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind (D and H) -> usual time of a copy; empty if nothing was offloaded."""
+    """Kind (D to the host, H back) -> usual time of a copy; empty if nothing was offloaded."""
     released: float = 0
     """Bytes that D releases."""
     outside: int = 0
@@ -55,7 +55,7 @@ class ChunkCosts:
 
 
 _MATTERS = 0.02
-"""The spread of an operation's times is ignored if its time is below this share of the longest operation's time."""
+"""The spread of a kind of operation is ignored if its time is below this share of the longest operation's time."""
 
 
 class Profiler:
@@ -143,8 +143,8 @@ class Profiler:
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
         """Return the usual change of memory by a kind of operation.
 
-        For F, this is the change by an F that keeps all activations, or else the sum of the changes by an F that drops
-        activations and by its R.
+        For F, this is the change by an F that keeps all activations. If every F drops activations, the result is the
+        change by F plus the change by R.
         """
         kept = self._memory.get((chunk, kind))
         if kept:
@@ -157,7 +157,7 @@ class Profiler:
 def _times_of_copies(
     offload: OffloadStore, chunk: int, center: Callable[[Sequence[float]], float]
 ) -> dict[OpKind, float]:
-    """Return, for D and for H, the usual milliseconds of one copy of `chunk` on the host link."""
+    """Return the usual milliseconds of one copy of `chunk`, for copies to the host (D) and copies back (H)."""
     seconds = {kind: offload.times(kind, chunk) for kind in COPIES}
     return {kind: 1000.0 * center(times) for kind, times in seconds.items() if times}
 
@@ -177,14 +177,14 @@ class MeasuredCosts(NamedTuple):
     inside: tuple[int, ...]
     """For every stage, the largest temporary memory of an operation (see `ChunkCosts.inside`)."""
     ratio_of_pairs: float | None
-    """Time of F and B run as a pair, divided by their time run one after the other; None without measured pairs."""
+    """Time of F and B as a pair, divided by the time of F and B one after the other; None without measured pairs."""
 
 
 def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
     """Gather the costs of all stages; a collective call of the whole job, with the same result on every rank.
 
     The times of a stage are maxima over its data- and tensor-parallel replicas, because the pipeline waits for the
-    slowest replica. The memory of a stage after F, after B and after W is the maximum over the same replicas.
+    slowest replica. The memory of a stage after F, after B and after W is the maximum over the stage's replicas.
     """
     everyone: list[tuple[Sequence[ChunkCosts], Mapping[int, float]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (chunks, edges))
@@ -193,7 +193,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
-    """Return each stage's shortest exchange time over its replicas; longer times include waits for late replicas."""
+    """Return each stage's shortest token-exchange time over its replicas; longer times include waits for replicas."""
     return tuple(
         min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
     )

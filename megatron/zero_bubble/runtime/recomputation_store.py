@@ -23,7 +23,7 @@ def untimed(kind: OpKind) -> AbstractContextManager[None]:
 
 
 class ForwardMode(Enum):
-    """Treatment of the activations of a block of layers in a forward."""
+    """Whether a forward keeps or drops the activations of a block of layers."""
 
     KEEP = "keep"
     """Keep the activations, and pass the block's inputs and outputs to `RecomputationStore.keep`."""
@@ -35,13 +35,13 @@ class ForwardMode(Enum):
 class RecomputationStore:
     """The blocks of layers of one pipeline rank whose activations F has dropped, by model chunk and microbatch.
 
-    The executor runs each F inside `forward`, whose arguments decide whether the F drops its activations, and runs R
-    with `recompute`. Outside of an F, `mode` is None, and a block runs as if there were no store.
+    The executor runs each F inside `forward`, whose arguments decide whether the F drops its activations. The executor
+    runs R with `recompute`. Outside of an F, `mode` is None, and a block runs as if there were no store.
 
-    The blocks of a chunk may form several groups. R restores the activations of the chunk's last group; in a schedule
-    without R, F keeps these activations. B restores the activations of each earlier group right before the group's
-    backward. B computes the weight gradients of all groups except the first, so that the activations of at most one
-    group are in memory at a time.
+    The blocks of layers of a chunk may form several groups. R restores the activations of the chunk's last group of
+    blocks; in a schedule without R, F keeps these activations. B restores the activations of each earlier group of
+    blocks right before the group's backward. B computes the weight gradients of all groups of blocks except the first,
+    so that the activations of at most one group are in memory at a time.
 
     Args:
         weights: holds the deferred weight gradients of the blocks.
@@ -52,7 +52,7 @@ class RecomputationStore:
         self.num_blocks: dict[int, int] = {}
         """Chunk -> number of blocks in an F; known once an F of the chunk has run."""
         self.bytes_outside: dict[int, int] = {}
-        """Chunk -> bytes that layers outside of dropped blocks keep for W; known once a B of the chunk has run."""
+        """Chunk -> bytes that layers outside of recomputed blocks keep for W; known once a B of the chunk has run."""
         self.bytes_of_blocks = 0
         """Bytes that are kept for W by the blocks whose backward has run in the current B."""
         self.timed: Callable[[OpKind], AbstractContextManager[None]] = untimed
@@ -100,7 +100,7 @@ class RecomputationStore:
     def suspended(self) -> Iterator[None]:
         """Inside the `with` block, let torch run checkpointed blocks, without this store.
 
-        This is for checkpointed blocks inside a block that is recomputed as a whole.
+        `suspended` is for checkpointed blocks inside a block that is recomputed as a whole.
         """
         before, self._is_suspended = self._is_suspended, True
         try:
@@ -109,12 +109,12 @@ class RecomputationStore:
             self._is_suspended = before
 
     def recompute(self, chunk: int, microbatch: int) -> None:
-        """Run the forwards again for the last group of blocks that the F of this microbatch has dropped."""
+        """Run the forwards again for the last group of blocks whose activations this microbatch's F has dropped."""
         self._dropped.pop((chunk, microbatch)).restore_group()
 
     @contextmanager
     def backward(self, chunk: int) -> Iterator[None]:
-        """Count the bytes that layers outside of dropped blocks keep for W after the `with` block, which runs one B."""
+        """Count the bytes that layers outside of recomputed blocks keep for W; the `with` block runs one B."""
         self.bytes_of_blocks = 0
         yield
         outside = self.weights.flushed_bytes - self.bytes_of_blocks
@@ -125,7 +125,7 @@ class RecomputationStore:
         return list(self._dropped)
 
     def clear(self) -> None:
-        """Forget all dropped blocks without recomputing them."""
+        """Forget all blocks whose activations were dropped, without recomputing these activations."""
         self._dropped.clear()
 
 
@@ -182,7 +182,7 @@ class _Blocks:
         self._leave(number)
 
     def restore_group(self) -> None:
-        """Restore the last group that has dropped blocks: run the forwards of these blocks again, in order."""
+        """Restore the last group with dropped activations: run the forwards of the group's blocks again, in order."""
         last = max(self._dropped, default=0)
         first = max(start for start in self._starts(self.number) if start <= last)
         for number in sorted(number for number in self._dropped if number >= first):

@@ -146,7 +146,7 @@ class OpRecorder:
         self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
         """(number of the operation, kind of the part, mark at its start, mark at its end) of each timed part.
 
-        The kind is None for an exchange of tokens.
+        The kind of a part is None for an exchange of tokens between experts.
         """
 
     def begin(self, op: Op) -> None:
@@ -181,7 +181,10 @@ class OpRecorder:
         self._parts.append((len(self._ops), kind, begin, self._clock.mark()))
 
     def num_reached(self) -> int | None:
-        """Count the starts and ends of operations that a GPU has passed; None without a GPU. Callable on any thread."""
+        """Count the starts and ends of operations that a GPU has reached; None without a GPU.
+
+        Any thread may call this method.
+        """
         return self._clock.num_reached(self._marks) if self._marks else None
 
     def is_over(self) -> bool:
@@ -221,7 +224,7 @@ def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp
 def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
     """Split time and memory equally among operations that ran as one; each operation gets the whole of `inside`.
 
-    In a pair, the backward gets all of the time, as in a simulation, and the forward gets all of the memory.
+    In a pair, all of the time counts for the backward, as in a simulation, and all of the memory for the forward.
     """
     if ops[-1].kind in PAIRED:
         forward, backward = ops
@@ -242,7 +245,7 @@ class StepTime:
     span: float
     """Time from the start of the first operation to the end of the last operation."""
     work: float
-    """Time for which the rank computes within the span."""
+    """Total time of the step's operations."""
 
 
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
@@ -261,7 +264,7 @@ class PipelineTime(NamedTuple):
     """The time of one step of a pipeline, over all ranks."""
 
     milliseconds: float
-    """The span of the rank with the longest span."""
+    """The longest `StepTime.span` of all ranks."""
     idle: Idle
 
 

@@ -32,11 +32,11 @@ from megatron.zero_bubble.schedule.pairs import PAIRED, half_apart
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
 
 _DRIFT_STEPS = 20
-"""Number of steps between two checks for drift of the measured times of operations."""
+"""Number of steps between two comparisons of the measured times of operations with earlier measured times."""
 CHECK_AFTER = 8
 """Number of steps after which a plan made from measured costs is compared with the measured times of these steps."""
 _UNSETTLED = 2
-"""Number of steps, right after a new plan starts, that the comparison of the plan with measured times leaves out."""
+"""Number of steps at the start of a new plan that are left out when the plan is compared with measured times."""
 
 
 class Replanner:
@@ -86,7 +86,7 @@ class Replanner:
         return self._profile if self._planned_for else None
 
     def let_microbatches_differ(self) -> None:
-        """If microbatch shapes vary: plan for mean measured costs, and do not try megatron-core's own order."""
+        """Plan for mean measured costs without a trial of megatron-core's own order, because microbatch shapes vary."""
         self._measured.center = statistics.fmean
         self._options = replace(self._options, tries_own_order=False)
 
@@ -124,7 +124,7 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def after_step(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan after profiling, a check, a trial or drift, or None to keep the plan; a collective call."""
+        """Return a new plan if a profile, check, trial or drift calls for one, else None; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
@@ -209,7 +209,7 @@ class Replanner:
     def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
         """Correct the wrong times in the plan's costs, and plan again; a collective call.
 
-        The running plan stays unless the new plan is faster at the corrected costs.
+        The running plan stays unless the new plan is faster with the corrected costs.
 
         Args:
             span: measured milliseconds of a step.
@@ -261,8 +261,8 @@ class Replanner:
         """End a trial of megatron-core's own order; a collective call.
 
         Returns:
-            The planned order, if this order is faster or if some step of the trial had another number of microbatches
-            than the steps before the trial. Otherwise None, and the run continues with megatron-core's own order.
+            The planned order, if this order is faster or if a step of the trial had a different number of microbatches
+            from the steps before the trial. None if the run continues with megatron-core's own order.
         """
         old, self._trial = self._profile, None
         assert old is not None

@@ -71,7 +71,7 @@ _Values = dict[str, Any]
 
 
 class Snapshot:
-    """Undoes a step from a copy of the parameters, the optimizer states and the settings of parameter groups.
+    """Undoes a step by restoring copies of the parameters, the optimizer states and the parameter groups' settings.
 
     The copy contains all optimizer states: moments, sums, and step counts (tensors or numbers). Before the first step
     there are no states. The copy takes as much memory as the parameters and states: with Adam, 12 bytes for each
@@ -219,7 +219,10 @@ def _invert(
 
 
 def settings_of(groups: Sequence[dict[str, Any]], names: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """Return the settings of parameter groups (by default, all); tensors are copied, as a scheduler may change them."""
+    """Return the settings `names`, by default all settings, of each parameter group.
+
+    Tensors are copied, because a scheduler may change them.
+    """
     return [
         {name: _copied(group[name]) for name in names or group.keys() - {"params"} if name in group} for group in groups
     ]
@@ -239,7 +242,8 @@ def _differ(value: Any, other: Any) -> bool:
 def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Inside the `with` block, give parameter groups an earlier step's settings instead of their present settings.
 
-    A setting that has not changed since that step is not set, because the optimizer may change it in the block.
+    Settings that have not changed since the earlier step are left alone, because the optimizer may change them in the
+    block.
     """
     changed = [
         {name: value for name, value in earlier.items() if _differ(group[name], value)}

@@ -51,7 +51,7 @@ class RunCosts:
         self.center: Callable[[Sequence[float]], float] = statistics.median
         """Computes one time from the samples of an operation, for example the median."""
         self.ratio_of_pairs: float | None = None
-        """In the last profile, the time of F and B run as a pair, divided by their time run one after the other."""
+        """In the last profile, the time of F and B as a pair, divided by the time of F and B one after the other."""
 
     def send_steps_to(self, sink: Sink) -> None:
         """Call `sink` with the measured operations of every step."""

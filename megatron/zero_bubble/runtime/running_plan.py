@@ -86,7 +86,7 @@ class RunningPlan:
         overlaps_reduction: bool,
         less_memory: tuple[int, Schedule] | None = None,
     ) -> Executor:
-        """Return the executor of a training step or an evaluation; if it has to be made, this is a collective call.
+        """Return the executor of a training step or an evaluation; creating an executor is a collective call.
 
         Args:
             less_memory: (level, schedule for less memory) of a step whose microbatches do not fit in memory with the

@@ -118,7 +118,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """Fit a curve of temporary memory for each stage, to the kind of operation with the most temporary memory."""
+    """For each stage, fit a curve to the temporary memory of the kind of operation that needs the most."""
     curves = [Curve(0.0, 0.0, 0.0)] * num_stages
     most = [0.0] * num_stages
     for (stage, _), values in samples.items():
@@ -131,7 +131,7 @@ def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages:
 def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, float]]]) -> dict[OpKind, Curve]:
     """Return a curve for each kind of operation; a fused backward gives half of its curve to B and half to W.
 
-    If B and W were measured separately, each gets the curve of its own samples.
+    If B and W were measured separately, the curves of B and of W fit their own samples.
     """
     fitted = {kind: _fit(values) for kind, values in samples.items() if values}
     parts = [by_result({kind: curve[part] for kind, curve in fitted.items()}) for part in range(len(Curve._fields))]

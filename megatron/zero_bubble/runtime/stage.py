@@ -35,7 +35,7 @@ class Stage(Protocol):
         ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that was passed on; the backward needs the output only as a node of the graph.
+        """Free the values of an output that was passed on; the backward needs only the output's autograd node.
 
         A stage need not define this method.
         """
@@ -88,7 +88,10 @@ class SteppingStage(Stage, Protocol):
         ...
 
     def validate(self) -> bool:
-        """Confirm or amend the last optimizer step; return whether forwards must run again, equally on all ranks."""
+        """Confirm or amend the last optimizer step; return whether forwards must run again.
+
+        The result is the same on all ranks.
+        """
         ...
 
     def restart(self) -> None:
@@ -99,21 +102,21 @@ class SteppingStage(Stage, Protocol):
 class VocabularyStage(Stage, Protocol):
     """A stage whose rank also has a vocabulary shard, for schedules with operations on shards.
 
-    The forward of the first stage starts from the result of E and EMBEDDED, and the backward of the last stage starts
-    from the gradient that L computes. For each microbatch, the stage keeps the intermediate results that operations on
-    shards pass to each other.
+    The forward of the first stage starts from the embeddings, which the operation E computes and the collective
+    EMBEDDED sums. The backward of the last stage starts from the gradient that the loss operation L computes. For each
+    microbatch, the stage keeps the intermediate results that operations on shards pass to each other.
     """
 
     def run_on_shard(self, op: Op) -> None:
-        """Run this rank's operation `op`, an E, EW, S, L or T whose inputs have arrived."""
+        """Run this rank's operation `op` on the shard (E, EW, S, L or T), whose inputs have arrived."""
         ...
 
     def exchange(self, op: Op) -> None:
-        """Take part in a collective operation of all ranks, for example the operation of kind HIDDEN.
+        """Take part in a collective operation of all ranks, such as HIDDEN, the broadcast of the last stage's output.
 
         An `ExchangeLane` calls `exchange` while the rank computes: on a GPU in a stream that has waited for all earlier
-        operations, on a CPU in a thread. Any operation may use and free the results, because the next exchange in the
-        lane waits for all earlier computation. A tensor that `exchange` reads must not be freed until this rank has
+        operations, on a CPU in a thread. Any operation may use and free the results, because the next exchange waits
+        for all computation launched before it. A tensor that `exchange` reads must not be freed until this rank has
         waited for a later exchange.
         """
         ...

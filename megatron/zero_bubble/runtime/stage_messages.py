@@ -13,7 +13,7 @@ from megatron.zero_bubble.runtime.variable_shapes import Announcing
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 
 _Key = tuple[bool, int, int]
-"""Key of a message: (whether the message is an activation of a forward, model chunk, microbatch)."""
+"""Key of a message: True for an activation and False for a gradient, then the model chunk and the microbatch."""
 
 
 class StageMessages:

@@ -39,7 +39,7 @@ class Peers(Protocol):
     """Communication with the ranks that run the same steps."""
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on a pipeline's first rank; return its result or raise its `Infeasible` on all ranks of it."""
+        """Run `action` on a pipeline's first rank; return the result or raise `Infeasible` on all its ranks."""
         ...
 
     def gather(self, value: T) -> list[T]:
@@ -68,7 +68,7 @@ class OrderTimes:
 
 
 class StepDecision(NamedTuple):
-    """The decision of a pipeline's first rank about a step."""
+    """The order and the schedule that a pipeline's first rank has chosen for a step."""
 
     sizes: list[MicrobatchSize] | None
     """Sizes of the microbatches in the order of the data; None if any size is unknown."""
@@ -116,7 +116,7 @@ class StepPlanner:
         self._times = OrderTimes()
         self._decides = False
         self._last_orders: dict[int, tuple[tuple[int, ...], Sequence[MicrobatchSize]]] = {}
-        """Number of microbatches -> the last planned order of so many microbatches, and the microbatches' sizes."""
+        """Number of microbatches -> the last planned order of that many microbatches, and the microbatches' sizes."""
         self._process: PlanningProcess | None = None
         observer.sinks.append(self._profile.collect)
 
@@ -172,7 +172,7 @@ class StepPlanner:
             self._process.close()
 
     def _problem(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepProblem | None:
-        """Return the planning problem of a step; None if costs or sizes are unknown, or if there is only one plan."""
+        """Return the planning problem of a step; None if costs or sizes are unknown, or if there is nothing to plan."""
         known = tuple(size for size in sizes if size is not None)
         if self._costs is None or len(known) != count:
             return None

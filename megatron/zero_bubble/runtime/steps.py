@@ -82,7 +82,7 @@ class StepProgress:
         """Return the index of the current operation, and whether its inputs have arrived; callable from any thread.
 
         If a recorder measures the step on a GPU, the result is the GPU's position, because the process runs ahead of
-        the GPU. The GPU's position is never a communication operation.
+        the GPU. The position of the GPU is never a communication operation, because a recorder times only computation.
         """
         launched = self.position
         reached = self._recorder.num_reached() if self._recorder is not None else None

@@ -2,8 +2,9 @@
 
 The sender announces a message of unknown shape: a header with the shape goes from process to process, over separate
 channels and in the order of the messages. After the header has arrived, the receiver posts the receive of the message.
-Two kinds of messages need no header: messages of fixed shape, and answers. An answer is, for example, the gradient of
-an activation; the rank that receives this gradient knows its shape, because the rank has sent the activation.
+Two kinds of messages need no header: messages of fixed shape, and answers to messages of the receiving rank. For
+example, the gradient of an activation is an answer: the rank that receives the gradient has sent the activation, and
+therefore knows the shape.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class Announcing(Protocol):
 class VariableCommunicator:
     """A `Communicator` that also receives messages of unknown shape.
 
-    A rank waits for the header of a message only at the operation that uses the message. The rank then posts the
-    receive of the message after all earlier receives of the channel, so that every channel keeps the schedule's order.
+    A rank waits for the header of a message only at the operation that uses the message. The rank posts the receive of
+    a message of unknown shape after all earlier receives of the channel, so that every channel keeps the schedule's
+    order.
 
     Args:
         messages: the channels of the messages.
@@ -84,7 +86,7 @@ class VariableCommunicator:
         return self._messages.send(tensor, destination)
 
     def receive(self, source: int, spec: AnySpec) -> PendingReceive:
-        """Request the next message from rank `source`; post the receive if no shape up to this message is unknown."""
+        """Request the next message from rank `source`; post the receive if all shapes up to this message are known."""
         header = self._headers.receive(source, HEADER) if isinstance(spec, AnnouncedSpec) else None
         receive = _Receive(self, source, spec, header)
         self._channels[source].append(receive)
@@ -92,7 +94,7 @@ class VariableCommunicator:
         return receive
 
     def post(self, receive: _Receive) -> PendingReceive:
-        """Post all earlier receives of the channel and then `receive`; wait for the headers that give their shapes."""
+        """Post all earlier receives of the channel and then `receive`; wait for the headers with their shapes."""
         channel = self._channels[receive.source]
         while receive.posted is None:
             first = channel.popleft()

@@ -4,7 +4,7 @@ A hung rank reports nothing by itself, and its neighbours wait for its messages.
 regularly checks whether the rank has advanced. The first thread whose rank has not advanced within the timeout raises
 an alarm in the job's store. After an alarm every rank writes its position to the store, the rank that raised the alarm
 reports all positions, and all ranks exit. While the job runs, each check costs one small request to the store;
-operations of the pipeline cost no requests.
+the operations of the pipeline send no requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 
 _LOOKS = 10
-"""Number of checks within the timeout."""
+"""Number of checks of a rank's position within one timeout."""
 _LONGEST_PAUSE = 5.0
 """Largest number of seconds between two checks.
 

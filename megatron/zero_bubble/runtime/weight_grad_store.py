@@ -30,9 +30,10 @@ _Bundle = list[_Deferred]
 class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
-    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` queues
-    these weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk, `pop_by_parameter` several W.
-    Outside of `deferring()` a layer computes its weight gradient itself, fused with B.
+    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` queues the
+    collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk; `pop_by_parameter` runs
+    several W, parameter by parameter. Outside of `deferring()` a layer computes its weight gradient itself, fused with
+    B.
     """
 
     def __init__(self, num_chunks: int = 1) -> None:
@@ -80,7 +81,7 @@ class WeightGradStore:
         self._bundle.append(_Deferred(parameter, start, weight_grad, bytes_of))
 
     def flush(self, chunk: int, microbatch: int) -> None:
-        """Queue all weight gradients that were put since the last flush as the W of `microbatch`."""
+        """Queue all weight gradients put since the last flush; together they are the W of `microbatch`."""
         self._queues[chunk].append((microbatch, self._bundle))
         self.flushed_bytes = self.bytes_since(0)
         self._start_bundle()
@@ -110,15 +111,15 @@ class WeightGradStore:
         _run_in_order([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
-        """Run the oldest W of `chunk`, which must belong to `microbatches`, parameter by parameter.
+        """Run the W of `microbatches`, which must be the oldest pending W of `chunk`, parameter by parameter.
 
         Parameters come in the order of B, from the last layer to the first, and the microbatches of each parameter come
-        in the given order. `before` is called with the microbatch before each W.
+        in the given order. Before each W, `before` is called with the microbatch of this W.
         """
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
-        """Remove and return the W of `microbatches`, by parameter; then only the returned list keeps them alive."""
+        """Remove the W of `microbatches` from the queue, and return them parameter by parameter."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
@@ -144,7 +145,7 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run weight gradients in order; start the background work of each before the preceding weight gradient runs."""
+    """Run weight gradients in order; the background work of each starts before the preceding weight gradient runs."""
     pending.reverse()
     if pending:
         pending[-1][1].start()
