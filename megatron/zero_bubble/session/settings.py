@@ -35,7 +35,7 @@ class JobSettings:
         placement: which rank holds which stages.
         partition: the number of layers of every stage, in model order.
         planning: how costs are measured and used for planning; None if costs are neither measured nor used.
-        is_layout_open: whether partition, placement or chunks are still to be chosen.
+        is_layout_open: whether partition, placement and chunks have not been chosen yet.
         hierarchy: how replicas average their parameters; None if replicas reduce gradients in every step.
     """
 
@@ -108,7 +108,7 @@ def job_settings(
 
 
 def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayout | None) -> JobSettings:
-    """Return `settings` with a plan from the chosen layout's costs, and with the options for planning in the run."""
+    """Return `settings` with a plan from the chosen layout's costs, and with the options for profiling and planning."""
     flags, request = settings.flags, None if choice is None else choice.request
     profile = given_profile(flags)
     if request is not None and profile is not None and not _is_of_layout(profile, settings):
