@@ -52,7 +52,7 @@ class StageCheck:
 
     @cached_property
     def _layer(self) -> UnitCount:
-        """Memory and work of a layer, as counted by `zero-bubble estimate`."""
+        """Activation memory and floating-point operations of a layer, as counted by `zero-bubble estimate`."""
         return count_model(self.model.arguments(NUM_RANKS)).layers[0]
 
     @property
@@ -63,7 +63,7 @@ class StageCheck:
 
     @property
     def expected_memory(self) -> tuple[float, float]:
-        """Counted bytes of a stage's activations for one microbatch: after F (M_B) and after B (M_W)."""
+        """Estimated bytes of a stage's activations for one microbatch: after F (M_B) and after B (M_W)."""
         after_f, after_b = (self.model.layers_a_stage * held for held in self._layer.activations)
         return after_f, after_b
 
