@@ -133,7 +133,7 @@ def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
     """Make all schedules that the run needs, and keep the schedules in the plan.
 
     Raises:
-        ValueError: no schedule exists for one of the numbers of microbatches, or fits the memory limit.
+        ValueError: for some number of microbatches, no schedule exists or none fits the memory limit.
     """
     with _as_users_mistake(flags, str(flags.schedule)):
         for size in flags.batch_sizes:
@@ -213,7 +213,8 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """Return text such as `at least 1.25 times 1F1B's peak` for the limit `smallest` (in M_B), in the flag's unit."""
+    """Return the limit `smallest` (in M_B) in the unit of the user's flag, such as `at least 1.25 times 1F1B's
+    peak`."""
     num_ranks = flags.pipeline_model_parallel_size
     placement = Placement("linear", num_ranks)
     peak = MemoryLimit(multiple=1.0).in_unit_costs(placement, flags.most_microbatches, flags.recompute)

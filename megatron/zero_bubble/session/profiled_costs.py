@@ -32,7 +32,7 @@ def partition_of_profile(profile: Profile) -> Partition:
 
 
 def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCosts:
-    """Fit costs of embedding, layers and output to the profile's stage costs, by least squares.
+    """Return the costs of embedding, layers and output that fit the profile's stage costs by least squares.
 
     The costs of a stage are the sum of the costs of its layers; the first stage also has the embedding, and the last
     stage also has the output. A profile of two stages does not determine the costs of the embedding, which are then
@@ -93,7 +93,7 @@ class _Fit(NamedTuple):
     """A system of equations: the costs of stages as sums of the costs of embedding, layers and output."""
 
     kinds: tuple[int, ...]
-    """The kind of each layer; 0 for all layers if the stages do not determine the costs of each kind."""
+    """Index of each layer's kind; 0 for all layers if the stages' costs do not determine the costs of each kind."""
     embedding: np.ndarray
     """Number of embeddings in each stage; zeros if the embedding's costs are assumed to be zero."""
     layers: np.ndarray

@@ -122,7 +122,7 @@ def _times(unit: UnitCosts) -> str:
 
 
 def _cells(plan: Plan, pattern: HybridPattern | None) -> tuple[str, ...]:
-    """The cells of a layout's row in the table of layouts, except the first cell."""
+    """The cells of one layout's row in the table of layouts, without the first cell."""
     timeline = plan.timeline
     return (
         layers_words(plan.layout, pattern),

@@ -90,7 +90,7 @@ def run_plan(
 
 
 def communicator_of(flags: JobFlags) -> type[ChannelCommunicator]:
-    """The class of the channels between stages."""
+    """The class that sends messages between stages: through host memory, or over the job's backend."""
     return HostCommunicator if flags.zero_bubble_communicator == "host" else TorchCommunicator
 
 

@@ -95,7 +95,7 @@ class Session:
 
     @classmethod
     def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
-        """A session that builds models and runs no schedule; with a `store`, backwards of linear layers are split."""
+        """Return a session that only builds models; with a `store`, it splits the backward of linear layers."""
         session = cls(JobSettings(flags, None, placement, (), None), "")
         session.store = store
         return session
@@ -108,7 +108,7 @@ class Session:
         While the layout is open, the method does nothing; schedules of a chosen layout are made at the first step.
 
         Raises:
-            ValueError: no schedule exists for one of the numbers of microbatches, or fits the memory limit.
+            ValueError: for some number of microbatches, no schedule exists or none fits the memory limit.
         """
         if self.job.plan is not None and not self.job.is_layout_open:
             make_schedules(self.job.flags, self.job.plan)

@@ -49,7 +49,7 @@ class JobSettings:
 
     @property
     def first_placement(self) -> Placement:
-        """The placement for which the process groups are made; a linear placement as long as the layout is open."""
+        """The placement for which process groups are made at start-up: linear if the layout has not been chosen yet."""
         return Placement("linear", self.placement.num_ranks) if self.is_layout_open else self.placement
 
     @property

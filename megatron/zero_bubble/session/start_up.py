@@ -33,11 +33,11 @@ _LOST_RANK = re.compile(r"Connection (closed|reset) by peer|remote worker crashi
 
 
 class SessionError(ValueError):
-    """The run cannot begin or go on; the message is one line that tells the user why."""
+    """Raised if the run cannot begin or continue; the message is one line with the reason."""
 
 
 class _LostRankError(SessionError):
-    """Another rank of the job has ended."""
+    """Raised if another rank of the job has ended."""
 
 
 @contextmanager

@@ -171,11 +171,11 @@ def _as_mib(num_bytes: float) -> str:
 
 _PACKAGES = ("megatron-core", "numpy", "transformer-engine", "apex", "flash-attn", "triton")
 _SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "GLOO_", "LD_PRELOAD")
-"""Prefixes of environment variables that change how a device works."""
+"""Prefixes of environment variables that can change the results of the check on a device."""
 
 
 def describe_machine(root: Path) -> dict[str, Any]:
-    """Return the facts about this machine for a report of results; `root` is the folder of this repository."""
+    """Describe this machine for a report of results; `root` is the folder of this repository."""
     from megatron.core import __version__
 
     has_cuda = torch.cuda.is_available()

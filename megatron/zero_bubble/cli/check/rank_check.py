@@ -52,7 +52,8 @@ class RankFindings:
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        """Return a table with a row for each training and a column for each backend, then the reasons of failures."""
+        """Return a table with a row for each training and a column for each backend, and below the table the reasons
+        for failures."""
         backends = list(dict.fromkeys(result.backend for result in self.results))
         rows: dict[tuple[str, str], dict[str, str]] = {}
         for result in self.results:

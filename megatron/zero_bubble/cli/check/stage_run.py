@@ -80,7 +80,7 @@ class MemoryCheck:
 
 
 class MiddleStage:
-    """A stage in two versions: with B and W split, and with megatron-core's own layers."""
+    """A stage in two versions: with the backward split into B and W, and with megatron-core's fused backward."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._args = model.arguments(NUM_RANKS)

@@ -122,7 +122,7 @@ def _size(job: EstimatedJob) -> int:
 
 
 def _even_ends(job: EstimatedJob) -> dict[str, Any]:
-    """Return the flags with which Megatron divides a number of layers that is not a multiple of the pipeline size."""
+    """Return the flags that Megatron needs to divide a number of layers that is not a multiple of the pipeline size."""
     ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     for given in (ends, ends[:1], ends[1:]):
         if (job.flags.num_layers + len(given)) % job.flags.pipeline_model_parallel_size == 0:
