@@ -61,7 +61,7 @@ def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str)
 
 
 class _CommandParser(FlagParser):
-    """A parser whose `--help` raises `OSError` if the help cannot be written; argparse's own parser raises nothing."""
+    """A parser whose `--help` raises `OSError` if the help cannot be written, in contrast to argparse's own parser."""
 
     def print_help(self, file: Any = None) -> None:
         deliver(self.format_help(), None)
@@ -100,7 +100,7 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
 
 @contextmanager
 def reading(name: str, path: Path) -> Iterator[None]:
-    """Add the names of the flag and of the file to any error that reading the file raises in the `with` block.
+    """Add the names of flag and file to an error that reading the file in the `with` block raises.
 
     Args:
         name: the flag, such as `--costs`.
@@ -118,7 +118,7 @@ def reading(name: str, path: Path) -> Iterator[None]:
 
 
 def _flags_by_title(arguments: type) -> dict[str, list[Field[Any]]]:
-    """Return title of a class -> the flags that this class adds to `arguments`; the command's own flags come first."""
+    """Group the flags of `arguments` by the title of the class that adds them; the command's own flags come first."""
     groups: dict[str, list[Field[Any]]] = {}
     bases = arguments.__mro__
     for base in bases:

@@ -48,7 +48,7 @@ def percent(fraction: float) -> str:
 
 
 IDLE_HEADS = ("idle", "imbalance", "bubble")
-"""Heads of the columns that `idle_cells` fills."""
+"""Headings of the columns that `idle_cells` fills."""
 
 
 def idle_cells(idle: Idle | None) -> tuple[str, str, str]:

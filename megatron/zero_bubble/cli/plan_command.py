@@ -136,7 +136,7 @@ class PlanFlags(TableFlags):
         return "Megatron's split" if self.own_layers is None else "your own layout"
 
     def placements(self, num_layers: int, usual: Placement) -> tuple[Placement, ...]:
-        """Return the candidate placements that --placement and --num-chunks allow; `usual` is a candidate, too."""
+        """Return the candidate placements, including `usual`, that --placement and --num-chunks allow."""
         chunks, size = self.num_chunks, self.pipeline_size
         possible = tuple(dict.fromkeys((*all_placements(size, num_layers), usual)))
         if chunks is not None and chunks > 1:
@@ -183,10 +183,11 @@ def _run(argv: list[str]) -> None:
 
 
 def request_of(flags: PlanFlags) -> PlanRequest:
-    """Return the plan request that the flags describe, with --own-layers or Megatron's split as the usual layout.
+    """Return the `PlanRequest` of the flags; its layout for comparison is --own-layers or Megatron's split.
 
     Raises:
-        ValueError: the file of costs cannot be read, or the flags divide the layers among ranks in an impossible way.
+        ValueError: the file of costs cannot be read, or the layers cannot be divided among the ranks as the flags
+            demand.
     """
     with reading("--costs", flags.costs):
         model = units_from_json(flags.costs.read_text(encoding="utf-8"))

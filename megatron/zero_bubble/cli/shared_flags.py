@@ -91,7 +91,7 @@ def _cost_flag(text: str, metavar: str = "T", at_least: float = 0) -> Any:
 
 
 def host_bandwidth_flag(of: str) -> Any:
-    """Return the flag --host-bandwidth for the host link; `of` describes the flag that --host-bandwidth requires."""
+    """Return the flag --host-bandwidth; `of` names, for its help text, the flag that --host-bandwidth requires."""
     return flag(
         f"speed of a device's link to its host in each direction, in GB/s: with {of}, the times of copies follow from "
         "this speed instead of a measurement",
@@ -145,7 +145,7 @@ class CostFlags(CommandFlags):
     no_overlap_communication: bool = flag("sender and receiver compute nothing during a message", False)
 
     default_time: ClassVar[float] = 1
-    """Default time of each of F, B and W, unless a flag gives the operation's time."""
+    """Time of F, B or W if no flag gives the operation's time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,7 +225,7 @@ class PlacementFlags(SizeFlags):
 
 @dataclass(frozen=True)
 class ScheduleFlags(PlacementFlags, RecomputeFlags, OffloadFlags, CostFlags):
-    """The flags from which a schedule is made, except the memory limit."""
+    """The flags that determine a schedule, except the memory limit."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def complete_training(
     flags: Sequence[str], world_size: int, prog: str, *, has_cuda: bool, for_this_machine: bool = True
 ) -> tuple[Arguments, JobSettings]:
-    """Return the arguments and job settings that a training with `flags` on `world_size` ranks would start with.
+    """Return the arguments and job settings with which a training with `flags` on `world_size` ranks would start.
 
     The returned arguments include the padded size of the vocabulary.
 
@@ -49,7 +49,7 @@ def complete_training(
 
 
 def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_cuda: bool) -> Arguments:
-    """Return the arguments that a training with `flags` would start with on this machine; see `complete_training`."""
+    """Return the arguments with which a training with `flags` would start on this machine; see `complete_training`."""
     args, _ = complete_training(flags, world_size, prog, has_cuda=has_cuda)
     return args
 
@@ -66,7 +66,7 @@ def failure_reason(log: str) -> str | None:
 
 @contextmanager
 def one_process(args: Arguments) -> Iterator[None]:
-    """Set up megatron-core's process groups and seeds for a single rank, without tensor or data parallelism.
+    """Set up megatron-core's process groups and seeds for a single rank of a job without tensor or data parallelism.
 
     Args:
         args: the complete arguments of a job with any pipeline size.

@@ -1,4 +1,4 @@
-"""Translates the flags of scripts for the original zero-bubble fork of Megatron-LM into our flags."""
+"""Translates flags of the original zero-bubble fork of Megatron-LM into this project's flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.zero_bubble.session.flag_parser import flag
 _FORWARDS = " forwards"
 _TIMERS = "--zero-bubble-pipeline-timers-start-iter, --zero-bubble-pipeline-timers-end-iter"
 DEFAULT_WINDOW = (3, 6)
-"""The first and the last iteration that a job profiles by default."""
+"""The first and the last iteration that a job profiles (measures) by default."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _window(flags: AliasFlags) -> list[int] | None:
 
 
 def check_window(first: int, last: int, flag: str) -> None:
-    """Raise `ValueError` unless a job can profile the iterations `first` to `last`; 0 to 0 means no profile."""
+    """Raise `ValueError` unless `first` to `last` is a range of iterations, counted from 1, or 0 to 0 (no profile)."""
     if not (1 <= first <= last or first == last == 0):
         raise ValueError(f"{flag} {first} {last}: give the first and the last iteration, counted from 1, or 0 0")
 

@@ -1,4 +1,4 @@
-"""Prints a job's start-up lines: parameters, deferred gradients, the schedule, and the host of each stage."""
+"""Prints a job's start-up lines: numbers of parameters, deferred gradients, schedule, and each stage's host."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron.zero_bubble.session.settings import JobSettings
 
 
 def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
-    """Print parameters, deferred gradients, the schedule and the stages of each host, once; a collective call.
+    """Print on rank 0 the numbers of parameters, deferred gradients, schedule and hosts; a collective call.
 
     Raises:
-        ValueError: W of a linear layer (with `--zero-bubble-strict`: of any module) is not deferred; raised on all
-            ranks.
+        ValueError: the weight gradient of a linear layer cannot be deferred to W, and `--zero-bubble-no-strict` is not
+            given. With `--zero-bubble-strict`, the same holds for every module. All ranks raise the error.
     """
     flags, plan = job.flags, job.plan
     ranks = _gather(flags.world_size, count_gradients(model))
@@ -57,7 +57,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
 
 
 def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
-    """Module whose weight gradient is computed in B -> the module's largest share of the parameters of a rank."""
+    """Map each module whose weight gradient stays in B to the module's largest share of any rank's parameters."""
     shares: dict[str, float] = {}
     for gradients in ranks.values():
         for name, size in gradients.unsplit:
@@ -80,7 +80,7 @@ def _refuse_unsplit(flags: JobFlags, ranks: Mapping[ModelRank, Gradients], unspl
 
 
 def _gather(world_size: int, gradients: Gradients) -> dict[ModelRank, Gradients]:
-    """Model-parallel rank -> its gradient counts, sorted by rank and equal on all global ranks; a collective call."""
+    """Gather the gradient counts of every (tensor-parallel rank, pipeline rank) on all ranks; a collective call."""
     rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     ranks: list[Any] = [None] * world_size
     dist.all_gather_object(ranks, (rank, gradients))

@@ -28,12 +28,12 @@ _CLOCK_ROUNDS = 9
 
 
 class TimelineWriter:
-    """Records the operations of some iterations; global rank 0 writes the operations of its pipeline's ranks.
+    """Records the operations of some iterations; global rank 0 writes drawings of the pipeline that rank 0 is in.
 
     Args:
         folder: the folder for the files, which is created if it is missing.
-        first, last: the first and the last iteration whose operations are written.
-        start: the iteration after which the job started; the measured steps are counted from this iteration on.
+        first, last: the first and the last iteration to draw.
+        start: number of iterations before this job; iteration `start` + 1 is the job's first step.
     """
 
     def __init__(self, folder: str, first: int, last: int, start: int, forward_backward: ForwardBackward) -> None:
@@ -50,7 +50,7 @@ class TimelineWriter:
             self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
-        """Write the drawings of `iteration` if flags ask for them; a collective call of global rank 0's pipeline."""
+        """Draw `iteration` if it is one of the iterations to draw; a collective call of rank 0's pipeline."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return
@@ -101,11 +101,11 @@ def clock_offset(group: dist.ProcessGroup) -> float:
 
 _PICTURE = "zero-bubble/schedule"
 _WIDTH, _LANE, _MARGIN = 1600, 28, 60
-"""Width of a picture, height of a rank's lane and width of the ranks' names, in pixels."""
+"""Width of a picture, height of each rank's row, and width of the column of rank names, in pixels."""
 
 
 def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
-    """Write values under their tags to TensorBoard and Weights & Biases.
+    """Write each value of `scalars` under its tag to TensorBoard and Weights & Biases.
 
     Args:
         tensorboard: a `SummaryWriter`, or None.
@@ -119,7 +119,7 @@ def write_scalars(scalars: Mapping[str, float], iteration: int, tensorboard: Any
 
 
 def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_run: Any | None) -> None:
-    """Write a picture of the plan in `report`, and its idle time by cause; the plan was made after `iteration`."""
+    """Write a picture of the plan in `report`, and the plan's idle time by cause, as data of step `iteration`."""
     if tensorboard is None and wandb_run is None:
         return
     timeline = report.prediction.timeline
@@ -135,7 +135,7 @@ def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_ru
 
 
 def cause_scalars(timeline: Timeline) -> dict[str, float]:
-    """Tag of a cause of idle time -> share of all ranks' time that is lost to the cause."""
+    """Return, for each cause of idle time, a TensorBoard tag -> the cause's share of all ranks' time."""
     whole = float(timeline.cost) * len(timeline.lanes)
     return {
         f"predicted-idle/{cause.replace(' ', '-')}": float(sum(times)) / whole

@@ -43,7 +43,7 @@ def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devi
 
 
 def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
-    """A note that the ranks on a host without devices share processor cores; None if each rank has its own core.
+    """A note that ranks on a host without GPUs share processor cores; None if there is a core for each rank.
 
     Args:
         environment: the environment variables, with torchrun's `LOCAL_WORLD_SIZE`.
@@ -62,13 +62,14 @@ def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
 def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nodes: Path) -> None:
     """Refuse to train on the CPU of a host that should have a CUDA device, unless `--distributed-backend` is given.
 
-    A single rank without a device would fall back to another backend than the other ranks, and all ranks would hang.
+    A single rank without a device would fall back to a different backend from the other ranks, and all would hang.
 
     Args:
         nodes: the folder of device nodes (`/dev`).
 
     Raises:
-        ValueError: torch was built for CUDA and finds no device, although a setting or a file shows a device.
+        ValueError: torch was built for CUDA and finds no device, although an environment variable or a file in `/dev`
+            indicates a device.
     """
     if torch.cuda.is_available() or torch.version.cuda is None or flags.distributed_backend is not None:
         return
@@ -81,7 +82,7 @@ def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nod
 
 
 def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
-    """The setting or file that shows that this process should have a CUDA device; None if nothing shows a device."""
+    """The environment variable or device file that indicates a CUDA device for this process; None without either."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         # Slurm writes NoDevFiles if it gives the task no device.

@@ -1,4 +1,4 @@
-"""Checks flags that optional features need, and refuses contradicting flags. The module imports no megatron.core."""
+"""Checks the flags of optional features for missing and contradicting flags. The module imports no megatron.core."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def hierarchy_of(flags: JobFlags) -> Hierarchy | None:
 
 
 def _example(replicas: int) -> str:
-    """An example value of `--hierarchical-sgd` for a number of replicas."""
+    """An example of a valid value of `--hierarchical-sgd` for `replicas` replicas."""
     sizes = [size for size in range(2, replicas + 1) if replicas % size == 0]
     levels = [sizes[0]]
     for size in sizes[1:]:
@@ -69,7 +69,7 @@ def plans_offload(flags: JobFlags) -> bool:
 
 
 def check_offload(flags: JobFlags) -> None:
-    """Raise `ValueError` if a flag that offload needs is missing, or if a flag does not work with offload."""
+    """Raise `ValueError` if `--zero-bubble-offload auto` lacks a flag that it needs, or has a flag that excludes it."""
     if not plans_offload(flags):
         return
     if flags.zero_bubble_memory_limit is None:
@@ -136,7 +136,7 @@ def check_post_validation(flags: JobFlags) -> None:
 
 
 def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
-    """A line with the gain of post-validation under the plan's schedule if F, B and W take equally long."""
+    """A log line with the gain from post-validation, simulated for the plan's schedule with F = B = W."""
     schedule = plan.schedule(flags.most_microbatches)
     costs = default_costs(schedule.placement)
     without, with_it = (iteration_time(s, costs) for s in (schedule, with_post_validation(schedule, costs)))

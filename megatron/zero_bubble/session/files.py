@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Write `text` to `path`. If writing or the machine fails, a regular file keeps its old content.
+    """Write `text` to `path`. If the write or the machine fails, a regular file keeps its old content.
 
     A regular file is replaced by a new file with the same permissions. A symbolic link is followed and stays a link. A
-    device, a FIFO or an open file of this process (`/dev/stdout`, `/dev/fd/3`) is written to and not replaced.
+    device, a FIFO or an open file of this process (`/dev/stdout`, `/dev/fd/3`) is written in place.
 
     Raises:
         OSError: `path` cannot be written.
@@ -34,7 +34,7 @@ def write_file(path: str | Path, text: str) -> None:
 
 
 def _own_descriptor(path: str) -> int | None:
-    """The file descriptor N if the path is `/proc/self/fd/N` or a link to that; None for other paths.
+    """The file descriptor N if `path` is `/proc/self/fd/N` or a link to such a path; None for other paths.
 
     The caller writes to the descriptor, because reopening `/proc/self/fd/N` would overwrite a regular file from its
     start.

@@ -52,7 +52,7 @@ def flag(
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that raises `ValueError` and does not exit, so that an error is printed once for all ranks."""
+    """An argument parser that raises `ValueError` instead of exiting, so that one rank can print the error for all."""
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
@@ -76,7 +76,7 @@ def parse_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str],
 
 
 def take_flags(arguments: type[T], groups: Sequence[type], argv: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse the flags of `groups` anywhere in `argv`; return these flags, and the other arguments in their given order.
+    """Parse the flags of `groups` anywhere in `argv`; return an instance of `arguments`, and the words not parsed.
 
     Raises:
         ValueError: a flag is missing, or a value has the wrong type; the message is one line.
@@ -148,7 +148,7 @@ def _converter(hint: Any) -> Any:
 
 
 def _integer(text: str) -> int:
-    """Parse an integer that fits the 64 bits of a tensor's element."""
+    """Parse an integer that fits in an int64 tensor."""
     try:
         value = int(text)
     except ValueError:

@@ -183,7 +183,7 @@ class ZeroBubbleFlags:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether the flags spread embedding and output layer over all ranks; False if the flags leave this open."""
+        """Whether flags spread embedding and output layer over all ranks; False if the flags leave the choice open."""
         return self.zero_bubble_vocabulary_parallel == "on"
 
 
@@ -216,7 +216,7 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
 
 
 def _check_owners(flags: ZeroBubbleFlags) -> None:
-    """Raise `ValueError` for a flag that has no effect because the flag that it modifies is not given."""
+    """Raise `ValueError` if a flag is given without a flag that it needs, and would therefore have no effect."""
     of_a_schedule = (
         *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
         *("strict", "no_strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),
@@ -234,7 +234,7 @@ def _check_owners(flags: ZeroBubbleFlags) -> None:
 
 
 def limit_flag(flags: ZeroBubbleFlags) -> str:
-    """The flag of the memory limit with its value, as the user gave them, for error messages."""
+    """The flag that set the memory limit, with its value, as on the command line; used in error messages."""
     text = flags.zero_bubble_memory_limit or "1 (the default)"
     pending = pending_backwards(text)
     return f"--zero-bubble-memory-limit {text}" if pending is None else f"--zero-bubble-max-pending-backward {pending}"

@@ -15,7 +15,7 @@ class HybridPattern:
 
     Attributes:
         stages: the symbols of every stage's layers, in model order; one entry if the pattern has no `|`.
-        further: the pattern's part for multi-token prediction, with its `/`; empty without multi-token prediction.
+        further: the part of the pattern from the first `/` on, for multi-token prediction; may be empty.
     """
 
     stages: tuple[str, ...]

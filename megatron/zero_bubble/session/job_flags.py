@@ -1,4 +1,4 @@
-"""The flags that determine a job's pipeline; the trainer or a Megatron-LM script has parsed them."""
+"""The flags that determine a job's pipeline, as parsed by the trainer or by a Megatron-LM script."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SWITCHES = re.compile(
     r"|fp32_residual_connection|recompute_modules"
     r"|tp_comm_overlap|activation_func_(fp8|clamp).*|squared_relu|quick_geglu"
 )
-"""Further flags that change the costs of a stage; each flag is off by default, and some training programs lack it."""
+"""Pattern of further flags that change the costs of a stage; a training program may lack some of these flags."""
 _FURTHER = {
     "num_experts": re.compile(
         r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"
@@ -46,7 +46,7 @@ _FURTHER = {
         r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
     ),
 }
-"""Flag -> flags that change the costs of a stage only if that flag is set; some training programs lack some of them."""
+"""Flag -> pattern of the flags that change the costs of a stage only if this flag is set."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Flag -> name of the corresponding field of megatron-core's `TransformerConfig`, if the names differ."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
@@ -54,7 +54,7 @@ LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary
 
 
 def keeping_everything(settings: object) -> dict[str, Any]:
-    """Flag -> new value that switches full recomputation off; empty if full recomputation is off already."""
+    """Return flag -> value that turns full recomputation off; empty if full recomputation is already off."""
     return dict.fromkeys(RECOMPUTATION) if getattr(settings, "recompute_granularity", None) == "full" else {}
 
 
@@ -101,7 +101,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @classmethod
     def of(cls, source: object, **known: Any) -> JobFlags:
-        """Read the flags from the attributes of `source`; values in `known` replace attributes or defaults."""
+        """Read the flags from attributes of `source`; values in `known` override attributes and defaults."""
         given = {entry.name: getattr(source, entry.name) for entry in fields(cls) if hasattr(source, entry.name)}
         return cls(**{**given, "given_model": _model_of(source), **known})
 
@@ -114,7 +114,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def recompute(self) -> Recompute:
-        """The kind of recomputation that the schedule has."""
+        """The kind of recomputation in the schedule: none, full or planned."""
         if self.zero_bubble_recompute == Recompute.PLANNED:
             return Recompute.PLANNED
         return Recompute.FULL if recomputes_blocks(self) else Recompute.NONE
@@ -164,7 +164,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def averages_experts_over_microbatches(self) -> bool:
-        """Whether an auxiliary loss of experts depends on the order in which forwards with gradients run."""
+        """Whether an auxiliary loss of experts averages over microbatches, and so depends on the order of forwards."""
         return "global_aux_loss" in str(self.given_model.get("moe_router_load_balancing_type"))
 
     @property
@@ -199,7 +199,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
         return batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def num_iterations(self, start: int) -> int | None:
-        """Largest number of iterations of a job that begins after iteration `start`; None if no flag limits the job."""
+        """Maximum number of iterations of a job that continues after iteration `start`; None without a limit."""
         if self.train_iters is None:
             return None
         left = self.train_iters - start

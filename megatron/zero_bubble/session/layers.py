@@ -19,7 +19,7 @@ WITHOUT_PARTITION: dict[str, Any] = {
 }
 """Default values of the flags that set the number of layers of the first and the last stage."""
 _MOST_REPEATS = 10_000
-"""Largest repeat count that is accepted in a layout; no model has that many layers."""
+"""Largest repeat count that is accepted in a layout string such as `t*8`; no model has that many layers."""
 
 
 def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
@@ -43,7 +43,7 @@ def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
 
 
 def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -> str | None:
-    """The layout with which megatron-core builds `partition`; None if megatron-core needs no layout to build it.
+    """The value of `--pipeline-model-parallel-layout` for which megatron-core builds `partition`; None if not needed.
 
     megatron-core expects the multi-token prediction layers on the last rank, but in a V placement the first rank holds
     the last stage.
@@ -55,7 +55,7 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags that set the number of layers of stages. Flags that belong together are one entry of the list."""
+    """The flags that set the number of layers of stages. Flags that may be given together count as one list entry."""
     layout = flags.pipeline_model_parallel_layout
     sources = list(_layers_of_ends(flags))[:1]
     if layout is not None:
@@ -80,7 +80,7 @@ def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: st
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """Flag with its value, as on the command line -> number of layers that the flag gives to the first or last rank."""
+    """Flag and value, as on the command line -> the value; includes only the flags for the first and last rank."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}
@@ -89,8 +89,8 @@ def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
 def _of_ends(flags: JobFlags, placement: Placement) -> Partition:
     """Partition with the given numbers of layers on the first and last rank (in a V, on the first and last stage).
 
-    A rank's layers are spread evenly over its chunks, as in megatron-core. In a V one rank holds both the first and the
-    last stage.
+    A rank's layers are spread evenly over its chunks, as in megatron-core. In a V placement, one rank holds both the
+    first and the last stage.
     """
     chunks, places, noun = placement.num_chunks, placement.num_ranks, "pipeline ranks"
     if placement.kind == "v":
@@ -187,7 +187,8 @@ def chunks_of_flags(flags: JobFlags) -> int | None:
     """The number of model chunks on a rank; None unless Megatron's flags ask for several chunks.
 
     Raises:
-        ValueError: the flags contradict each other, or ask for stages that do not divide the layers.
+        ValueError: the flags contradict each other, or the layers cannot be divided into the stages that the flags ask
+            for.
     """
     per_rank, per_chunk = flags.num_virtual_stages_per_pipeline_rank, flags.num_layers_per_virtual_pipeline_stage
     if per_rank is not None and per_chunk is not None:

@@ -47,11 +47,11 @@ class ChosenLayout:
 
     Attributes:
         flags: names and values of the flags that fix the layout.
-        request: the planner's request for the layout; None for a layout that was not planned with costs.
+        request: the `PlanRequest` from which the layout was planned; None if the layout was not planned from costs.
         megatrons: the predicted time of megatron-core's own schedule on Megatron's split of the layers; None if the
             layout is Megatron's split, or if the time is unknown.
-        is_megatrons_split: whether the layout is the layout of Megatron's flags. If so, the memory limit follows from
-            the measured memory of 1F1B, so that 1F1B's order always fits.
+        is_megatrons_split: whether the layout equals the layout of Megatron's flags. The memory limit of that layout
+            follows from the measured memory of 1F1B, so that 1F1B's order always fits.
     """
 
     flags: Mapping[str, Any]
@@ -81,7 +81,7 @@ class LayoutChoice:
 
     @property
     def megatrons_time(self) -> MegatronsTime | None:
-        """Time of megatron-core's own schedule on Megatron's layout; None if that layout is chosen or does not fit."""
+        """Time of megatron-core's schedule on Megatron's layout; None if this layout is chosen or exceeds memory."""
         own = [plan for plan in self.megatrons if plan.request.schedule != self.plan.request.schedule]
         if not own or self.is_megatrons_split:
             return None
@@ -96,7 +96,7 @@ def is_layout_open(flags: JobFlags) -> bool:
 
 
 def megatrons_layout_flags(flags: JobFlags) -> list[str]:
-    """Megatron's flags that fix the partition or the chunks; without such flags `--zero-bubble` chooses both.
+    """Megatron's flags that fix partition or chunks; without such flags, `--zero-bubble` chooses partition and chunks.
 
     The returned list is empty if a flag of zero bubble fixes the layout.
     """
@@ -112,7 +112,7 @@ def megatrons_layout_flags(flags: JobFlags) -> list[str]:
 
 
 def check_unit_costs_output(flags: JobFlags) -> None:
-    """Raise `ValueError` if a flag asks for a file of layer costs in a job that does not choose its layout."""
+    """Raise `ValueError` if a flag asks for a file of layer costs in a job whose layout is fixed by flags."""
     if flags.zero_bubble_unit_costs_output is not None and not is_layout_open(flags):
         given = f"--zero-bubble-unit-costs-output {flags.zero_bubble_unit_costs_output}"
         raise ValueError(
@@ -132,14 +132,14 @@ def choose_layout(
     host_rate: float | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> LayoutChoice:
-    """Search the layouts that the flags leave open, for the job's largest number of microbatches.
+    """Choose a layout among the layouts that the flags allow, for the job's largest number of microbatches.
 
     Args:
         free_bytes: free memory of a device before the model is built; None for no limit.
-        is_quick: plan with little effort.
-        frees_layout: search all layouts, even if Megatron's flags fix a layout.
-        host_rate: bytes per millisecond that are copied between device and host; None without offload.
-        report: called often during the search with a text about its progress.
+        is_quick: whether to plan with little search effort.
+        frees_layout: whether to search all layouts, even if Megatron's flags fix a layout.
+        host_rate: bytes copied per millisecond between device and host; None without offload.
+        report: called often during the search with a text about the progress.
 
     Raises:
         ValueError: no layout fits in the memory, or (as `ScheduleError`) there are fewer layers than ranks.
@@ -166,11 +166,11 @@ def choose_layout(
 
 
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
-    """The layout that was chosen for a saved job; `saved` has the arguments from the job's checkpoint.
+    """The layout that a saved job chose; `saved` contains the arguments in the job's checkpoint.
 
-    The function returns None if the saved job chose no layout, or if `flags` have another number of pipeline ranks,
-    other layers or other recomputation flags of Megatron than the saved job. The function also returns None if `flags`
-    ask for another layout, or if `flags` ask for FSDP2 and the saved layout has recomputation or vocabulary shards.
+    The function returns None if the saved job chose no layout, or if its number of pipeline ranks, its layers or its
+    values of Megatron's recomputation flags differ from `flags`. The function also returns None if `flags` ask for
+    another layout, or if `flags` ask for FSDP2 and the saved layout has recomputation or vocabulary shards.
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
@@ -197,7 +197,7 @@ def _undivided(pattern: str | None) -> str | None:
 def _request(
     flags: JobFlags, model: ModelCosts, usual: Layout, free_bytes: float | None, *, frees_layout: bool
 ) -> PlanRequest:
-    """The planner's request for the layouts that the flags leave open, under the memory limit of the flags."""
+    """Build the `PlanRequest` for all layouts that the flags allow, under the memory limit that the flags set."""
     name = flags.schedule
     assert name is not None
     capacity, activations = None if free_bytes is None else MARGIN * free_bytes, None
@@ -239,7 +239,7 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
-    """The placement that flags fix; all placements of allowed kinds if no flag fixes one, or with `frees_layout`."""
+    """Candidate placements: the placement that flags fix; without such flags or if `frees_layout`, all allowed ones."""
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -258,7 +258,7 @@ def _can_recompute(flags: JobFlags) -> bool:
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """The kinds of recomputation to search: none and planned, or only the flags' kind if no other is allowed."""
+    """Kinds of recomputation to search: none and planned, or only the flags' kind if no other kind is allowed."""
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
     rules_out = (

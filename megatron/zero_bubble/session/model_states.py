@@ -1,4 +1,4 @@
-"""Counts the bytes that a rank keeps between iterations for the parameters of its part of the model."""
+"""Counts the bytes of a rank's model states: parameters, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def element_bytes(args: Any) -> int:
 
 @dataclass(frozen=True)
 class States:
-    """How many bytes a rank keeps, and sends to other replicas, for each parameter under a stage of ZeRO.
+    """Bytes per parameter that a rank stores, and sends to other replicas, under a given ZeRO stage.
 
     ZeRO (Rajbhandari et al. 2020) divides the optimizer's state among the data-parallel ranks from stage 1 on, the
     gradients from stage 2 on, and the parameters in stage 3. Context-parallel ranks count as data-parallel ranks. In
@@ -37,10 +37,10 @@ class States:
     parameter: int
     gradient: int
     optimizer: int
-    """Bytes of the optimizer's states, with the snapshot if there is one."""
+    """Bytes of the optimizer's states per parameter, including post-validation's snapshot if it is on the device."""
     zero_stage: int
     instances: int = 1
-    """Number of groups of replicas that each hold a whole copy of the divided states."""
+    """Number of groups of replicas; each group holds one whole copy of the divided optimizer states."""
     sums_whole_gradients: bool = False
     """Whether gradients are divided among replicas only after they are summed over the microbatches of a step."""
     keeps_shards: bool = False
@@ -91,7 +91,7 @@ class States:
         return parameter + gradient + optimizer
 
     def passes(self, num_microbatches: int) -> tuple[int, int]:
-        """Return how many exchanges of all gradients, and how many of all parameters, the replicas make in a step.
+        """Return how often the replicas exchange all gradients, and how often all parameters, in a step.
 
         An all-reduce counts as two exchanges, a reduce-scatter or an all-gather as one. ZeRO stage 3 gathers parameters
         for the F and for the B of every microbatch. From ZeRO stage 2 on, gradients are reduced after every microbatch
@@ -112,13 +112,13 @@ class States:
         return sent + 2 * self.gradient / shards * (self.instances - 1) / self.instances
 
     def of_rank(self, parameters: Parameters, replicas: int, expert_ranks: int) -> float:
-        """Return the bytes of all states of a rank; every `expert_ranks` replicas divide the experts."""
+        """Return the bytes of a rank's states; each group of `expert_ranks` replicas holds one copy of the experts."""
         expert = parameters.expert * self.bytes_a_parameter(max(1, replicas // expert_ranks))
         return parameters.dense * self.bytes_a_parameter(replicas) + expert
 
 
 def _precision_aware(args: Any) -> int:
-    """Bytes that the main copy and Adam's moments of one parameter take together, in the types that the flags set.
+    """Bytes per parameter of the main copy and Adam's moments together, in the data types that the flags set.
 
     The fp32 main copy of a bf16 parameter takes only 2 bytes, because the parameter holds the other 2 bytes.
     """

@@ -1,4 +1,4 @@
-"""Chooses the plan of schedules and the placement of stages that the flags ask for."""
+"""Chooses the schedules and the placement of stages that the flags ask for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FILE = "file:"
 
 
 def choose_plan(flags: JobFlags) -> RunSchedules | None:
-    """The plan that the flags ask for, before its schedules are made; None for megatron-core's own schedule.
+    """The `RunSchedules` that the flags ask for, without making any schedule; None for megatron-core's own schedule.
 
     Raises:
         ValueError: the named schedule does not exist, or the number of ranks or chunks does not fit the schedule.
@@ -110,7 +110,7 @@ def _check_recomputation(flags: JobFlags, name: str) -> None:
 
 
 def check_number(flags: JobFlags, plan: RunSchedules) -> None:
-    """Raise `ValueError` if planning schedules for all numbers of microbatches of the run would take minutes."""
+    """Raise `ValueError` if the run has so many microbatches that planning its schedules would take minutes."""
     microbatches, stages = _all_microbatches(flags), plan.placement.num_stages
     most = MAX_OPERATIONS // (3 * stages)
     if plan.given is None and microbatches > most:
@@ -133,7 +133,7 @@ def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
     """Make all schedules that the run needs, and keep the schedules in the plan.
 
     Raises:
-        ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
+        ValueError: for some number of microbatches, no schedule exists or none fits the memory limit.
     """
     with _as_users_mistake(flags, str(flags.schedule)):
         for size in flags.batch_sizes:
@@ -173,11 +173,11 @@ def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | No
 
 
 _ASSUMED_EXCHANGE = 0.3
-"""Share of the times of F and B that token exchanges between experts are assumed to take until times are measured."""
+"""Assumed share of token exchanges between experts in the times of F and B, until times are measured."""
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
-    """Default costs of stages until costs are measured; None with neither recomputation nor profiled pairs of F and B.
+    """Default costs of stages until costs are measured; None without recomputation and profiled pairs of F and B.
 
     The costs of a job that profiles pairs include token exchanges between experts, so that the profiled iterations
     run some pairs. The costs of a job with recomputation include the number of blocks that a stage can recompute.
@@ -213,7 +213,8 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """Return text such as `at least 1.25 times 1F1B's peak` for the limit `smallest` (in M_B), in the flag's unit."""
+    """Return the limit `smallest` (in M_B) in the unit of the user's flag, such as `at least 1.25 times 1F1B's
+    peak`."""
     num_ranks = flags.pipeline_model_parallel_size
     placement = Placement("linear", num_ranks)
     peak = MemoryLimit(multiple=1.0).in_unit_costs(placement, flags.most_microbatches, flags.recompute)

@@ -32,7 +32,7 @@ def partition_of_profile(profile: Profile) -> Partition:
 
 
 def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCosts:
-    """The costs of embedding, layers and output that fit the stage costs of the profile best, by least squares.
+    """Return the costs of embedding, layers and output that fit the profile's stage costs by least squares.
 
     The costs of a stage are the sum of the costs of its layers; the first stage also has the embedding, and the last
     stage also has the output. A profile of two stages does not determine the costs of the embedding, which are then
@@ -93,7 +93,7 @@ class _Fit(NamedTuple):
     """A system of equations: the costs of stages as sums of the costs of embedding, layers and output."""
 
     kinds: tuple[int, ...]
-    """The kind of each layer; 0 for all layers if the stages do not determine the costs of each kind."""
+    """Index of each layer's kind; 0 for all layers if the stages' costs do not determine the costs of each kind."""
     embedding: np.ndarray
     """Number of embeddings in each stage; zeros if the embedding's costs are assumed to be zero."""
     layers: np.ndarray
@@ -121,13 +121,13 @@ class _Fit(NamedTuple):
             yield cls(told_apart, 0 * first, layers, last)
 
     def solve(self, costs: Sequence[float] | np.ndarray) -> list[float]:
-        """The costs of the embedding, of every layer and of the output."""
+        """Solve the equations for the stages' `costs`; return the costs of embedding, every layer and output."""
         embedding, *of_kinds, output = nonnegative_least_squares(
             np.column_stack([self.embedding, self.layers, self.output]), np.asarray(costs, dtype=float)
         ).tolist()
         return [embedding, *(of_kinds[kind] for kind in self.kinds), output]
 
     def solve_layers(self, costs: Sequence[float]) -> list[float]:
-        """The costs of every layer, with costs of zero for the embedding and the output."""
+        """Solve the equations for the stages' `costs`, with embedding and output at zero; return each layer's costs."""
         of_kinds = nonnegative_least_squares(self.layers, np.asarray(costs, dtype=float)).tolist()
         return [of_kinds[kind] for kind in self.kinds]

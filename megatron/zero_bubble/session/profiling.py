@@ -27,7 +27,7 @@ def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
 
 
 def profile_window(flags: JobFlags) -> tuple[int, int] | None:
-    """First and last profiled iteration, counted from the start of this job; None for no profiling."""
+    """First and last iteration to profile, counted from the start of this job; None if no iteration is profiled."""
     first, last = flags.zero_bubble_profile_iters or DEFAULT_WINDOW
     return (first, last) if last > 0 else None
 
@@ -130,7 +130,7 @@ def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
 
 
 def report_plan(flags: JobFlags, report: Report) -> None:
-    """Print the block of lines about a plan, and save its profile if the flags ask for that; rank 0 does both."""
+    """Print a description of a plan and, if the flags ask for it, save the plan's profile; only rank 0 does so."""
     print_rank_0(describe_plan(report))
     output = flags.zero_bubble_profile_output
     if output is not None and flags.rank == 0:

@@ -37,7 +37,7 @@ _MOST_NAMED = 16
 
 
 def print_line(message: str) -> None:
-    """Print `message` on this rank at once."""
+    """Print `message` on this rank, and flush the output."""
     print(message, flush=True)
 
 
@@ -48,7 +48,7 @@ def print_rank_0(message: str) -> None:
 
 
 def print_error(program: str, message: object) -> None:
-    """Print the error that ends `program`, at once on this rank."""
+    """Print, on this rank, the error that ends `program`, and flush the output."""
     print(f"{program}: error: {message}", file=sys.stderr, flush=True)
 
 
@@ -60,7 +60,7 @@ def parameter_line(ranks: Mapping[ModelRank, Gradients]) -> str:
 
 
 def deferred_line(ranks: Mapping[ModelRank, Gradients]) -> str:
-    """A line with the share of the weights in the model's matrix products for which W computes the gradient."""
+    """A line with the share of the model's matrix-product weights whose gradient is computed in W."""
     deferred = sum(gradients.in_w for gradients in ranks.values())
     weights = deferred + sum(size for gradients in ranks.values() for _, size in gradients.unsplit)
     share = deferred / weights if weights else 1.0
@@ -124,7 +124,7 @@ def _times(unit: UnitCosts) -> str:
 
 
 def _cells(plan: Plan, pattern: HybridPattern | None) -> tuple[str, ...]:
-    """The cells of a layout's row in the table of layouts, except the first cell."""
+    """The cells of one layout's row in the table of layouts, without the first cell."""
     timeline = plan.timeline
     return (
         layers_words(plan.layout, pattern),
@@ -136,7 +136,7 @@ def _cells(plan: Plan, pattern: HybridPattern | None) -> tuple[str, ...]:
 
 
 def describe_plan(report: Report) -> str:
-    """The block of lines about a plan: costs of each stage, the schedule, and its predicted time and memory."""
+    """Describe a plan in several lines: costs of each stage, the schedule, and its predicted time and memory."""
     prediction = report.prediction
     profile, schedule = prediction.profile, prediction.schedule
     costs, placement = profile.costs, profile.placement
@@ -176,7 +176,7 @@ def describe_plan(report: Report) -> str:
 
 
 def _costs_table(costs: StageCosts, placement: Placement) -> Iterator[str]:
-    """The lines of a table of each stage's costs, with columns for R, D and H if the costs have them."""
+    """The lines of a table of each stage's costs, with columns for R, D and H if the costs include these operations."""
     recomputes = any(costs.time_r)
     in_ms = {"F": costs.time_f, "B": costs.time_b, "W": costs.time_w} | ({"R": costs.time_r} if recomputes else {})
     offloads = any(costs.memory_d)
@@ -201,7 +201,7 @@ def _mib(num_bytes: float) -> float:
 
 
 def channels_line(memory: ChannelMemory) -> str:
-    """A line about the device memory that the channels between stages take on a rank of one pipeline."""
+    """A line about the device memory that the communicators between stages take on a rank."""
     each = memory.num_bytes / max(1, memory.num_channels)
     return (
         f" > channels between stages: {memory.num_channels} communicators on a rank take "
@@ -210,7 +210,7 @@ def channels_line(memory: ChannelMemory) -> str:
 
 
 def describe_hierarchy(hierarchy: Hierarchy) -> str:
-    """A line that says when replicas average their parameters."""
+    """A line that says after which iterations, and in which groups, replicas average their parameters."""
     levels = ", ".join(
         f"{level.group_size} every {level.period} iteration{'s' * (level.period > 1)}" for level in hierarchy.levels
     )
@@ -243,9 +243,9 @@ def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
 
 
 def order_fields(times: OrderTimes | None) -> str:
-    """Return the gain of planned orders of microbatches as text for the end of a log line; empty without such orders.
+    """Return the gain from planned microbatch orders, as text for the end of a log line; empty without planned orders.
 
-    The gain of planned orders is the simulated time in the order of the data, divided by the simulated time in the
+    The gain from planned orders is the simulated time in the order of the data, divided by the simulated time in the
     planned order. Planning counts as hidden if the step waits at most a millisecond for its planned order.
     """
     if times is None or times.num_steps == 0:

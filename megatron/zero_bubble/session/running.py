@@ -56,7 +56,7 @@ def run_plan(
     post_validation: PostValidation | None = None,
     write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
-    """The forward-backward function that runs the job's plan and, if the flags ask for this, profiles and replans.
+    """The forward-backward function that runs the job's schedules and, if the flags ask for it, measures and replans.
 
     Args:
         iteration: the iteration after which the job begins.
@@ -90,7 +90,7 @@ def run_plan(
 
 
 def communicator_of(flags: JobFlags) -> type[ChannelCommunicator]:
-    """The class of the channels between stages."""
+    """The class that sends messages between stages: through host memory, or over the job's backend."""
     return HostCommunicator if flags.zero_bubble_communicator == "host" else TorchCommunicator
 
 
@@ -101,7 +101,7 @@ def units_of(
     forward_step: Callable[..., Any],
     microbatch: Mapping[str, torch.Tensor],
 ) -> UnitModels:
-    """Make the `UnitModels` with which a model's costs are measured; the process groups must exist.
+    """Make the `UnitModels` for measuring the costs of embedding, layers and output; the process groups must exist.
 
     Args:
         settings: Megatron's and our flags, as attributes.
@@ -140,16 +140,16 @@ def costs_of_units(
     profile: Profile | None = None,
     seconds: float = SECONDS,
 ) -> ModelCosts:
-    """The costs of a message, and of a model's units without full recomputation; a collective call of all ranks.
+    """The costs of a message and, without full recomputation, of embedding, layers and output; a collective call.
 
     Args:
-        kinds: number of the kind of each layer of the model, as in `Unit.layer`.
+        kinds: for each layer of the model, the index of its kind, as in `Unit.layer`.
         profile: the profile of an earlier run of the model, perhaps in another layout; if None, units and messages are
             measured.
-        seconds: time for the measurement of all units, see `measure_model`.
+        seconds: total duration of the measurement, see `measure_model`.
 
     Returns:
-        The unit costs, which are the same on every rank.
+        The costs, which are the same on every rank.
 
     Raises:
         ScheduleError: the profile does not determine the costs.
@@ -200,7 +200,7 @@ def build_post_validation(
 
 
 class Replicas:
-    """Averages parameters over replicas if the flags say so, and measures how long replicas wait for each other.
+    """Averages parameters over replicas under `--hierarchical-sgd`, and measures how long replicas wait for each other.
 
     A `Replicas` object is created before the first step, in a collective call of all ranks. With a single replica, a
     `Replicas` object does nothing.
@@ -208,7 +208,7 @@ class Replicas:
     Args:
         chunks: this rank's model chunks, wrapped in DDP.
         iteration: the iteration after which the job begins.
-        changed: called when parameters or the optimizer's moments have been averaged.
+        changed: called after parameters or the optimizer's moments have been averaged.
 
     Raises:
         ValueError: `--hierarchical-sgd` does not work with the optimizer.
@@ -262,7 +262,7 @@ class Replicas:
         return hierarchy.group_size_after(iteration) is not None or iteration == hierarchy.warmup
 
     def after_step(self, iteration: int) -> None:
-        """Average replicas' parameters if the hierarchy averages after `iteration`; a collective call of replicas."""
+        """Average parameters if the hierarchy does so after `iteration`; a collective call of all replicas."""
         size = self._num_replicas
         if self._averaging is not None and self._averaging.hierarchy.is_local(iteration):
             size = self._averaging.hierarchy.group_size_after(iteration) or 1
@@ -280,6 +280,6 @@ class Replicas:
     def take_waits(self) -> Waits | None:
         """How long each replica waited for the others since the last call; a collective call of the replicas.
 
-        `take_waits` returns None if no iteration has ended since its last call, or if there is only one replica.
+        `take_waits` returns None if no iteration has ended since the last call, or if there is only one replica.
         """
         return self._waits.take() if self._num_replicas > 1 else None

@@ -57,8 +57,8 @@ class Session:
     The training loop calls `make_schedules` at the beginning, and `unit_costs` and `choose_layout` when the process
     groups exist. The loop calls `configure`, `initializing`, `shard` and `split` while the model is built, and `start`
     when everything is built and loaded. In every iteration the loop calls `forward_backward` and `after_iteration`. The
-    loop calls `settle` before anything but a training step reads parameters, and `close` at the end. As a context
-    manager, a session undoes its changes, also after an error.
+    loop calls `settle` before any code outside a training step reads parameters, and `close` at the end. A session that
+    is used as a context manager undoes its changes on exit, also after an error.
 
     Args:
         job: the checked settings. If the settings leave the layout open, `choose_layout`, `restore_layout` or
@@ -69,10 +69,10 @@ class Session:
         has_started: whether `start` was called.
         iteration: number of completed training iterations, including iterations before the run.
         num_steps: number of training iterations that this run has completed.
-        num_microbatches: number of microbatches of the last iteration.
+        num_microbatches: number of microbatches in the last iteration.
         store: keeps the weight gradients that B defers; None under megatron-core's own schedule.
         post_validation: runs the optimizer within the schedule; None if the training loop runs the optimizer.
-        replicas: averages parameters if the settings say so, and times replicas' waits for each other; set by `start`.
+        replicas: averages parameters under hierarchical SGD, and measures how long replicas wait; set by `start`.
         run: function that runs a step or an evaluation, set by `start`; without a plan, megatron-core's function.
         forward_backward_func: `run` if it runs a zero-bubble schedule, otherwise None.
     """
@@ -98,7 +98,7 @@ class Session:
 
     @classmethod
     def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
-        """A session that builds models and runs no schedule; with a `store`, backwards of linear layers are split."""
+        """Return a session that only builds models; with a `store`, it splits the backward of linear layers."""
         session = cls(JobSettings(flags, None, placement, (), None), "")
         session.store = store
         return session
@@ -106,18 +106,18 @@ class Session:
     # Methods that choose the schedules and the layout.
 
     def make_schedules(self) -> None:
-        """Make the schedules of a fixed layout, so that a run without a fitting schedule ends before anything is built.
+        """Make the schedules of a fixed layout, so that a run without a valid schedule ends before the model is built.
 
         While the layout is open, the method does nothing; schedules of a chosen layout are made at the first step.
 
         Raises:
-            ValueError: no schedule exists for some number of microbatches, or none fits the memory limit.
+            ValueError: for some number of microbatches, no schedule exists or none fits the memory limit.
         """
         if self.job.plan is not None and not self.job.is_layout_open:
             make_schedules(self.job.flags, self.job.plan)
 
     def complete(self, flags: JobFlags) -> None:
-        """Replace the job's flags, after the model is built, by the complete flags of the same layout.
+        """Replace the job's flags by `flags`, which add sizes of batch and sequence that the first step revealed.
 
         Raises:
             ValueError: a flag does not work, or no schedule fits the memory limit.
@@ -126,13 +126,13 @@ class Session:
         self.make_schedules()
 
     def unit_costs(self, models: UnitModels, kinds: Sequence[int]) -> ModelCosts:
-        """Return the costs of the model's units, measured or from the given profile; a collective call of all ranks.
+        """Return measured or profiled costs of embedding, layers and output; a collective call of all ranks.
 
         Args:
             kinds: number of the kind of each layer.
 
         Raises:
-            ValueError: the given profile cannot be read, or does not determine the costs of the units.
+            ValueError: the given profile cannot be read, or does not determine the costs.
         """
         self._message = models.message
         return costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
@@ -142,7 +142,7 @@ class Session:
 
         Args:
             costs: the result of `unit_costs`.
-            restrictions: names and values of flags that replace flags of the settings for the choice.
+            restrictions: flags, by name, that override the job's flags during the choice.
 
         Returns:
             Names and values of the flags that fix the layout.
@@ -198,7 +198,7 @@ class Session:
             refuse_unpaired(config, model_class)
 
     def initializing(self, *, is_first_stage: bool, first_layer: int = 0) -> AbstractContextManager[None]:
-        """A context in which a chunk is built; layers that have seeds of their own draw their weights from these seeds.
+        """A context for building a chunk, in which each layer with its own seed draws its weights from this seed.
 
         Args:
             first_layer: number of layers before the chunk, if the chunk is built as a whole model.
@@ -208,7 +208,7 @@ class Session:
         return initialized_by_unit(self.job.flags.seed, is_first_stage=is_first_stage, first_layer=first_layer)
 
     def shard(self, chunks: Sequence[torch.nn.Module], padded_vocab_size: int) -> None:
-        """Spread the vocabulary over the ranks if the layout says so and the vocabulary is not spread already.
+        """Give each rank its vocabulary shard if the layout has vocabulary shards and the chunks do not have them yet.
 
         Raises:
             ValueError: the vocabulary does not divide into as many shards as there are ranks.
@@ -220,8 +220,8 @@ class Session:
     def split(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Split the backward of the chunks' linear layers into B and W, before chunks are wrapped for data parallelism.
 
-        DDP's configuration then needs `delay_wgrad_compute`, with which DDP gives each layer a hook. W calls the hook
-        to accumulate and reduce the gradient of the layer's weight.
+        DDP's configuration must set `delay_wgrad_compute`, with which DDP gives each layer a hook. W calls this hook to
+        accumulate and reduce the gradient of the layer's weight.
 
         Raises:
             ValueError: a layer has a setting with which its backward cannot be split.
@@ -238,7 +238,7 @@ class Session:
         iteration: int,
         write_plan: Callable[[Report], None] = lambda report: None,
     ) -> None:
-        """Make the objects that run the schedule, once everything is built and loaded; a collective call.
+        """Make the objects that run the schedule, after model and optimizer are built and loaded; a collective call.
 
         Args:
             model: this rank's chunks, wrapped for data parallelism.
@@ -294,7 +294,7 @@ class Session:
         return losses
 
     def after_iteration(self) -> None:
-        """Draw the timeline of the last iteration if the flags ask; a collective call of the drawn pipeline's ranks."""
+        """Draw the timeline of the last iteration if the flags ask for it; a collective call of rank 0's pipeline."""
         if self._timeline is not None:
             self._timeline.after_iteration(self.iteration, self.num_microbatches)
 
@@ -304,7 +304,7 @@ class Session:
             self.post_validation.validate()
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Give all replicas equal valid parameters, and equal optimizer states if `with_states`; a collective call."""
+        """Validate the last step; average parameters and, if `with_states`, states over replicas; a collective call."""
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 

@@ -35,7 +35,7 @@ class JobSettings:
         placement: which rank holds which stages.
         partition: the number of layers of every stage, in model order.
         planning: how costs are measured and used for planning; None if costs are neither measured nor used.
-        is_layout_open: whether partition, placement or chunks are still to be chosen.
+        is_layout_open: whether partition, placement and chunks have not been chosen yet.
         hierarchy: how replicas average their parameters; None if replicas reduce gradients in every step.
     """
 
@@ -49,7 +49,7 @@ class JobSettings:
 
     @property
     def first_placement(self) -> Placement:
-        """The placement for which the process groups are made; a linear placement as long as the layout is open."""
+        """The placement for which process groups are made at start-up: linear if the layout has not been chosen yet."""
         return Placement("linear", self.placement.num_ranks) if self.is_layout_open else self.placement
 
     @property
@@ -108,7 +108,7 @@ def job_settings(
 
 
 def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayout | None) -> JobSettings:
-    """Return `settings` with a plan from the chosen layout's costs, and with the options for planning in the run."""
+    """Return `settings` with a plan from the chosen layout's costs, and with the options for profiling and planning."""
     flags, request = settings.flags, None if choice is None else choice.request
     profile = given_profile(flags)
     if request is not None and profile is not None and not _is_of_layout(profile, settings):

@@ -64,7 +64,7 @@ def _leave() -> None:
 
 
 def describe(stall: Stall) -> str:
-    """A block of lines about a hung pipeline: each rank's place in its schedule, and where to look first."""
+    """Describe a hung pipeline in several lines: each rank's position in its schedule, and the likely causes."""
     lines = [
         f"the pipeline hangs: rank {stall.raised_by} has been at one operation for {stall.timeout:g} s "
         f"(--zero-bubble-timeout). Schedule {stall.schedule}; the operation of each rank is in brackets:"
@@ -80,7 +80,7 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """Likely causes of a hang: ranks that do not answer or, if all answer, ranks that compute or are between steps."""
+    """Likely causes of a hang: ranks that do not answer; if all answer, ranks that compute or are between steps."""
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)

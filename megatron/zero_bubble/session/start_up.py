@@ -1,4 +1,4 @@
-"""Starts and ends a program as a rank of a job. The module imports nothing of megatron-core."""
+"""Runs a program as one rank of a job, and ends the rank after errors. The module imports nothing of megatron-core."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _LOST_RANK = re.compile(r"Connection (closed|reset) by peer|remote worker crashi
 
 
 class SessionError(ValueError):
-    """The run cannot begin or go on; the message is one line that tells the user why."""
+    """Raised if the run cannot begin or continue; the message is one line with the reason."""
 
 
 class _LostRankError(SessionError):
-    """Another rank of the job has ended."""
+    """Raised if another rank of the job has ended."""
 
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Turn a check's `ValueError` into a `SessionError`, which differs from a `ValueError` of a script's own code."""
+    """Turn a check's `ValueError` into a `SessionError`, to tell it from a `ValueError` of the user's own code."""
     try:
         yield
     except SessionError:
@@ -54,8 +54,8 @@ def users_mistakes() -> Iterator[None]:
 def quiet_start_up() -> None:
     """Drop megatron-core's warnings that every rank repeats at import, or that every split of a dataset repeats.
 
-    Only rank 0 shows the warnings at import, and only with a GPU. The warnings about datasets without a cache are shown
-    once each.
+    Rank 0 shows the warnings at import if there is a GPU; no other rank shows them. The warnings about datasets without
+    a cache are shown once each.
     """
     told: set[str] = set()
 
@@ -110,9 +110,9 @@ def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
     Rank 0 prints its error at once. Every other rank first sleeps for some seconds; if rank 0 has the same error,
-    torchrun ends the other ranks meanwhile, and the error is printed once. A rank that has lost the connection to
-    another rank also sleeps first, because torchrun usually ends the rank as soon as torchrun notices that the
-    other rank has failed.
+    torchrun ends the other ranks meanwhile, and the error is printed once. A rank that has lost its connection to
+    another rank also sleeps first: torchrun usually notices meanwhile that the other rank has failed, and ends all
+    ranks.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -147,8 +147,8 @@ def _lost_process(error: Exception) -> SessionError | None:
 def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
-    torchrun names the failure with the earliest time, in whole seconds, as the cause, even the failure of a rank that
-    torchrun itself has ended. The time of this error is therefore set back by one second.
+    torchrun reports the failure with the earliest time, in whole seconds, as the cause. A rank that torchrun itself has
+    ended may have the same time, so the time of this error is set back by one second.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

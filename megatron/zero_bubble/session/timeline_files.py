@@ -56,11 +56,11 @@ def measured_timeline(
     *,
     shapes_vary: bool = False,
 ) -> Timeline:
-    """A `Timeline`, from time 0, of the measured operations of a step; its costs are the mean times of operations.
+    """A `Timeline` of a step's measured operations, beginning at time 0; its costs are the mean times of operations.
 
-    A forward that ran again because a step was amended appears only with its last run. The costs of messages and memory
-    come from `profiled`, or are zero if `profiled` is None. If shapes vary, the timeline also has the relative length
-    of each microbatch.
+    If a forward ran again after the rollback of an optimizer step, only its last run appears. The costs of messages and
+    memory come from `profiled`, or are zero if `profiled` is None. If `shapes_vary` is set, the timeline also contains
+    the relative length of each microbatch.
     """
     lanes = [_last_runs(lane) for lane in lanes]
     begin = min(lane[0].start for lane in lanes if lane)

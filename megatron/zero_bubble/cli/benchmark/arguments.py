@@ -35,15 +35,15 @@ _NAMES_OF_SCHEDULES = (
 
 
 def parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
-    """Divide command-line words into two lists; a flag and its values stay together.
+    """Divide command-line words into two lists of flags, and keep each flag's values with the flag.
 
     Args:
         words: flags with their values, also as `--name=value`.
-        names: names of the flags for the second list.
-        prefix: common prefix of the names of further flags for the second list.
+        names: names of flags that go to the second list.
+        prefix: all flags whose names begin with this prefix also go to the second list.
 
     Returns:
-        The words of the flags that neither `names` nor `prefix` selects, and the words of the selected flags.
+        Two lists: the flags that neither `names` nor `prefix` selects, and the selected flags.
     """
     others: list[str] = []
     named: list[str] = []
@@ -88,7 +88,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     script: Path | None = None
     """The Megatron-LM script that trains; None if pretrain_gpt.py of this project trains."""
     schedule_flags: tuple[str, ...] = ()
-    """Zero-bubble flags for all schedules of --schedule; the flags quoted for one schedule follow these flags."""
+    """Zero-bubble flags of every schedule in --schedule; each schedule's own quoted flags are appended."""
 
     pipeline_size: int = flag(
         "pipeline ranks (default: the size in the flags after --, which may then be the flags of any training)",
@@ -158,7 +158,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
                     )
 
     def of_named_schedules(self) -> BenchmarkFlags:
-        """Return the flags of a benchmark with --pipeline-size, whose baselines train without zero-bubble flags.
+        """Prepare the flags of a benchmark with --pipeline-size, whose 1F1B baseline trains without zero-bubble flags.
 
         Returns:
             The same flags, with the zero-bubble flags moved from `training_flags` to `schedule_flags`.
@@ -181,7 +181,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Command-line words that follow `launcher`, and start the training on each rank."""
+        """Command-line words after `launcher`, which name the program that trains on each rank."""
         return TRAINER if self.script is None else ("-m", "megatron.zero_bubble", str(self.script))
 
     @property
@@ -190,6 +190,6 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
 
     @property
     def launcher(self) -> list[str]:
-        """The command-line words, torchrun with its flags or --launch, that start `program` on every rank."""
+        """Command-line words that start `program` on all ranks: --launch or, by default, torchrun and its flags."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return self.launch or [*torchrun, "--nproc-per-node", str(self.num_ranks)]

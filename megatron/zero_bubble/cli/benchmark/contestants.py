@@ -17,7 +17,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 BASELINE = "megatron-core 1F1B"
 CHOSEN = "chosen"
-"""Value of --schedule for a training with --zero-bubble, which chooses its layout at the start."""
+"""Value of --schedule that stands for a training with --zero-bubble, which chooses its layout at start-up."""
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -27,7 +27,7 @@ class Contestant:
 
     name: str
     program: tuple[str, ...]
-    """Command-line words with which torchrun, or the command of --launch, starts the program that trains."""
+    """Command-line words after torchrun, or after the command of --launch, which name the program that trains."""
     words: tuple[str, ...]
     """Flags of this schedule; they follow the shared flags, and replace shared flags of the same name."""
     placement: Placement | None
@@ -35,7 +35,7 @@ class Contestant:
     schedule: str | None
     """Name under which this project simulates the schedule; None if the training chooses its schedule."""
     measures_costs: bool = False
-    """Whether a profile of the training has costs that hold for every schedule in the same placement."""
+    """Whether the costs in the training's profile are also valid for other schedules with the same placement."""
     is_required: bool = True
     """Whether a failure of this schedule ends the benchmark; otherwise the benchmark leaves the schedule out."""
     spreads_vocabulary: bool = False
@@ -49,7 +49,7 @@ class Competition:
     contestants: tuple[Contestant, ...]
     flags: tuple[str, ...]
     args: Arguments | ScriptArguments = field(repr=False)
-    """The complete arguments of the baseline, megatron-core's 1F1B."""
+    """The complete arguments of the baseline training under megatron-core's 1F1B."""
 
 
 def gather(flags: BenchmarkFlags, has_cuda: bool, peers: Sequence[Contestant] = ()) -> Competition:

@@ -12,7 +12,7 @@ from megatron.zero_bubble.session.flags import ReplicaFlags, flag_name
 from megatron.zero_bubble.trainer.arguments import Arguments, parse_arguments
 
 CHUNKS = (2, 4)
-"""Chunks per rank of megatron-core's interleaved schedules to compare, besides the training's own number."""
+"""Numbers of chunks per rank for which megatron-core's interleaved schedule runs, besides the training's own number."""
 _SIZES = ("--pipeline-model-parallel-size", "--global-batch-size", "--log-interval", "--rampup-batch-size")
 _OUTPUTS = (
     *("--save", "--save-interval", "--non-persistent-save-interval", "--save-params-interval", "--load"),
@@ -26,7 +26,7 @@ _CPU = "--zero-bubble-cpu"
 
 
 def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkFlags, tuple[Contestant, ...]]:
-    """Return the benchmark's flags for the user's own training, and the schedules to compare with megatron-core's 1F1B.
+    """Return the benchmark's flags for the user's training, and the schedules to compare with megatron-core's 1F1B.
 
     The training keeps its model, its data, its learning rates and its parallel sizes. The training loads no checkpoint,
     writes nothing, evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the

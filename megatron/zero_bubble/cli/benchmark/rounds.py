@@ -1,4 +1,4 @@
-"""Runs the trainings of `zero-bubble benchmark` in rounds, so that other programs slow down all schedules equally."""
+"""Runs the trainings of `zero-bubble benchmark` in turn, so that other programs slow down all schedules equally."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.model_count import flops_of_sequence
 
 _Costs = dict[tuple[Placement | None, bool], StageCosts]
-"""Placement, and whether there are vocabulary shards -> measured costs of the stages."""
+"""(placement, whether the vocabulary is sharded) -> measured costs of the stages."""
 
 
 def compare_trainings(flags: BenchmarkFlags, peers: Sequence[Contestant] = ()) -> list[TrainResult]:
@@ -109,7 +109,7 @@ def _result(
 
 
 def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
-    """Return the measured costs of a schedule's stages; if only costs with vocabulary shards exist, convert them."""
+    """Return the measured costs of a schedule's stages, if necessary converted from costs with vocabulary shards."""
     if (
         own := measured.get((contestant.placement, contestant.spreads_vocabulary))
     ) is not None or contestant.spreads_vocabulary:

@@ -19,7 +19,7 @@ _REFUSED = {
     "--use-checkpoint-args": "the benchmark loads no checkpoint; give the flags of the model",
     "--step-batch-size-schedule": "all iterations of the benchmark have one batch size; give --global-batch-size",
 }
-"""Flag of Megatron-LM that a benchmark of several schedules does not allow -> the reason."""
+"""Flag of Megatron-LM that the benchmark refuses -> the reason for the refusal."""
 _TRAINER = Path(__file__).resolve().parents[4] / "pretrain_gpt.py"
 
 

@@ -106,7 +106,7 @@ class TrainResult:
         return [theirs / mine for theirs, mine in zip(rounds, self.rounds, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON, with the keys of `benchmarks.emulate` and more; unmeasured figures are null."""
+        """Return the figures as JSON, with keys of `benchmarks.emulate` where possible; unmeasured figures are null."""
         placement = self.contestant.placement
         interval = bootstrap_interval(self.ratios)
         return {

@@ -25,7 +25,7 @@ _THROUGHPUT = re.compile(r"\| throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \|")
 _MEMORY = re.compile(r"memory \(MB\) \|.*\bmax allocated: ([\d.]+)")
 
 _GRACE = 60.0
-"""Seconds in which torchrun must end its ranks after SIGTERM; torchrun itself gives the ranks 30 seconds."""
+"""Seconds from SIGTERM to SIGKILL for a late torchrun; torchrun itself gives its ranks 30 seconds to end."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Turn:
     layout: str | None = None
     """Placement and layers of the stages that the training chose; None if the training chose no layout."""
     is_device_memory: bool = False
-    """Whether the allocator measured `peak_bytes`."""
+    """Whether `peak_bytes` comes from the GPU allocator."""
     tflops: tuple[float, ...] = ()
     """Printed TFLOP/s/GPU of every logging interval; empty if the training printed no such value, or printed a 0."""
 
@@ -122,7 +122,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 
 
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
-    """End a launcher that is not done (`over` is not set) after `timeout` seconds, and set `late`.
+    """Unless the event `over` is set within `timeout` seconds, set `late` and end the process `launcher`.
 
     The launcher gets SIGTERM first, so that torchrun ends its ranks. After an immediate SIGKILL of torchrun, its ranks
     would keep running.

@@ -65,7 +65,7 @@ class CheckFlags(CommandFlags):
 
 
 def _refuse_output(output: Path) -> None:
-    """Raise `ValueError` before the long check begins if the file of its findings cannot be written."""
+    """Raise `ValueError` if the file `output` cannot be written; called before the check, which takes long."""
     folder = output.parent
     if not folder.is_dir():
         raise ValueError(f"argument --output: {folder} is not a folder")

@@ -52,7 +52,7 @@ class StageCheck:
 
     @cached_property
     def _layer(self) -> UnitCount:
-        """Memory and work of a layer, as counted by `zero-bubble estimate`."""
+        """Activation memory and floating-point operations of a layer, as counted by `zero-bubble estimate`."""
         return count_model(self.model.arguments(NUM_RANKS)).layers[0]
 
     @property
@@ -63,7 +63,7 @@ class StageCheck:
 
     @property
     def expected_memory(self) -> tuple[float, float]:
-        """Counted bytes of a stage's activations for one microbatch: after F (M_B) and after B (M_W)."""
+        """Estimated bytes of a stage's activations for one microbatch: after F (M_B) and after B (M_W)."""
         after_f, after_b = (self.model.layers_a_stage * held for held in self._layer.activations)
         return after_f, after_b
 
@@ -171,11 +171,11 @@ def _as_mib(num_bytes: float) -> str:
 
 _PACKAGES = ("megatron-core", "numpy", "transformer-engine", "apex", "flash-attn", "triton")
 _SETTINGS = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA_", "GLOO_", "LD_PRELOAD")
-"""Prefixes of environment variables that change how a device works."""
+"""Prefixes of environment variables that can change the results of the check on a device."""
 
 
 def describe_machine(root: Path) -> dict[str, Any]:
-    """Return the facts about this machine for a report of results; `root` is the folder of this repository."""
+    """Describe this machine for a report of results; `root` is the folder of this repository."""
     from megatron.core import __version__
 
     has_cuda = torch.cuda.is_available()

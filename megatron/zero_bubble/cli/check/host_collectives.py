@@ -23,7 +23,7 @@ _METHODS = (
 
 
 class StagedWork:
-    """A collective that runs on host copies of its tensors; `wait` copies the results to the tensors `wanted`."""
+    """A collective that runs on host copies of its tensors; `wait` copies the results to the tensors in `wanted`."""
 
     def __init__(self, work: Any, on_host: list[Any], wanted: Any) -> None:
         self._work = work
@@ -49,7 +49,7 @@ class StagedWork:
 
 
 def stage_collectives(device_type: str) -> Callable[[], None]:
-    """Make every collective copy tensors of `device_type` to host memory, and return a function that undoes the change.
+    """Make all collectives run on host copies of tensors of `device_type`; return a function that undoes the change.
 
     With the device type `cpu`, tensors in host memory are copied, which tests the copies without a GPU.
     """

@@ -28,8 +28,8 @@ _PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile
 """Flags for a planned schedule in the reference training's layout, so that results can be compared bit by bit."""
 _LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
-"""Flags that turn off clipping and dropout, because a training with the V placement sums the gradient norm in another
-order, and draws random numbers on other ranks."""
+"""Flags that turn off clipping and dropout. The V placement changes the order of the sum in the gradient norm, and the
+ranks that draw random numbers."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
 
     Args:
         size: `paper` or `tiny`.
-        folder: the folder of the corpus, and of the checkpoint from which some trainings start.
+        folder: the folder with the training data and the checkpoint from which some trainings start.
         transformer_impl: the implementation of the layers, `local` or `transformer_engine`.
     """
     is_local = transformer_impl == "local"

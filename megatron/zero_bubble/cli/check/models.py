@@ -15,14 +15,13 @@ REPEATABLE_ATTENTION = {
     "local": ("--attention-backend", "local"),
     "transformer_engine": ("--transformer-impl", "transformer_engine", "--attention-backend", "unfused"),
 }
-"""Implementation of the layers -> flags for these layers with an attention whose backward repeats bit for bit, in
-contrast to fused attention."""
+"""Layer implementation -> flags for these layers with unfused attention, whose backward is deterministic."""
 _ANY_TRAINING = (
     *("--train-iters", "1", "--lr", "1e-4", "--mock-data", "--bf16", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
 _ATTENTION = {**REPEATABLE_ATTENTION, "transformer_engine": ("--transformer-impl", "transformer_engine")}
-"""Implementation of the layers -> flags for these layers in a stage that is measured."""
+"""Layer implementation -> flags that choose these layers for the measurement of a stage."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class RankFindings:
 
     results: Sequence[CellResult]
     refused: Mapping[str, Ended]
-    """Backend that cannot connect the ranks -> the outcome of the all-reduce that was tried over this backend."""
+    """Backend that cannot connect the ranks -> the outcome of the all-reduce that tested this backend."""
 
     @property
     def passed(self) -> bool:
@@ -52,7 +52,8 @@ class RankFindings:
         }
 
     def as_text(self, *, markdown: bool) -> str:
-        """Return a table with a row for each training and a column for each backend, then the reasons of failures."""
+        """Return a table with a row for each training and a column for each backend, and below the table the reasons
+        for failures."""
         backends = list(dict.fromkeys(result.backend for result in self.results))
         rows: dict[tuple[str, str], dict[str, str]] = {}
         for result in self.results:
@@ -71,10 +72,10 @@ class RankFindings:
 
 @dataclass(frozen=True)
 class RankCheck:
-    """Runs trainings on ranks that share the first device, or on one device for each rank if there are enough devices.
+    """Runs trainings with one device for each rank; if there are too few devices, all ranks share the first device.
 
     Args:
-        paths: folders on the ranks' module path.
+        paths: folders that the ranks get in PYTHONPATH.
         folder: an empty folder for the ranks' files.
         say: called with a description of the trainings that run next.
     """

@@ -1,4 +1,4 @@
-"""Runs one training after the other on ranks, each training within a time limit; starts new ranks after a failure."""
+"""Runs trainings one after the other on the same ranks, each with a time limit; starts new ranks after a failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOG_SIZE = 4000
 
 @dataclass(frozen=True)
 class Backend:
-    """A way for ranks to communicate, with the environment and flags that it needs."""
+    """A communication backend, with the environment variables and flags that the backend needs."""
 
     name: str
     """Name of the backend: `nccl`, `gloo`, or `host`, which sends everything through host memory and gloo."""
@@ -42,7 +42,7 @@ class Backend:
         return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
 
     def environment(self) -> dict[str, str]:
-        """Return the ranks' environment: variables of this process keep their values, except the number of queues."""
+        """Return the ranks' environment: this process's variables, defaults for missing variables, and `one_queue`."""
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
             # All ranks are on this machine, which may have no network.
@@ -81,7 +81,7 @@ class RankStart:
     backend: Backend
     num_ranks: int
     paths: Sequence[Path]
-    """Folders on the ranks' module path."""
+    """Folders that the ranks get in PYTHONPATH."""
     folder: Path
     """Folder for the files of the ranks."""
     limits: Limits
@@ -89,10 +89,10 @@ class RankStart:
     """Module that every rank runs."""
 
     def run(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
-        """Run all trainings, even if some fail, and return the outcome of each training by its title.
+        """Run all trainings, even if some fail, and return title of a training -> outcome.
 
         Args:
-            trainings: the flags of each training by its title; None runs a single all-reduce instead.
+            trainings: title -> flags of the training; None instead of flags runs a single all-reduce.
         """
         results: dict[str, Ended] = {}
         while rest := {title: flags for title, flags in trainings.items() if title not in results}:
@@ -101,7 +101,7 @@ class RankStart:
 
 
 class _Attempt:
-    """One start of the ranks, which run trainings until a training fails."""
+    """Starts the ranks once; the ranks run trainings until a training fails."""
 
     def __init__(self, start: RankStart, trainings: Mapping[str, Sequence[str] | None]) -> None:
         self._start, self._titles = start, list(trainings)

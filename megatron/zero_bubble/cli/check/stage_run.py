@@ -34,7 +34,7 @@ class StageProfile:
     """Measurements of a stage: times in milliseconds, and the memory of one microbatch in bytes."""
 
     times: Mapping[OpKind, Sequence[float]]
-    """Kind of operation -> measured times: F, B and W of the split stage, BW (fused backward) of the other version."""
+    """Kind of operation -> measured times: F, B, W with split backward, and BW, megatron-core's fused backward."""
     memory: Mapping[OpKind, float]
     temporary: float
     """Largest temporary memory of an operation: its peak beyond the memory in use before and after the operation."""
@@ -48,7 +48,7 @@ class StageProfile:
         return (self.time(OpKind.B) + self.time(OpKind.W)) / self.time(OpKind.BW)
 
     def costs(self, num_stages: int, message_ms: float) -> StageCosts:
-        """Return the costs of a pipeline of `num_stages` stages that all have the measured times and memory."""
+        """Return the costs of a pipeline of `num_stages` equal stages with the measured times and memory."""
         f, b, w = OpKind.F, OpKind.B, OpKind.W
         return StageCosts.uniform(
             num_stages,
@@ -80,7 +80,7 @@ class MemoryCheck:
 
 
 class MiddleStage:
-    """A stage in two versions: with B and W split, and with megatron-core's own layers."""
+    """A stage in two versions: with the backward split into B and W, and with megatron-core's fused backward."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self._args = model.arguments(NUM_RANKS)
@@ -91,7 +91,7 @@ class MiddleStage:
         self._whole = rank_model(self._args, self._placement, RANK, None)
 
     def profile(self, rounds: int) -> StageProfile:
-        """Time the split and the fused version in turn for `rounds` rounds, after one round that is not counted."""
+        """Time steps with split and with fused backward in turn for `rounds` rounds, after one unmeasured round."""
         split, whole = (lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)) for name in ("zb-h1", "1f1b"))
         times: dict[OpKind, list[float]] = {}
         for number in range(1 + rounds):

@@ -71,7 +71,7 @@ class ClusterFlags(CommandFlags):
 
     @property
     def flops(self) -> float:
-        """Floating-point operations per second of the layers on one device."""
+        """Speed of the layers on one device, in floating-point operations per second."""
         return self.device_tflops * 1e12 * self.mfu
 
     def message_ms(self, num_bytes: float, bandwidth: float | None = None) -> float:

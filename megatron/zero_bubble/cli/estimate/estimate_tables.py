@@ -69,7 +69,7 @@ def _lines(lines: Iterator[str]) -> str:
 
 
 def _shown(results: Results) -> Estimate:
-    """Return the estimate whose parameters are printed: of the first schedule or, without schedules, of the layout."""
+    """Return the estimate for the head of the output: the first schedule's or, without schedules, the layout's."""
     shown = results.estimates[0] if results.estimates else results.layout
     assert shown is not None
     return shown
@@ -207,7 +207,7 @@ def _remedies(results: Results) -> Iterator[str]:
 
 
 def _limit(planned: Estimate, limit: float) -> str:
-    """Return the note on the memory limit of a schedule."""
+    """Return a note on the memory limit for which a schedule was planned."""
     name, allowed, source = planned.schedule.name, gib(max(0.0, limit)), _source(planned.job.flags)
     if planned.is_over_limit:
         least = gib(max(planned.activation_bytes))

@@ -29,7 +29,7 @@ _SHORTEST = 1e-3
 """Shortest duration of an operation, in milliseconds."""
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--mock-data")
 _STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
-"""Flag that a training requires and an estimate ignores -> a value that is larger than any related flag's value."""
+"""Flag that a training requires but an estimate ignores -> a value so large that it contradicts no other flag."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EstimatedJob:
     flops_of_sequence: float
     """Floating-point operations of F, B and W together for one sequence, counted as --log-throughput does."""
     profile: Profile | None = None
-    """Measured costs; if None, costs are computed from operations and bytes."""
+    """Measured costs; if None, costs are computed from numbers of floating-point operations and bytes."""
     is_quick: bool = False
     """Whether the schedules are planned with little search effort."""
 
@@ -90,7 +90,7 @@ class EstimatedJob:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with equal parameters; these ranks reduce gradients together, and shard states with ZeRO."""
+        """Number of ranks with the same parameters, which reduce gradients together and divide states under ZeRO."""
         return self.args.data_parallel_size * self.args.context_parallel_size
 
     @property
@@ -147,14 +147,14 @@ class EstimatedJob:
         return [sum(parameters) * a_parameter for parameters in self.parameters(placement)]
 
     def flops(self, placement: Placement) -> Flops:
-        """Return the operations in F, B, W and R of one microbatch on one tensor-parallel rank, summed over stages."""
+        """Return the FLOPs of F, B, W and R for one microbatch on one tensor-parallel rank, summed over all stages."""
         f, b, w = (sum(unit.flops[kind] for unit in self.count.units) for kind in range(3))
         layers = zip(self.count.layers, self._recomputed(self.partition(placement)), strict=True)
         return Flops(f, b, w, sum((layer.flops.f for layer, is_recomputed in layers if is_recomputed), 0.0))
 
     @cached_property
     def costs(self) -> ModelCosts:
-        """The costs of the model's units in milliseconds and bytes, from the profile if there is a profile.
+        """The costs of embedding, layers and output in milliseconds and bytes; taken from the profile if there is one.
 
         The costs of F and B exclude full recomputation; R recomputes one layer at a time.
         """
@@ -191,7 +191,7 @@ class EstimatedJob:
         return 2 * cluster.message_ms(input_bytes * (1 - 1 / args.expert_model_parallel_size), bandwidth)
 
     def stage_costs(self, placement: Placement) -> StageCosts:
-        """Return the costs of every stage in milliseconds and bytes, from the profile if there is a profile.
+        """Return the costs of every stage in milliseconds and bytes; taken from the profile if there is one.
 
         Raises:
             ValueError: the layers cannot be divided among the stages of `placement`.

@@ -29,7 +29,7 @@ SMALL_JOB = 1000
 LARGE_JOB = 2000
 """Smallest product of pipeline ranks and microbatches for which, without --schedule, planning takes little effort."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
-"""Keys of the two searches for a layout, in dictionaries whose other keys are names of schedules."""
+"""Keys for the two layout searches in dictionaries that otherwise have names of schedules as keys."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
     Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     Recompute.PLANNED: {
@@ -46,7 +46,7 @@ class Remedy(NamedTuple):
     """The outcome of another layout or of recomputation, for a job none of whose schedules fits in memory."""
 
     flags: str
-    """The flags that would replace the job's own flags for layout or recomputation."""
+    """The flags that replace the job's own flags for layout or recomputation in this estimate."""
     best: Estimate
     """The fastest schedule that fits with `flags` or, if no schedule fits, the schedule with the least memory."""
     slowdown: float
@@ -122,7 +122,7 @@ def _size(job: EstimatedJob) -> int:
 
 
 def _even_ends(job: EstimatedJob) -> dict[str, Any]:
-    """Return the flags with which Megatron divides a number of layers that is not a multiple of the pipeline size."""
+    """Return the flags that Megatron needs to divide a number of layers that is not a multiple of the pipeline size."""
     ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     for given in (ends, ends[:1], ends[1:]):
         if (job.flags.num_layers + len(given)) % job.flags.pipeline_model_parallel_size == 0:
@@ -131,7 +131,7 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
 
 
 def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
-    """Estimate the schedules, an open layout and, with `frees_layout`, the layout without Megatron's layout flags."""
+    """Estimate schedules, and a layout if no flag fixes it; `frees_layout` adds one without Megatron's layout flags."""
     for name in names:
         entry_of(name)
     tasks: dict[str, Callable[[], Estimate]] = {}
@@ -156,7 +156,7 @@ def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = 
 
 
 def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
-    """Run the task; return its estimate with all times computed, or the reason why the estimate is not possible."""
+    """Run `task`; return the estimate with all times computed, or the reason why no estimate is possible."""
     try:
         answer = task()
     except ValueError as error:

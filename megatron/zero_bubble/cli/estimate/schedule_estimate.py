@@ -97,9 +97,10 @@ class Estimate:
 
     @property
     def reduction_ms(self) -> float:
-        """Exposed time of the exchange of gradients and sharded parameters between replicas, on the slowest rank.
+        """Time on the slowest rank in which replicas exchange gradients and sharded parameters without computing.
 
-        The exposed time is 0 with --overlap-grad-reduce, and with --use-torch-fsdp2, which overlaps every exchange.
+        This time is 0 with --overlap-grad-reduce and with --use-torch-fsdp2, because exchanges overlap with
+        computation.
         """
         args = self.job.args
         if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
@@ -164,7 +165,7 @@ class LayoutEstimate(Estimate):
 
     choice: LayoutChoice = field(kw_only=True)
     layout_flags: Mapping[str, Any] = field(kw_only=True)
-    """The flags, by name, that fix the layout; the value None stands for a flag that is left out."""
+    """Name -> value of the flags that fix the layout; the value None stands for a flag that is left out."""
 
     def as_json(self, baseline: Estimate | None = None) -> dict[str, Any]:
         layout = self.choice.plan.layout

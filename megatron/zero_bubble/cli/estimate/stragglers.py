@@ -6,9 +6,9 @@
 
 In each step at most one replica straggles. With synchronous SGD, all replicas wait for the straggler in every step.
 With hierarchical SGD, replicas average their parameters in the groups of --hierarchical-sgd. With local SGD, all
-replicas average their parameters once in the longest period of --hierarchical-sgd, and no replica waits between two
-averages. The table shows the mean time of a step, where a step without a straggler takes 1. The table does not show the
-effect on convergence: parameters differ more if replicas take more steps between two averages.
+replicas average their parameters once in the longest period of --hierarchical-sgd, and do not wait for each other in
+between. The table shows the mean time of a step, where a step without a straggler takes 1. The table does not show the
+effect on convergence: the replicas' parameters differ more if they are averaged less often.
 
 A mistake in the flags ends the command with a one-line message and exit status 2.
 """
@@ -105,7 +105,7 @@ class ReplicasFlags(CommandFlags):
         return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
 
     def draw_times(self, num_steps: int) -> list[list[float]]:
-        """Draw the time of each replica in each step, where a replica that does not straggle takes 1."""
+        """Draw random times of all replicas in each step, where a replica that does not straggle takes 1."""
         random = Random(self.seed)
         steps = []
         for _ in range(num_steps):

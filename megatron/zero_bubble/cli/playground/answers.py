@@ -1,4 +1,4 @@
-"""Answers the requests of the playground's page: to draw and plot schedules, and to save and open files.
+"""Answers requests from the playground's page, which draws and plots schedules, and saves and opens files.
 
 A request contains flags of `zero-bubble schedule`. The command line's own code reads the flags, so that the page shows
 the same numbers and messages as the command. The browser calls `answer`; tests call `answer` without a browser.
@@ -89,7 +89,7 @@ def saved_file(words: Words, kind: str) -> dict[str, str]:
 
 
 def opened(file: str) -> dict[str, Any]:
-    """Return the flags that the page shows for an opened file: a profile, costs, a schedule, or the trace of a run."""
+    """Return the flags that the page sets for an opened file: a profile, costs, a schedule, or the trace of a run."""
     text = _file_text(file)
     if is_trace(text):
         schedule = recorded_run(text)[0].schedule

@@ -33,7 +33,7 @@ _CAUSES = {
     "streams": KINDS[OpKind.S].colour,
     "tail": "#57606a",
 }
-"""Cause of idle time -> colour; the time for which a rank waits for an operation has the operation's colour."""
+"""Cause of idle time -> colour; time spent waiting for an operation has the colour of that operation."""
 
 
 def facts() -> dict[str, Any]:
@@ -192,7 +192,7 @@ def trace_errors() -> Iterator[None]:
 
 
 def _lanes(events: list[Mapping[str, Any]]) -> list[list[tuple[TimedOp, int]]]:
-    """Return, for every rank, (operation, stage) of all its operations, in the order in which they ran."""
+    """Return for every rank a list of (operation, stage), in the order in which the operations ran."""
     lanes: dict[int, list[tuple[TimedOp, int]]] = defaultdict(list)
     for event in events:
         if event["ph"] not in ("X", "i"):

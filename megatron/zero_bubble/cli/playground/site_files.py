@@ -43,7 +43,7 @@ START: dict[str, Any] = {
 
 
 def write_site(folder: Path, pyodide: Path) -> None:
-    """Write the page, this package, Pyodide and the first pictures; raise `ValueError` if Pyodide is not installed."""
+    """Write the page, this package, Pyodide and initial drawings; raise `ValueError` if Pyodide is not installed."""
     if not all((pyodide / name).is_file() for name in RUNTIME):
         raise ValueError(
             f"Python for the browser is not in {pyodide}: run `make playground` in a clone, or "
@@ -112,7 +112,7 @@ def _packed_files() -> list[Path]:
 
 
 def _start() -> dict[str, Any]:
-    """Return the data of the pictures that the page shows before Python has loaded."""
+    """Return the data for drawing the two initial schedules before Python has loaded in the browser."""
     shared = [f"--{name}={value}" for name, value in START["shared"].items()]
     panes = [[*shared, *(f"--{name}={value}" for name, value in pane.items())] for pane in START["panes"]]
     known = facts()

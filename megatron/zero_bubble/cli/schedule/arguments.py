@@ -116,7 +116,7 @@ class SimulationFlags(SourceFlags, QueueFlags, PostValidationFlags):
 
     @property
     def relative_lengths(self) -> tuple[float, ...]:
-        """The microbatch lengths of --lengths, divided by their mean."""
+        """The microbatch lengths from --lengths, divided by their mean."""
         return tuple(length * len(self.lengths) / sum(self.lengths) for length in self.lengths)
 
 

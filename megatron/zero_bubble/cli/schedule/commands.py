@@ -34,7 +34,7 @@ from megatron.zero_bubble.schedule.step_ops import operation_name
 
 
 def list_schedules(flags: ListFlags) -> None:
-    """Print the name and a one-line summary of every schedule of the registry."""
+    """Print the name and a one-line summary of every available schedule."""
     entries = ENTRIES.values()
     width = max(len(entry.name) for entry in entries)
     rows = [

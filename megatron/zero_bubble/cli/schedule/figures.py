@@ -73,7 +73,7 @@ class ScheduleFigures:
 
     @property
     def recomputed(self) -> float:
-        """Number of R on all stages, divided by the product of the numbers of stages and microbatches."""
+        """Number of recomputations (R), divided by the product of the numbers of stages and microbatches."""
         return num_recomputed(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
@@ -211,7 +211,7 @@ _DEFAULTS = {
     "memory_w": -0.5,
 }
 _ROUNDING = 1e-6
-"""Share of M_B by which B and W may release more memory than F allocates, because of rounding."""
+"""Tolerance for rounding: B and W may release more memory than F allocates by this share of M_B."""
 BYTES_PER_MS = 1e6
 """Bytes that a link of 1 GB/s sends in a millisecond."""
 _PARTS_OF_F = {
@@ -220,15 +220,15 @@ _PARTS_OF_F = {
     "time_h": ("time_d", 1),
     "memory_d": ("memory_f", DROPPED),
 }
-"""Field of costs -> (the field whose value, times a factor, is the default; the factor)."""
+"""Field of `StageCosts` -> (other field, factor), whose product is the default value."""
 
 
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
-    Flags give the costs of whole ranks, as do cost files with one entry per rank; the costs of a rank are split among
-    its chunks. M_B is the memory that F of one microbatch allocates on all chunks of a rank, on the rank where this
-    memory is largest.
+    Flags, and cost files with one entry per rank, give the costs of whole ranks, which are split among a rank's chunks.
+    M_B is the memory that F of one microbatch allocates on all chunks of a rank, on the rank where this memory is
+    largest.
 
     Raises:
         ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.

@@ -1,4 +1,4 @@
-"""Computes a schedule's bubble rate for each memory limit, or the times of plans that keep, drop or copy activations.
+"""Computes bubble rates under several memory limits, or the times of plans that keep, recompute or copy activations.
 
 The bubble rate of a memory curve includes the time of R.
 """
@@ -33,9 +33,9 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
-"""Largest relative time in the plot of --dial; on a longer axis, short times could not be distinguished."""
+"""Largest relative time that the plot of --dial shows, so that short times can be distinguished."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Shares of the fastest plan's memory; for each share, the text gives times under the largest limit up to the share."""
+"""Shares of the fastest plan's memory; for each share, the text has times under the largest limit up to this share."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def memory_curve(flags: CurveFlags) -> None:
 
 
 def curve_limits(flags: CurveFlags) -> list[float]:
-    """Return the limits from --from to --to, in units of 1F1B's peak; raise `ScheduleError` for none or too many."""
+    """Return the limits from --from to --to, in units of 1F1B's peak; raise `ScheduleError` for none or over 1000."""
     first, last, step = flags.first, flags.to, flags.step
     if last < first:
         raise ScheduleError(f"--to {last:g} is below --from {first:g}")

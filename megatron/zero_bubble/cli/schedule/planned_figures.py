@@ -28,7 +28,7 @@ def make_schedule(
     takes_makespan: bool = False,
     effort: int = EFFORT,
 ) -> tuple[Schedule, float]:
-    """Generate the schedule `name` under `limit` (in M_B); return the schedule and the seconds of its generation.
+    """Generate the schedule `name` under `limit` (in M_B); return the schedule, and the seconds that this took.
 
     `takes_makespan` and `effort` are as in `PlanRequest`.
     """
@@ -89,7 +89,7 @@ def figures_of_source(flags: SimulationFlags, effort: int = EFFORT, *, takes_mak
 
 
 def source(flags: SourceFlags, effort: int = EFFORT, *, takes_makespan: bool = False) -> tuple[Schedule, float]:
-    """Return the schedule that --schedule or --input names, and the seconds that generating it took.
+    """Return the schedule that --schedule or --input names, and the seconds that its generation took.
 
     `effort` and `takes_makespan` are as in `PlanRequest`.
     """
@@ -120,8 +120,8 @@ def figures_of_all(
     """Return the figures of the schedules `chosen`, or, if none is chosen, of all possible schedules.
 
     Args:
-        limit: memory limit in M_B, one for all ranks or one for each rank.
-        leaves_out_slow: whether to skip the slow schedules if none is chosen.
+        limit: memory limit in M_B: one number for all ranks, or one number for each rank.
+        leaves_out_slow: whether to skip slow schedules if no schedule is chosen.
 
     Raises:
         ScheduleError: a schedule that was chosen by name is not possible, or no schedule is possible.
