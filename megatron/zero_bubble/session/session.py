@@ -40,12 +40,7 @@ from megatron.zero_bubble.session.new_layout import new_choice
 from megatron.zero_bubble.session.plans import make_schedules
 from megatron.zero_bubble.session.profiling import given_profile
 from megatron.zero_bubble.session.reports import print_rank_0
-from megatron.zero_bubble.session.running import (
-    Replicas,
-    build_post_validation,
-    costs_of_units,
-    run_plan,
-)
+from megatron.zero_bubble.session.running import Replicas, build_post_validation, costs_of_units, run_plan
 from megatron.zero_bubble.session.settings import JobSettings, job_settings
 from megatron.zero_bubble.session.stalls import open_watchdog
 from megatron.zero_bubble.session.start_up import SessionError
