@@ -86,14 +86,14 @@ class Place(Enum):
     LAST_RANK = "last rank"
     """The rank of the last stage; in a V with two chunks a rank, the first stage is on the same rank."""
     ALL_RANKS = "all ranks"
-    """Every rank: a collective combines the results, and no rank sends or receives a message."""
+    """Every rank: a collective combines the results of all ranks, without messages from rank to rank."""
 
 
 class Need(NamedTuple):
     """A result that an operation needs, unless the stage that would make the result does not exist."""
 
     result: OpKind
-    """The result, named after the kind of operation that makes only this result."""
+    """The needed result, named after the one kind of operation that makes nothing else."""
     place: Place
     """The stage or rank that makes the result."""
     num_before: int = 0
@@ -136,7 +136,7 @@ class KindFacts:
     """Properties of one kind of operation: a row of `KINDS`."""
 
     makes: tuple[OpKind, ...] = ()
-    """The results of the operation. The name of a result is the kind of the operation that makes only this result."""
+    """The results of the operation. A result is named after the one kind of operation that makes nothing else."""
     needs: tuple[Need, ...] = ()
     """The results that the operation needs at its start."""
     receives: OpKind | None = None

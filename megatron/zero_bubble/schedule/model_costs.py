@@ -81,7 +81,7 @@ class ModelCosts:
     spread: float = 0
     """Half the interquartile range of a measured duration, divided by the median of the duration."""
     fused_backward: float = 0
-    """Time of a backward that computes both gradients at once, divided by the time of B plus W; 0 if unknown."""
+    """Time of a fused backward, divided by the time of B plus W; 0 if unknown."""
 
     @property
     def with_fused_backwards(self) -> ModelCosts:

@@ -100,7 +100,9 @@ def apart(schedule: Schedule) -> Schedule:
 
 
 def half_apart(schedule: Schedule) -> Schedule:
-    """Split every second pair of each combination of chunks into its two operations, and remove communication.
+    """For each combination of the forward's and the backward's chunk, split every second pair into its two operations.
+
+    Communication is removed.
 
     A training step with the resulting schedule measures pairs, and also single forwards and backwards of every chunk.
     """

@@ -47,7 +47,7 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 
 
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
-    """Insert R like `with_recomputation`, but at least one R on every stage, to measure the costs of recomputation.
+    """Insert R like `with_recomputation`, but with at least one R on every stage, to measure the costs of R.
 
     A stage without an R gets an R for its first microbatch. No other choice of R needs less memory, so that a run can
     measure a model whose activations would not all fit in memory.

@@ -93,10 +93,10 @@ class SerialOrder:
         return [numbers[first:end] for first, end in pairwise(firsts)]
 
     def _turn(self, rank: int, position: int) -> tuple[float, bool]:
-        """Sort key of operations that take no time and end at the same time: their end with unit costs.
+        """Sort key of operations with the same end time: the end of each operation in a simulation with unit costs.
 
         With unit costs, an operation that takes time ends later than the operations that make its inputs. Among
-        operations with the same end, operations that take no time come last.
+        operations with the same end in that simulation, operations that take no time come last.
         """
         unit = self._in_unit_times[rank][position]
         return unit.end, unit.start == unit.end

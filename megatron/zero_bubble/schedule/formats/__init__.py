@@ -45,7 +45,7 @@ def schedule_from_text(text: str, name: str) -> Schedule:
 
     Args:
         text: JSON, a CSV grid, or PyTorch's CSV.
-        name: name of a schedule that is read from PyTorch's CSV, because this CSV contains no name.
+        name: name to give to a schedule from PyTorch's CSV, which contains no name.
 
     Raises:
         ScheduleError: the text is neither JSON, nor a CSV grid, nor PyTorch's CSV.
