@@ -137,7 +137,7 @@ class Checkpointer:
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        """Load the model, and optimizer and random state if wanted and fitting; return the state that ranks share."""
+        """Load the model, and by default the optimizer and random state; return the state common to all ranks."""
         args = self._args
         needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")
         description, common = jointly(lambda: read_checked(folder, needed))
