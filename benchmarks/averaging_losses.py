@@ -11,8 +11,8 @@
 
 The flags after `--` are pretrain_gpt.py's flags of both trainings; --hierarchical-lr replaces --lr in the training with
 hierarchical SGD. The table has the loss of the last log line, and the validation loss after the last iteration, which
-exists only if --eval-interval divides --train-iters. The exit status is 1 if the losses of the two last log lines
-differ by more than --tolerance. A user's mistake ends the command with one line and exit status 2.
+exists only if --eval-interval divides --train-iters. The exit status is 1 if the last logged losses of the two
+trainings differ by more than --tolerance. A user's mistake ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Losses(NamedTuple):
 
 
 def train(flags: AveragingFlags, more: Sequence[str]) -> Losses:
-    """Train with the training's flags and the flags `more`, and return the losses of this training.
+    """Train with `flags.training_flags` and the flags `more`, and return the losses.
 
     Raises:
         RuntimeError: the training failed.

@@ -78,9 +78,9 @@ def pictures(folder: Path) -> str:
 def comparison() -> str:
     """Return a Markdown table with a row for every schedule: method, simulated bubble and memory, and use.
 
-    A range such as 1%-3% covers all published models. The first bubble is a fraction of the makespan; the second bubble
-    is a fraction of the longest span of a rank, for iterations without a barrier between them. The memory is the peak
-    memory of the rank with the largest peak, in p M_B.
+    A range such as 1%-3% covers all published models. The first bubble is a fraction of the makespan. The second
+    bubble, a fraction of the longest span of a rank, applies if there is no barrier between iterations. The memory is
+    the peak memory of the rank with the largest peak, in p M_B.
     """
     heads = ("schedule", "placement", "method", "bubble", "interlocked", "memory", "use")
     rows = (heads, ("---",) * len(heads), *(row(name) for name in ENTRIES))

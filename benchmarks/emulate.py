@@ -29,10 +29,10 @@ rank in microbatch order, and with the last W ordered by parameter.
 
 With --post-validation, every schedule runs twice. In one run, the optimizer's reduction, an all-reduce of one number,
 starts in STEP, and VALIDATE waits for the result; in the other run, the reduction ends the iteration. Two iterations
-fill the pipeline, and five measured iterations follow without a barrier; a step is the mean time from the end
-of an iteration on its last rank to the end of the next iteration on its last rank.
+fill the pipeline, and five measured iterations follow without a barrier. An iteration ends when its last rank ends, and
+a step is the mean time between the ends of consecutive iterations.
 
-A mistake in the flags ends the command with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations

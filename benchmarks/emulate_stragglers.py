@@ -10,7 +10,7 @@ the same parameters. The methods take turns for --rounds rounds, and the table s
 `chrt -f 1` before the command (as root) gives the replicas priority over other processes.
 
 The exit status is 1 if the gain of hierarchical SGD over synchronous SGD is more than 5% below the simulated gain. A
-mistake in the flags ends the command with one line and exit status 2.
+mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _measure(argv: list[str]) -> None:
     generator = random.Random(flags.seed)
     for step in range(_NOT_COUNTED + flags.steps):
         batch = [microbatch(generator) for _ in range(flags.num_microbatches)]
-        # Another contestant begins each step.
+        # A different contestant goes first in each step.
         order = [(step + place) % len(contestants) for place in range(len(contestants))]
         seconds = {number: _seconds(contestants[number], model, batch) for number in order}
         optimizer.step()

@@ -6,13 +6,13 @@
 F, B and W of a layer take --time-f, --time-b and --time-w milliseconds. F, B and W of the output layer with the loss
 each take --output-layers times as long as F of a layer: 1.96 for an 8B model with a vocabulary of 128k, 5.7 for a
 hidden size of 3072 with a vocabulary of 256k. The memory limit is the peak memory of 1F1B with an even split of the
-layers. At least five layouts take turns, as in `benchmarks.emulate`. Three use whole layers with one stage a rank: 1F1B
-and `auto` with an even split, and `auto` with the best split. The other layouts are the chosen layout, the layouts that
-came next in the search, and the best layouts with embedding and output layer spread over all ranks. --placement
-restricts the chosen layout and the layouts with a spread vocabulary to one placement. The last columns have the speed
-relative to `auto` with the best split, to `auto` with the even split, and to 1F1B with the even split.
+layers. At least five layouts take turns, as in `benchmarks.emulate`. Three of the layouts have whole layers and one
+stage a rank: 1F1B and `auto` with an even split, and `auto` with the best split. The other layouts are the chosen
+layout, the next best layouts of the search, and the best layouts with embedding and output layer spread over all ranks.
+--placement restricts the chosen layout and the layouts with a spread vocabulary to one placement. The last columns have
+the speed relative to `auto` with the best split, to `auto` with the even split, and to 1F1B with the even split.
 
-A mistake in the flags ends the command with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ the mean length, in data order, and under the same schedule in the planned order
 the mean ratios of the three times over all steps, and the largest difference between measured and simulated times. Run
 this benchmark while nothing else uses the machine.
 
-A mistake in the flags ends the command with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OrderedRun:
 
 
 def contestants(flags: LengthsFlags) -> Iterator[OrderedRun]:
-    """Yield three runs of every step: 1F1B, the planned schedule in data order, and in the planned order."""
+    """Yield three runs of every step: 1F1B, and the planned schedule in data order and in planned order."""
     p, m = flags.pipeline_size, flags.num_microbatches
     usual = costs_of(flags, 1.0)
     baseline, planned = (generate(name, p, m, costs=usual) for name in ("1f1b", flags.schedule))

@@ -5,12 +5,13 @@
 
 The time of the executor for each operation is measured without compute and without a network, one rank after the other
 (four ranks, eight microbatches). B + W are timed on whole models of megatron-core, in turn with the fused backward of
-the same model. The models have the architecture of the quickstart; the smaller model is the quickstart's model. These
-two measurements count the processor time of one thread, so that other processes of the machine add nothing.
+the same model. The models have the architecture of the quickstart; the smaller model is the quickstart's model. The
+executor and B + W are measured in processor time of one thread, so that other processes of the machine add nothing.
 Communication is exposed while an operation waits for a message that was already sent. Exposed communication is measured
 on each rank, with real messages over gloo between processes that sleep instead of computing.
 
-A mistake in the flags ends the command with one line and exit status 2, a missed target with status 1.
+A mistake in the flags ends the command with a one-line message and exit status 2. The exit status is 1 if a target is
+missed.
 """
 
 from __future__ import annotations

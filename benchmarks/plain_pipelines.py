@@ -8,12 +8,12 @@ pipelines begin with the same weights, and the benchmark fails unless their loss
 turn is a few steps with their optimizer steps, from a common start to the end of the last rank; with post-validation,
 this package's pipelines also compute the norm of all gradients. The table shows the median time of a step with its 95%
 interval, and the ratio to the time of this package's fastest schedule in the same rounds. The row "without a bubble"
-has half of the time that one process takes, while the other rank runs the same process beside it: the time of a step
-without a bubble and without messages.
+has the time of a step without a bubble and without messages: half of the time that one process takes for all layers
+while the other rank does the same work.
 
 DeepSpeed takes part if it is installed: `DS_BUILD_OPS=0 pip install deepspeed`. Give every rank a separate core.
 
-A mistake in the flags ends the command with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _PROG = "benchmarks.plain_pipelines"
 _NUM_RANKS = 2
 _OUTSIDE = "one process"
 _KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-"""Settings with which glibc keeps freed memory. Without them, glibc returns freed tensors of megabytes to the system,
-and page faults for new tensors take up to a sixth of a step, at random times and in any pipeline."""
+"""Settings with which glibc keeps freed memory. Without these settings, glibc returns freed tensors of megabytes to the
+system, and page faults for new tensors take up to a sixth of a step, at random times and in any pipeline."""
 
 
 @dataclass(frozen=True)

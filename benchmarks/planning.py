@@ -8,9 +8,9 @@
 
 A problem has 2 to 16 ranks and up to four microbatches a rank. The costs of the stages are equal, equal except for the
 last stage, or all different. The memory limit is between the smallest possible limit and 3p M_B, where M_B is the
-activation memory of one microbatch on the rank that needs most. A problem is determined by its number. The time of a
-plan is the longest span of any rank. With interleaved chunks, whose iterations do not interlock, the time is the
-makespan. The exit status is 1 if a plan is worse than a named schedule that fits in the memory limit of the plan.
+activation memory of one microbatch on the rank with the largest activations. A problem is determined by its number. The
+time of a plan is the longest span of any rank. With interleaved chunks, whose iterations do not interlock, the time is
+the makespan. The exit status is 1 if a plan is worse than a named schedule that fits in the memory limit of the plan.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _time(problem: Problem, name: str, limits: Sequence[float] | None = None) ->
             placement_kind=placement.kind,
             memory_limit=limits,
         )
-    except ScheduleError:  # an interleaved one for a number of microbatches that megatron-core refuses
+    except ScheduleError:  # an interleaved schedule with a number of microbatches that megatron-core refuses
         return inf
     timeline = simulate(schedule, problem.costs)
     return problem.judged(timeline.cost, timeline.makespan)[0] if fits(schedule, problem) else inf

@@ -1,10 +1,10 @@
 """Measures how soon the playground shows a drawing, in a headless Chromium: `python -m benchmarks.playground_times`.
 
-The benchmark loads the page in two ways: as it is, with first drawings that are part of the page, and as a link to
-other settings, for which Python in the browser first computes the drawings. The benchmark then changes one number at a
-time with eight ranks and 32 microbatches, and also changes the memory limit of `auto`. A time is from the change to the
-drawing on the page. If planning takes long, the page first draws a provisional plan; the table then also has the time
-until the complete plan is drawn.
+The benchmark loads the page with its default settings, whose drawings are part of the page, and from links with other
+settings, whose drawings Python in the browser first computes. The benchmark then changes one number at a time with
+eight ranks and 32 microbatches, and also changes the memory limit of `auto`. A time is from the change to the drawing
+on the page. If planning takes long, the page first draws a provisional plan; the table then also has the time until the
+complete plan is drawn.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ tensors of vocabulary shards. A storage that tensors of a microbatch share count
 temporary memory of an operation are not counted. The peak is the peak of the last iteration; if the training plans its
 schedule, the last iteration runs the schedule planned from measured costs.
 
-A user's mistake ends the command with one line and exit status 2.
+A user's mistake ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations

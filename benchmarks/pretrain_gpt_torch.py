@@ -7,7 +7,7 @@ pretrain_gpt.py's. The linear layers of megatron-core compute with torch.nn.func
 torch.distributed.pipelining can split. The script supports only pipeline parallelism, does not evaluate or save, and
 counts every token in the loss. Schedules with several chunks a rank need --num-virtual-stages-per-pipeline-rank.
 
-A user's mistake ends the command with one line and exit status 2.
+A user's mistake ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations

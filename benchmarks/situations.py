@@ -10,7 +10,8 @@ the situation "memory short", megatron-core has to recompute all layers, while -
 to recompute within a memory limit. The last columns compare turns of the same round, with a bootstrap interval over
 rounds.
 
-A mistake in the flags ends the command with one line and exit status 2, a training that fails with status 1.
+A mistake in the flags ends the command with a one-line message and exit status 2. The exit status is 1 if a training
+fails.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.train"
 _SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}
-"""Name of a schedule of torch.distributed.pipelining -> name of this project's schedule with the same order, which can
-be simulated."""
+"""Name of a schedule of torch.distributed.pipelining -> this project's schedule with the same order, whose simulation
+predicts the time."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ compared with an ideal time, in which all ranks do equal work and never wait. Th
 by the measured time; the last line has the ratio of the largest to the smallest efficiency of the layouts with a spread
 vocabulary.
 
-A mistake in the flags ends the command with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations

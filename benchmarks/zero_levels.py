@@ -4,9 +4,9 @@
     python -m benchmarks.zero_levels --replicas 4 --num-microbatches 4 --json
 
 Real processes train a small GPT in bf16 with Adam under ZB-H1 over gloo, with the trainer's classes. After the second
-step, each rank counts the bytes of its states, and the data that it passed to collectives over its replicas and to
-messages of the pipeline. All figures are divided by the number P of a rank's parameters. Communication is counted in
-passes: in one pass, P elements go once around the ring of replicas, and an all-reduce takes two passes.
+step, each rank counts the bytes of its own states, and the data that went to collectives over replicas and to messages
+of the pipeline. All figures are divided by the number P of a rank's parameters. Communication is counted in passes: in
+one pass, P elements go once around the ring of replicas, and an all-reduce takes two passes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def levels_table(results: dict[str, Measured], expected: dict[str, dict[str, flo
 
 
 def expectation(level: str, flags: LevelFlags) -> dict[str, float]:
-    """Return the figures of the estimate and of the well-known table for a level."""
+    """Return, for a level, the figures of the estimate and the figures in the ZeRO paper's table."""
     from megatron.zero_bubble.session.model_states import States
 
     args, _ = _training(level, flags)
@@ -258,7 +258,7 @@ class _Meter(TorchDispatchMode):
         if func.namespace == "c10d" and self._is_of_replicas(args):
             result = func(*args, **(kwargs or {}))
             tensors = [tensor for value in args for tensor in (value if isinstance(value, list) else [value])]
-            # The larger tensor of each collective is the whole that its ranks share.
+            # The larger tensor of a collective is the whole tensor; each rank of the collective has a part.
             sizes = [(tensor.numel(), tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor)]
             is_all_reduce = "allreduce" in func._schema.name
             whole = (sum(size[i] for size in sizes) if is_all_reduce else _larger_half(sizes, i) for i in (0, 1))

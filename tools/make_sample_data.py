@@ -149,7 +149,7 @@ def make_sample(output: Path, max_bytes: int, vocab_size: int, workers: int) -> 
         if manifest is None and output.exists() and any(output.iterdir()):
             raise ValueError(f"--output-dir {output}: the folder holds something that this tool did not make")
         partial, old = _beside(output, "partial"), _beside(output, "old")
-        for leftover in (partial, old):  # a killed call leaves these
+        for leftover in (partial, old):  # left by a killed call
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
         with _step("1/3: reading the standard library"):

@@ -4,8 +4,8 @@
     python -m tools.megatron_settings missing SOURCE ...  prints the names that the table does not classify; ends with 1
 
 A SOURCE is a checkout of Megatron-LM, or a wheel of megatron-core. If several sources have a file, the first source
-counts. The sources are parsed but not run, so that any Python can read any version. `tests/tools/megatron_settings` has
-the names in every supported version, recorded by `names` from these sources:
+counts. The sources are parsed but not run, so that any Python can read any version. The command `names` wrote the names
+of every supported version to `tests/tools/megatron_settings`, from these sources:
 
     for v in 0.16.1 0.17.0 0.18.0 0.19.2; do
         pip download --no-deps --only-binary :all: --python-version 3.12 --dest wheels megatron-core==$v

@@ -5,8 +5,8 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod --workers 8
 
 writes data/corpus_text_document.bin and .idx; train with `--data-path data/corpus_text_document`. The flags have the
-names of the flags of Megatron's tool of the same name. A user's mistake ends the command with one line and exit status
-2. Both files get their names only when they are complete.
+names of the flags of Megatron's tool of the same name. A user's mistake ends the command with a one-line message and
+exit status 2. The .bin and the .idx file get their final names only when both files are complete.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def load_tokenizer(arguments: argparse.Namespace) -> LocalTokenizer:
     Raises:
         ValueError: the tokenizer cannot be used.
     """
-    # The library reads both when it first encodes.
+    # The tokenizers library reads both variables when it first encodes a text.
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if arguments.workers > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
     # Imported here so that --help does not wait for it; megatron-core warns about missing GPU extensions then.

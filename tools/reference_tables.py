@@ -92,7 +92,7 @@ def hook_tables() -> str:
 
 
 TABLES = {"settings": lambda: settings_tables(recorded()), "hooks": hook_tables}
-"""Name in the mark of a page -> function that makes the tables of the page."""
+"""Name in a comment `<!-- table: NAME -->` of a page -> function that makes the tables."""
 _MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 
 

@@ -69,7 +69,7 @@ class Result:
 
     @property
     def idle(self) -> Idle:
-        """Fraction of all ranks' time that is not planned work, for the median over steps of the longest span."""
+        """Fraction of the ranks' time without planned work, if a step takes the median of the longest spans."""
         return Idle.of([median(self.spans)], self.timeline.work)
 
     @property

@@ -17,8 +17,8 @@ from megatron.zero_bubble.session.timeline_files import measured_timeline, write
 def profile_of(result: Result) -> Profile:
     """Return the measured costs of a schedule, computed over all steps with the code that trainings use.
 
-    Memory is not measured: the profile has the memory of the costs that were emulated, in their unit. If nothing was
-    recomputed, the time of R is also the emulated time.
+    Memory is not measured: the profile has the memory of the emulated costs, in the unit of these costs. If nothing was
+    recomputed, the time of R also comes from the emulated costs.
     """
     schedule, asked = result.timeline.schedule, result.timeline.costs
     assert result.edges is not None

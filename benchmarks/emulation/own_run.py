@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule import Schedule, StageCosts
 
 
 class OwnRun:
-    """One rank of one of this project's schedules.
+    """Runs one rank of a schedule of this project.
 
     Args:
         costs: emulated costs of every microbatch; without vocabulary shards, optionally a sequence with the costs of

@@ -75,8 +75,8 @@ class PeerRun:
     def order(self) -> list[list[str]]:
         """Return the actions of every rank in order; an idle slot is an empty word.
 
-        For schedules with one chunk a rank, torch.distributed.pipelining keeps this order only for display, and runs
-        another one.
+        For schedules with one chunk a rank, torch.distributed.pipelining keeps this order only for display, and runs a
+        different order.
         """
         order = self._schedule.pipeline_order
         return [[str(action or "") for action in order[rank]] for rank in sorted(order)]

@@ -23,10 +23,10 @@ class ReductionCosts:
 
 
 class ReductionLink:
-    """The link from one rank to its replicas, which reduces one bucket at a time, once all replicas have the bucket.
+    """A rank's link to its replicas, which reduces one bucket at a time, when the bucket is ready on all replicas.
 
-    A real all-reduce of ready times tells the replicas when the last of them has the bucket. The time of the reduction
-    passes while the rank computes; `finish` waits for the remaining time.
+    A real all-reduce over the replicas computes when a bucket is ready on all of them. The time of the reduction passes
+    while the rank computes; `finish` waits for the remaining time.
     """
 
     def __init__(self, costs: ReductionCosts, num_chunks: int, replicas: dist.ProcessGroup) -> None:

@@ -56,7 +56,7 @@ class SavedActivation:
         self._value = value
 
     def check(self) -> None:
-        """Raise `AssertionError` if a backward would find other values than the forward has saved."""
+        """Raise `AssertionError` if a backward would not find the values that the forward has saved."""
         assert self._node is not None
         found = self._node._saved_self  # type: ignore[attr-defined]  # of a product
         assert found[0] == found[-1] == self._value, "a copy brought back something else"

@@ -72,7 +72,7 @@ class EmulatedShard:
             del self._held[op.microbatch]
 
     def exchange(self, op: Op) -> None:
-        """Take part in a collective; runs on the thread of an exchange lane."""
+        """Take part in a collective; this method runs in the thread for collectives."""
         self.begun = time.perf_counter()
         self._exchanges[op.kind]()
         sleep_until(self.begun + self._seconds)
@@ -108,7 +108,7 @@ class EmulatedLane:
         exposed: total seconds of waiting for collectives that all ranks had begun, since `exposed` was last set to 0.
     """
 
-    waits_in_thread = False  # like the stream of a GPU, which this lane stands for
+    waits_in_thread = False  # as on a GPU, where a stream runs the collectives
 
     def __init__(self, shard: EmulatedShard, leave: Callable[[], None]) -> None:
         self._shard, self._inner = shard, ThreadLane(leave)

@@ -90,7 +90,7 @@ class Emulation:
         start = time.perf_counter()
         self.first_start = min(self.first_start, start)
         messages = [self.spec.empty() for _ in travels]
-        # Mapped before the sleep, without torch, because a sleep drops torch's code from the caches; training does not
+        # Before the sleep and without torch: unlike computation in training, a sleep drops torch's code from the caches
         headers = [_header_of(message) for message in messages]
         sleep_until(start + milliseconds / 1e3)
         self.last_end = time.perf_counter()

@@ -166,7 +166,7 @@ def _replicas(job: EmulatedJob, rank: int) -> dist.ProcessGroup | None:
 
 
 def _open_channels(job: EmulatedJob, rank: int) -> dict[Placement, TorchCommunicator]:
-    """Return placement -> communicator; placements with equal channels share one, because opening takes long."""
+    """Return placement -> communicator; placements with the same channels share a communicator, to save time."""
     by_channels: dict[tuple[tuple[int, int], ...], TorchCommunicator] = {}
     by_placement: dict[Placement, TorchCommunicator] = {}
     for placement in dict.fromkeys(schedule.placement for schedule, _ in job.schedules):
@@ -219,7 +219,7 @@ def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iteration
 
 
 def _time_reductions() -> list[float]:
-    """Return the seconds from a common start to the end of an all-reduce of one number, several times."""
+    """Return the seconds from a common start to the end of an all-reduce of one number, for each repetition."""
     seconds = []
     for _ in range(_REDUCTIONS):
         start = start_together()

@@ -39,7 +39,7 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer, or earlier if the next receive of its channel
-    is posted earlier. If such receives make ranks deadlock or lose time on GPUs with one hardware queue (see
+    is posted earlier. If the ranks would deadlock with such receives, or lose time on GPUs with one hardware queue (see
     `streams`), `lower` also tries the places of receives that `_between_makers` chooses, which exclude deadlocks.
     `lower` then returns the faster of the two lowered schedules. A lowered schedule deadlocks only if the schedule
     deadlocks even without communication.

@@ -30,7 +30,7 @@ class PlacedCollective(NamedTuple):
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
     """Place the collectives of a schedule in the same order on all ranks.
 
-    Collectives are sorted by the place, in the serial order, of the last operation that contributes to them.
+    A collective is sorted by the place, in the serial order, of the last operation that contributes to the collective.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
     rank joins a collective right before the computation that the rank would be running when the collective can start.

@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 PAIRED = frozenset(kind for kind, facts in KINDS.items() if facts.pairs_with is not None)
-"""The kinds of operations that run as one operation with the forward right before them."""
+"""The kinds of backwards that run as one operation with the forward right before them."""
 
 
 def pairs(ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:

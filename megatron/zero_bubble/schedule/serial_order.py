@@ -58,13 +58,13 @@ class SerialOrder:
             self.starts.append(starts)
             self.ends.append(ends)
         self.numbers = self._numbered(timeline)
-        """Rank -> position of a computation on the rank -> place of the computation in the serial order."""
+        """Number of each computation in the serial order, by rank and by position on the rank."""
         begins = zip_longest(*(here.starts[1:] for here in self.phases))
         self.first_of_phase = [
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase (from the second on) -> place in the serial order of the first VALIDATE that ends the previous
+        """Phase (from the second on) -> number, in the serial order, of the first VALIDATE that ends the previous
         phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:

@@ -55,7 +55,7 @@ def simulate(
 
     Raises:
         ScheduleError: schedule and costs have different numbers of stages, or `lengths` does not fit the schedule.
-        InvalidSchedule: a schedule that is simulated on streams lacks a message.
+        InvalidSchedule: a schedule that is simulated on NCCL's streams lacks a message.
         Deadlock: some ranks wait for each other for ever.
     """
     if costs.num_stages != schedule.num_stages:
@@ -113,7 +113,7 @@ class _Step(NamedTuple):
     """(slot, transit) of each needed result; empty if any `_Wait` of the operation has `num_before`, `is_optional` or
     `occupies` set."""
     waits: tuple[_Wait, ...]
-    """The results that the operation needs, if `plain_waits` cannot represent them; otherwise empty."""
+    """The results that the operation needs, if `plain_waits` cannot represent these results; otherwise empty."""
     slots: tuple[int, ...]
     """Indices of the operation's results for microbatch 0 in the list of end times."""
     sending: float

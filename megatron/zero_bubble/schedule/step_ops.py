@@ -37,7 +37,7 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
 
     The numbers of the microbatches continue from one iteration to the next. STEP and VALIDATE are numbered by
     iteration: `VALIDATE2` validates `STEP1` of all ranks. The first iteration has no VALIDATE, because no optimizer
-    step precedes it.
+    step precedes the first iteration.
 
     Args:
         schedule: schedule of one iteration.

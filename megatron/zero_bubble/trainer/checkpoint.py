@@ -50,7 +50,7 @@ _OF_ONE_RANK = ("rank", "local_rank")
 
 @dataclass
 class Progress:
-    """Numbers of iterations and sequences processed so far, in this run and in the earlier runs that it resumes."""
+    """Numbers of iterations and sequences processed so far, including the earlier runs that this run continues."""
 
     iteration: int = 0
     consumed_train_samples: int = 0

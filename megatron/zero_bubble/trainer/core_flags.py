@@ -62,7 +62,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Field -> default of its flag, if it is not the field's default: Megatron-LM's default, or a default for local
+"""Field -> default of its flag, if different from the field's own default: Megatron-LM's default, or one for local
 layers."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -66,7 +66,7 @@ class TrainingLog:
     """Collects the results of iterations and prints one line every `--log-interval` iterations.
 
     Args:
-        log_rank: the global rank that holds the loss and prints.
+        log_rank: global rank that has the loss and prints the log lines.
     """
 
     def __init__(self, args: Arguments, progress: Progress, log_rank: int) -> None:
@@ -171,7 +171,7 @@ class TrainingLog:
             self._say(self._summary.line)
 
     def record_validation(self, lm_loss: float | None) -> None:
-        """Print the validation loss in Megatron-LM's words, which users search for; print nothing for None."""
+        """Print the validation loss in Megatron-LM's format, for which users search; print nothing for None."""
         if lm_loss is None:
             return
         perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss

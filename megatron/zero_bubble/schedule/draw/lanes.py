@@ -88,7 +88,7 @@ def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
     for position, ((op, start, stop), (_, during, _)) in enumerate(zip(lane, memory, strict=True)):
         top, height = drawing.lane_top(rank), drawing.lane_height
         if op in in_pairs or op.kind in PAIRED:
-            # The forward of a pair is in the upper half of the lane, the backward in the lower half.
+            # The forward of a pair is in the upper half of the row, the backward in the lower half.
             top += height / 2 * (op.kind in PAIRED)
             start, stop, height = *lane[position + (op in in_pairs)][1:], height / 2
         elif _is_mark(op, start, stop) or op.kind in COPIES:

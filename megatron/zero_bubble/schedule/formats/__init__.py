@@ -1,4 +1,4 @@
-"""Schedules and costs as text: JSON, a CSV grid for readers and spreadsheets, and PyTorch's CSV dialect."""
+"""Schedules and costs as text: JSON, a CSV grid for people and spreadsheets, and PyTorch's CSV dialect."""
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.formats.grid import schedule_from_csv, schedule_to_csv, schedule_to_grid
