@@ -10,8 +10,8 @@ The demonstration. With each partition, AlexNet trains for some steps to recogni
 was cut. The photographs come with scikit-image. A table shows, for each partition, the balanced quantity, the computing
 time of each stage for a microbatch, and the time of a step.
 
-The test. One process trains the same layers on the same data. All losses and parameters must equal those of the
-pipeline bit for bit.
+The test. One process trains the same layers on the same data. The pipeline and the single process must have the same
+losses and parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def train_pipeline(pipeline: Pipeline, batches: list) -> tuple[list[torch.Tensor
         pipeline.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, median(seconds[1:])  # the first step also finds out what the stages exchange
+    return losses, median(seconds[1:])  # the first step also finds the shapes of the messages
 
 
 def train_in_one_process(model: nn.Sequential, batches: list) -> list[torch.Tensor]:

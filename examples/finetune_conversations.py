@@ -59,7 +59,7 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[t
     lengths = batch["cu_seqlens"].diff()
     conversation = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     place = torch.arange(len(conversation), device=lengths.device)
-    # True where attention is forbidden: to what comes later, and to other conversations.
+    # True where attention is forbidden: to later tokens, and to other conversations.
     mask = (place[:, None] < place) | (conversation[:, None] != conversation)
     positions = place - batch["cu_seqlens"][conversation]
     losses = model(batch["tokens"], positions[None], mask[None, None], labels=batch["labels"])
@@ -100,7 +100,7 @@ def build_stage() -> Any:
         pipeline_model_parallel_size=dist.get_world_size(),
         pipeline_dtype=torch.float32,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses varied lengths, with experts or without
+        moe_token_dispatcher_type="alltoall",  # the default dispatcher refuses variable lengths, even without experts
         use_cpu_initialization=not torch.cuda.is_available(),
     )
     return GPTModel(

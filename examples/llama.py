@@ -11,7 +11,8 @@ layers in the model. Nothing is downloaded: the weights are random, and the text
 library. For a model that does not fit into one rank's memory, `LayerSpec(Block, config, index)` builds each layer only
 on the rank that has the layer.
 
-The test. The whole model trains in one process. All losses and parameters must equal those of the pipeline bit for bit.
+The test. The whole model trains in one process. The pipeline and the single process must have the same losses and
+parameters, bit for bit.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ first and the last stage.
 The demonstration. Each rank builds only its own layers. Every training step is one call of `train_batch`, which splits
 a batch into microbatches and leaves the gradients in `parameter.grad`, for any optimizer of torch.
 
-The test. The same layers in one `torch.nn.Sequential` train on the same data under autograd. All losses, gradient norms
-and parameters must equal those of the pipeline bit for bit.
+The test. The same layers in one `torch.nn.Sequential` train on the same data under autograd. The pipeline and the
+single process must have the same losses, gradient norms and parameters, bit for bit.
 """
 
 from __future__ import annotations
