@@ -17,8 +17,8 @@ before the command (as root) gives the ranks priority over other processes.
 
 With --recompute full, every schedule runs twice: with a separate operation R, which takes --time-r and restores
 --memory-r, and with the recomputation inside B. With --recompute planned and --memory-limit, every schedule also runs
-without recomputation and with full recomputation, if these variants fit in the limit. The peak is the counted maximum
-of a rank's activations.
+without recomputation and with full recomputation, if these variants fit in the limit. The peak in the table is the
+largest counted amount of activations on any rank.
 
 With --offload auto and --memory-limit, a thread copies real tensors to the host and back at the rate that --time-d
 gives, and every schedule also runs without a memory limit.

@@ -2,12 +2,12 @@
 
     python -m benchmarks.emulate_stragglers --num-replicas 8 --slowdown 5 --hierarchical-sgd 2:2,4:4,8:8
 
-Every replica is a process. In each step, the replica sleeps for --time-step milliseconds, or --slowdown times as long
-as a straggler, and then updates a model of --parameters parameters with its own gradient. Synchronous SGD reduces the
-gradients over gloo in every step; local and hierarchical SGD average the parameters with the same code as real
-trainings. All methods have the same stragglers as the simulation, and the benchmark checks that all methods end with
-the same parameters. The methods take turns for --rounds rounds, and the table shows the median. On a shared machine,
-`chrt -f 1` before the command (as root) gives the replicas priority over other processes.
+Every replica is a process. In each step, the replica sleeps for --time-step milliseconds (--slowdown times as long if
+it straggles in this step), and then updates a model of --parameters parameters with its own gradient. Synchronous SGD
+reduces the gradients over gloo in every step; local and hierarchical SGD average the parameters with the same code as
+real trainings. All methods have the same stragglers as the simulation, and the benchmark checks that all methods end
+with the same parameters. The methods take turns for --rounds rounds, and the table shows the median. On a shared
+machine, `chrt -f 1` before the command (as root) gives the replicas priority over other processes.
 
 The exit status is 1 if the gain of hierarchical SGD over synchronous SGD is more than 5% below the simulated gain. A
 mistake in the flags ends the command with a one-line message and exit status 2.

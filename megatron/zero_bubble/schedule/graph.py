@@ -92,7 +92,7 @@ _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
-    """The stages at `place`, which may be relative to `stage`; the stage of chunk 0 represents a rank."""
+    """The stages at `place`, which may be relative to `stage`; a rank is represented by its stage of chunk 0."""
     if place in _NEIGHBOURS:
         source = stage + _NEIGHBOURS[place]
         return [source] if 0 <= source < placement.num_stages else []

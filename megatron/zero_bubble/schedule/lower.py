@@ -205,7 +205,7 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Number of a message in its channel -> serial number of the computation that makes the previous message.
+    """Message -> number, in the serial order, of the computation that makes the previous message of the channel.
 
     The value for the first message is -1.
     """
