@@ -9,10 +9,10 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model .cache/sample/tokenizer.json \\
         --data-cache-path .cache/index
 
-After `--` come pretrain_gpt.py's flags, those of both trainings; `--hierarchical-lr` replaces --lr in the second. The
-table has the losses of the last log line and of the validation after the last iteration; with --eval-interval that
-divides --train-iters there is one. The exit status is 1 if the loss of the last line differs by more than --tolerance.
-A mistake ends with one line and exit status 2.
+The flags after `--` are pretrain_gpt.py's flags of both trainings; --hierarchical-lr replaces --lr in the training with
+hierarchical SGD. The table has the loss of the last log line, and the validation loss after the last iteration, which
+exists only if --eval-interval divides --train-iters. The exit status is 1 if the last logged losses of the two
+trainings differ by more than --tolerance. A user's mistake ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Losses(NamedTuple):
     """Losses of one training."""
 
     training: tuple[tuple[int, float], ...]
-    """Iterations, each with the mean loss since the line before."""
+    """(iteration, mean loss since the previous log line) of every log line."""
     validation: float | None
-    """The loss of the last evaluation; None if there was none."""
+    """The loss of the last evaluation; None if the training evaluated nothing."""
 
 
 def train(flags: AveragingFlags, more: Sequence[str]) -> Losses:
-    """Train with the flags and `more`, and return its losses.
+    """Train with `flags.training_flags` and the flags `more`, and return the losses.
 
     Raises:
         RuntimeError: the training failed.

@@ -34,10 +34,10 @@ _HEADS = ("rank", "states (MiB)", "activations (MiB)", "in all (MiB)")
 
 
 class CountingMeter:
-    """Counts what operations leave behind, as a `SavedTensorMeter` does, and all that a vocabulary shard holds.
+    """Counts the memory that operations leave behind (as `SavedTensorMeter` does) and the memory of vocabulary shards.
 
     Attributes:
-        peak: the most bytes that there were after an operation, since the meter was made.
+        peak: largest number of bytes after any operation since the meter was made.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class CountingMeter:
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the tensors' storages, each once."""
+    """Return the total bytes of the storages of `tensors`; a storage that several tensors share counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class CountedForwardBackward(ForwardBackward):
-    """Counts the memory of every training step; `meter` is that of the last one."""
+    """Counts the memory of every training step; `meter` has the count of the last step."""
 
     shards: Sequence[ShardWeight] = ()
     meter: CountingMeter | None = None
@@ -102,17 +102,17 @@ class CountedSession(Session):
         return self._counted
 
     def close(self) -> None:
-        """Print the bytes of every rank's states, and the peak of its activations in the last step."""
+        """Print, for every rank, the bytes of its states and the peak of its activations in the last step."""
         assert self._counted.meter is not None
         _print_peaks(held_state_bytes(self._model, self._optimizer), self._counted.meter.peak)
         super().close()
 
 
 def train(flags: Sequence[str], prog: str) -> None:
-    """Train with pretrain_gpt.py's `flags`, and print what every rank of the first pipeline held at its peak.
+    """Train with pretrain_gpt.py's `flags`, and print the peak memory of every rank of the first pipeline.
 
     Raises:
-        ValueError: the flags are wrong, or name no schedule of ours.
+        ValueError: the flags are wrong, or name no schedule of this project.
     """
     args, job = complete_and_check(parse_arguments(flags, prog), os.environ, torch.cuda.is_available())
     if job.plan is None:

@@ -1,9 +1,10 @@
-"""Bring docs/schedules.md up to date: the pictures, and the table between its "generated" marks.
+"""Bring docs/schedules.md up to date: the pictures, and the table between the page's "generated" marks.
 
     python -m benchmarks.document_schedules
 
-Draws every schedule of the registry at 4 ranks and 8 microbatches into docs/schedules/, and compares all of them at
-the published times of the paper's models. Run it after any change to a schedule.
+The command draws every schedule of the registry with 4 ranks and 8 microbatches into docs/schedules/. The table
+compares all schedules with the times that the zero-bubble paper published for its models. Run this command after any
+change to a schedule.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "schedules.md"
 _PROG = "benchmarks.document_schedules"
 RANKS, MICROBATCHES = 4, 8
 TIMES = (10.0, 9.0, 7.0, 0.3)
-"""Milliseconds of F, B, W and a message in the pictures; unequal, as in real trainings, so that each can be seen."""
+"""Milliseconds of F, B, W and a message in the pictures; the times differ, so that a reader can tell the operations
+apart."""
 
 USES = {
     "gpipe": "comparison",
@@ -47,14 +49,14 @@ USES = {
     "v-min": "least memory",
     "interleaved-zb": "several chunks a rank, an order that depends on no costs",
 }
-"""When to use each schedule."""
+"""Name of a schedule -> when to use the schedule."""
 
 EXCHANGED = 0.3
-"""The part of F and B, in the pictures of schedules with pairs, in which tokens are exchanged between experts."""
+"""Fraction of F and B in which experts exchange tokens, in the pictures of schedules with forward-backward pairs."""
 
 
 def pictures(folder: Path) -> str:
-    """Draw every schedule of the registry as an SVG in `folder` and return the Markdown that shows them."""
+    """Draw every schedule of the registry as an SVG in `folder`, and return Markdown that shows all SVGs."""
     folder.mkdir(exist_ok=True)
     parts = []
     for name, entry in ENTRIES.items():
@@ -76,8 +78,9 @@ def pictures(folder: Path) -> str:
 def comparison() -> str:
     """Return a Markdown table with a row for every schedule: method, simulated bubble and memory, and use.
 
-    A range spans the published models. The first bubble is a share of the makespan, the second one of the cost, where
-    iterations interlock. Memory is the peak of the fullest rank in p M_B.
+    A range such as 1%-3% covers all published models. The first bubble is a fraction of the makespan. The second
+    bubble, a fraction of the longest span of a rank, applies if there is no barrier between iterations. The memory is
+    the peak memory of the rank with the largest peak, in p M_B.
     """
     heads = ("schedule", "placement", "method", "bubble", "interlocked", "memory", "use")
     rows = (heads, ("---",) * len(heads), *(row(name) for name in ENTRIES))
@@ -93,7 +96,7 @@ def row(name: str) -> tuple[str, ...]:
 
 
 def _ranges(name: str) -> tuple[str, str, str]:
-    """Return the ranges of both bubble rates and of the memory over the published models, as text."""
+    """Return, as text, the ranges of the two bubble rates and of the memory over the published models."""
     timelines = [_timeline(name, model) for model in PUBLISHED.values()]
     alone = [100 * (1 - max(each.work) / each.makespan) for each in timelines]
     interlocked = [100 * each.bubble_rate for each in timelines]
@@ -109,7 +112,10 @@ def _range(values: Sequence[float], digits: int, unit: str) -> str:
 
 
 def _timeline(name: str, model: PublishedModel) -> Timeline:
-    """Simulate a schedule at the costs of a model; `auto` with two interleaved chunks in megatron-core's memory."""
+    """Simulate a schedule with the costs of a model.
+
+    `auto` plans two interleaved chunks a rank, in the memory of megatron-core's interleaved schedule.
+    """
     costs = costs_of(name, model.num_ranks, model.times)
     options: dict[str, Any] = {}
     if name == "auto":
@@ -124,7 +130,7 @@ def fill(page: str, mark: str, contents: str) -> str:
     """Return `page` with `contents` between the marks `<!-- generated: mark -->` and `<!-- end -->`.
 
     Raises:
-        ValueError: the page does not have this mark exactly once.
+        ValueError: the page does not have the mark exactly once.
     """
     begin = f"<!-- generated: {mark} -->"
     pattern = re.compile(re.escape(begin) + r"\n.*?<!-- end -->", re.DOTALL)

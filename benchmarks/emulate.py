@@ -7,29 +7,32 @@
         --data-parallel-size 2 --time-reduce 60
     python -m benchmarks.emulate --schedule zb-2p --pipeline-size 4 --num-microbatches 8 --post-validation
 
-Every rank is a process that runs the executor of the trainer and sends messages of --activation-bytes over gloo. In
-place of computing it sleeps for the times of F, B and W, in milliseconds; because a sleeping rank needs no core, two
-cores are enough. A step is measured from a common start to the return of the last rank. Its span is the longest time of
-a rank from its first operation to its last, and the bubble is the part of the span that is not work. The schedules take
-turns, so that other load of the machine affects all of them; the table shows medians. --time-comm is the shortest time
-of a message. On a shared machine, `chrt -f 1` before the command (as root) gives it priority over other processes.
+Every rank is a process that runs the executor of the trainer and sends messages of --activation-bytes over gloo. To
+emulate a computation, a rank sleeps for the time of F, B or W, given in milliseconds; because a sleeping rank needs no
+core, two cores are enough. A step is measured from a start time that is common to all ranks to the return of the last
+rank. The span of a step is the longest time of a rank from its first operation to its last, and the bubble is the part
+of the span in which the rank does not work. The schedules take turns, so that other load of the machine affects all
+schedules; the table shows medians. --time-comm is the shortest time of a message. On a shared machine, `chrt -f 1`
+before the command (as root) gives the ranks priority over other processes.
 
-With --recompute full every schedule runs twice: with recomputation as an operation R, which takes --time-r and restores
---memory-r, and with R inside B. With --recompute planned and --memory-limit a schedule also runs recomputing nothing,
-and everything, where that fits. The peak is the most activations that a rank held at once, counted.
+With --recompute full, every schedule runs twice: with a separate operation R, which takes --time-r and restores
+--memory-r, and with the recomputation inside B. With --recompute planned and --memory-limit, every schedule also runs
+without recomputation and with full recomputation, if these variants fit in the limit. The peak in the table is the
+largest counted amount of activations on any rank.
 
-With --offload auto and --memory-limit real tensors are copied to the host and back, by a thread at the rate that
---time-d says, and a schedule also runs without a limit.
+With --offload auto and --memory-limit, a thread copies real tensors to the host and back at the rate that --time-d
+gives, and every schedule also runs without a memory limit.
 
-With --data-parallel-size and --time-reduce the pipeline runs in replicas, whose gradients are reduced over an emulated
-link while they compute. Every schedule that splits the backward runs twice: with the W's of its tail in microbatch
-order, and parameter by parameter.
+With --data-parallel-size and --time-reduce, the pipeline runs in several replicas, which reduce their gradients over an
+emulated link during the computation. Every schedule that splits the backward then runs twice: with the last W of each
+rank in microbatch order, and with the last W ordered by parameter.
 
-With --post-validation every schedule runs twice: once the optimizer's reduction, an all-reduce of one number, starts in
-STEP and is waited for in VALIDATE, and once it ends the iteration. Two iterations fill the pipeline, then five follow
-without a barrier; a step is their mean time, from the end of the last rank to its end in the next iteration.
+With --post-validation, every schedule runs twice. In one run, the optimizer's reduction, an all-reduce of one number,
+starts in STEP, and VALIDATE waits for the result; in the other run, the reduction ends the iteration. Two iterations
+fill the pipeline, and five measured iterations follow without a barrier. An iteration ends when its last rank ends, and
+a step is the mean time between the ends of consecutive iterations.
 
-A mistake in the flags ends with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Measure what a straggler costs in real runs with emulated compute, and compare with the simulation.
+"""Measure the cost of a straggler in real runs with emulated compute, and compare the cost with the simulation.
 
     python -m benchmarks.emulate_stragglers --num-replicas 8 --slowdown 5 --hierarchical-sgd 2:2,4:4,8:8
 
-Every replica is a process that sleeps for --time-step milliseconds a step, or --slowdown times as long where it
-straggles, and then steps a model of --parameters on a gradient of its own. Synchronous SGD reduces the gradients over
-gloo in every step; local and hierarchical SGD average the parameters by the code that trainings use. All methods have
-the same stragglers, which are also those of the simulation, and end with the same parameters, which is checked. They
-take turns for --rounds rounds, and the table shows the median. On a shared machine, `chrt -f 1` before the command (as
-root) gives it priority over other processes.
+Every replica is a process. In each step, the replica sleeps for --time-step milliseconds (--slowdown times as long if
+it straggles in this step), and then updates a model of --parameters parameters with its own gradient. Synchronous SGD
+reduces the gradients over gloo in every step; local and hierarchical SGD average the parameters with the same code as
+real trainings. All methods have the same stragglers as the simulation, and the benchmark checks that all methods end
+with the same parameters. The methods take turns for --rounds rounds, and the table shows the median. On a shared
+machine, `chrt -f 1` before the command (as root) gives the replicas priority over other processes.
 
-The exit status is 1 if hierarchical SGD gains less over synchronous SGD than the simulation says, by more than 5%.
-A mistake in the flags ends with one line and exit status 2.
+The exit status is 1 if the gain of hierarchical SGD over synchronous SGD is more than 5% below the simulated gain. A
+mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PROG = "benchmarks.emulate_stragglers"
 _TIMEOUT = timedelta(minutes=5)
 _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.05
-"""Part of the simulated gain that an emulated run may lack."""
+"""Largest fraction by which the gain in an emulated run may be below the simulated gain."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class StragglerEmulationFlags(ReplicasFlags, TableFlags):
     parameters: int = flag("parameters of the model", 100_000, parse=at_least(1), metavar="N")
 
     def times(self) -> list[list[float]]:
-        """Milliseconds of each replica in each step."""
+        """Step -> milliseconds of each replica."""
         period = self.hierarchical_sgd.levels[-1].period
         num_steps = -(-self.steps // period) * period
         return [[time * self.time_step for time in step] for step in self.draw_times(num_steps)]
 
 
 class Replica:
-    """One replica: a model of one tensor, whose gradient is always the same, another one on each replica."""
+    """One replica: a model of one tensor, with a gradient that is constant in time and different on each replica."""
 
     def __init__(self, flags: StragglerEmulationFlags) -> None:
         self._rank = dist.get_rank()
@@ -76,7 +76,7 @@ class Replica:
         }
 
     def run(self, method: str) -> float:
-        """Run all steps, and return the seconds from the common start to the end of this replica's last one."""
+        """Run all steps; return the seconds from the common start to the end of this replica's last step."""
         parameters, averager = torch.zeros_like(self._gradient), self._averagers[method]
         start = start_together()
         for number, seconds in enumerate(self._times, 1):
@@ -95,7 +95,7 @@ class Replica:
 
 
 def run_replica(rank: int, flags: StragglerEmulationFlags, directory: Path) -> None:
-    """Run every method in rounds, and write this replica's seconds."""
+    """Run every method once in each round, and write the seconds of this replica to a file."""
     torch.set_num_threads(1)
     sleep_precisely()
     store = dist.FileStore(str(directory / "store"), flags.num_replicas)

@@ -1,4 +1,4 @@
-"""Measures the executor's own cost, in steps without compute and without a network."""
+"""Measures the processor time of the executor itself, in steps without compute and without a network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Received:
 
 
 class _Nowhere:
-    """A communicator that drops what is sent and whose receives are complete at once."""
+    """A communicator that discards sent tensors, and whose receives are complete at once."""
 
     def __init__(self) -> None:
         self._sent, self._received = _Sent(), _Received()
@@ -47,7 +47,7 @@ class _Nowhere:
 
 
 class _NoCompute(Stage):
-    """A stage whose operations return at once; B defers one weight gradient."""
+    """A stage whose operations return at once; B defers the computation of one weight gradient."""
 
     def __init__(self, schedule: Schedule, rank: int, store: WeightGradStore) -> None:
         self._store, self._tensor = store, _SPEC.empty()
@@ -77,14 +77,14 @@ def _nothing() -> None:
 
 
 def seconds_per_op(schedule: Schedule, steps: int) -> list[tuple[float, float]]:
-    """Return the seconds of processor time that an operation costs, for every rank and step.
+    """Return the seconds of processor time for each operation: a pair of numbers for every rank and step.
 
-    Sends and receives count as operations. The first number of each pair is measured in a plain step, the second in
-    a step that is recorded for the bubble rate in the log, as training does.
+    Sends and receives count as operations. The first number of a pair is from a plain step, and the second from a step
+    with the recording that training needs for the bubble rate in the log.
 
     Args:
         schedule: a lowered schedule.
-        steps: the number of pairs to measure for each rank.
+        steps: number of pairs of numbers for each rank.
     """
     measured = []
     for rank in range(schedule.num_ranks):

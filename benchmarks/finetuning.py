@@ -1,12 +1,12 @@
-"""Measure the order of microbatches of different lengths in real training, beside 1F1B and beside its prediction.
+"""Measure the planned order of microbatches of different lengths in real training, and compare it with 1F1B.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.finetuning --steps 30
 
-The model and the conversations are those of `examples/finetune_conversations.py`. Each step runs three times on the
-same microbatches: under 1F1B in the order of the data, and under `--schedule` in the order of the data and in the
-planned order. The first steps, from which costs are measured, do not count. The last lines have the ratios of times
-over the steps, as medians with their 95% intervals, and the distance between predicted and measured times. Run it while
-nothing else uses the machine.
+The benchmark uses the model and the conversations of `examples/finetune_conversations.py`. Each step runs three times
+on the same microbatches: under 1F1B in data order, under `--schedule` in data order, and under `--schedule` in the
+planned order. The first steps, in which the costs are measured, do not count. The last lines have ratios of times, as
+medians over the steps with 95% intervals, and the difference between predicted and measured times. Run this benchmark
+while nothing else uses the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.finetuning"
 _NOT_COUNTED = FIRST_STEPS[1] + REFITTED_AFTER
-"""Steps until costs are fitted to all samples."""
+"""Number of steps until the costs are fitted to all samples."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _measure(argv: list[str]) -> None:
     generator = random.Random(flags.seed)
     for step in range(_NOT_COUNTED + flags.steps):
         batch = [microbatch(generator) for _ in range(flags.num_microbatches)]
-        # Another contestant begins each step.
+        # A different contestant goes first in each step.
         order = [(step + place) % len(contestants) for place in range(len(contestants))]
         seconds = {number: _seconds(contestants[number], model, batch) for number in order}
         optimizer.step()
@@ -97,7 +97,7 @@ def _now() -> float:
 
 
 def _seconds(run: ForwardBackward, model: Any, batch: list[dict[str, torch.Tensor]]) -> float:
-    """The time of a step of this contestant, until all ranks are done."""
+    """The time of one step under one schedule and order, until all ranks are done."""
     model.zero_grad_buffer()
     begin = _now()
     forward_backward(run, model, iter(batch), len(batch))

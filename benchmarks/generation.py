@@ -1,11 +1,11 @@
-"""Measure how many seconds one core needs to generate, lower and validate schedules.
+"""Measure how many seconds one core needs to generate, lower and validate each schedule.
 
     python -m benchmarks.generation                     all schedules, p x m = 8x64, 16x128, 32x256, 64x512
     python -m benchmarks.generation --schedule zb-h1 --size 32x256
 
-The costs are the published times of the 28.3B model (Qi et al. 2024). If the time grows linearly with the number of
-operations, the last column, microseconds for each operation, is the same for all sizes. Exit status 1 if a schedule
-takes longer than its limit: 3 s in all for 32x256, 15 s for 64x512.
+The costs are the published times of the 28.3B model (Qi et al. 2024). The last column has the microseconds for each
+operation, which are the same for all sizes if the time grows linearly with the number of operations. The exit status is
+1 if a schedule takes longer than its limit: 3 s in total for 32x256, 15 s for 64x512.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GenerationFlags(TableFlags):
 
 
 def measure(name: str, num_ranks: int, num_microbatches: int) -> tuple[Schedule, list[float]]:
-    """Return the lowered schedule and the seconds that generating, lowering and validating it took."""
+    """Return the lowered schedule, and the seconds for generating, lowering and validating it."""
     costs = costs_of(name, num_ranks, PUBLISHED["28.3B"].times)
     times = [time.perf_counter()]
     schedule = generate(name, num_ranks, num_microbatches, costs=costs)
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure_all(argv: list[str]) -> bool:
-    """Measure the schedules that the flags name, print the table, and return whether every limit was kept."""
+    """Measure the schedules that the flags name, print the table, and return whether every schedule kept its limit."""
     flags = read_flags(GenerationFlags, argv, _PROG, __doc__ or "")
     rows, figures, missed = [], [], []
     for name in flags.schedule or [name for name, entry in ENTRIES.items() if not entry.is_slow]:

@@ -1,4 +1,4 @@
-"""Lists a rank's states of a model: parameters, gradients, and the optimizer's copies and moments."""
+"""Finds the parameters, gradients and optimizer states (copies and moments) of a model on one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.zero_bubble.mcore.optimizer import torch_optimizers
 
 
 def held_state_bytes(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> int:
-    """Return the bytes of all states that this rank holds at the moment, each storage counted once."""
+    """Return the bytes of all states that are in this rank's memory at present; each storage counts once."""
     storages: dict[int, int] = {}
     for tensor in _state_tensors(chunks, optimizer):
         storage = to_local_if_dtensor(tensor.detach()).untyped_storage()

@@ -1,17 +1,18 @@
-"""Measure what the choice of a layout brings, in real runs with emulated compute.
+"""Measure the gain from the choice of a layout, in real runs with emulated compute.
 
     python -m benchmarks.layout_gains --pipeline-size 8 --num-microbatches 32 --num-layers 32 --output-layers 2
     python -m benchmarks.layout_gains --pipeline-size 8 --num-microbatches 32 --num-layers 32 --output-layers 5.7
 
-A layer takes --time-f, --time-b and --time-w milliseconds. The output layer with the loss takes --output-layers times a
-layer's F for each of its F, B and W: 1.96 for an 8B model with a vocabulary of 128k, 5.7 for a width of 3072 with 256k.
-The memory limit is what 1F1B takes on its fullest rank with the even split. Five schedules or more take turns, as in
-`benchmarks.emulate`: 1F1B and `auto` with the even split, `auto` with the best split of whole layers over one stage a
-rank, the chosen layout with its runners-up, and the best layouts with embedding and output layer spread over all ranks,
-one stage a rank among them. With --placement the chosen layouts, whole and spread, are those of this placement. The
-last columns compare with `auto` on the best split over one stage a rank, and with `auto` and 1F1B on the even split.
+F, B and W of a layer take --time-f, --time-b and --time-w milliseconds. F, B and W of the output layer with the loss
+each take --output-layers times as long as F of a layer: 1.96 for an 8B model with a vocabulary of 128k, 5.7 for a
+hidden size of 3072 with a vocabulary of 256k. The memory limit is the peak memory of 1F1B with an even split of the
+layers. At least five layouts take turns, as in `benchmarks.emulate`. Three of the layouts have whole layers and one
+stage a rank: 1F1B and `auto` with an even split, and `auto` with the best split. The other layouts are the chosen
+layout, the next best layouts of the search, and the best layouts with embedding and output layer spread over all ranks.
+--placement restricts the chosen layout and the layouts with a spread vocabulary to one placement. The last columns have
+the speed relative to `auto` with the best split, to `auto` with the even split, and to 1F1B with the even split.
 
-A mistake in the flags ends with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class LayoutFlags(RunFlags):
 
 
 def model_of(flags: RunFlags, output_layers: float) -> ModelCosts:
-    """Return the costs of the units; memory is in activations of a layer."""
+    """Return the costs of the units of the model; the unit of memory is the activation memory of one layer."""
     layer = UnitCosts(flags.time_f, flags.time_b, flags.time_w, memory_f=1, memory_b=-0.5, memory_w=-0.5)
     time = output_layers * flags.time_f
     output = UnitCosts(time, time, time, memory_f=0.5, memory_b=-0.2, memory_w=-0.3)
@@ -74,9 +75,9 @@ def model_of(flags: RunFlags, output_layers: float) -> ModelCosts:
 
 
 def request_of(flags: RunFlags, output_layers: float) -> tuple[PlanRequest, Plan]:
-    """Return what is searched, in the memory of 1F1B with the even split, and the plan of that.
+    """Return the request for a layout, with the memory of 1F1B as limit, and the plan of 1F1B with the even split.
 
-    Raises `ScheduleError` if there are too few layers.
+    Raises `ScheduleError` if the model has too few layers.
     """
     size = flags.pipeline_size
     placements = tuple(one for one in all_placements(size) if flags.placement in (None, one.kind))
@@ -86,7 +87,7 @@ def request_of(flags: RunFlags, output_layers: float) -> tuple[PlanRequest, Plan
 
 
 def plans_of(flags: LayoutFlags) -> Iterator[tuple[str, Plan]]:
-    """Yield the layouts that take turns, each with its name; the first three are what the others are compared with."""
+    """Yield (name, plan) of the layouts that take turns; the others are compared with the first three."""
     request, baseline = request_of(flags, flags.output_layers)
     even, linear = baseline.layout, baseline.layout.placement
     yield "1F1B, even split", baseline
@@ -105,7 +106,7 @@ def plans_of(flags: LayoutFlags) -> Iterator[tuple[str, Plan]]:
 
 
 def words_of(plan: Plan) -> str:
-    """Return the plan's placement and the layers of its stages."""
+    """Return, as text, the placement of the plan and the numbers of layers of its stages."""
     return f"{placement_words(plan.layout)}: {layers_words(plan.layout)}"
 
 
@@ -120,7 +121,7 @@ def _measure(argv: list[str]) -> None:
 
 
 def run_named(plans: Iterable[tuple[str, Plan]], steps: int) -> list[Result]:
-    """Run the plans under their names, `steps` times in turns."""
+    """Run the plans `steps` times in turns, with the given names."""
     timelines = [_named(name, plan.timeline) for name, plan in plans]
     total = (1 + steps) * sum(float(timeline.makespan) for timeline in timelines) / 1e3
     print(f"layouts: {len(timelines)}, steps of each: {steps}, about {total:.0f} s", file=sys.stderr)

@@ -1,15 +1,15 @@
-"""Measure what the order of microbatches of different lengths saves, in real runs with emulated compute.
+"""Measure the time saved by the planned order of microbatches of different lengths, with emulated compute.
 
     python -m benchmarks.lengths --pipeline-size 4 --num-microbatches 8 --lengths lognormal --steps 20
 
-Each step has lengths of its own, drawn at random: `lognormal` with a sigma of 0.8, or `bimodal`, where each microbatch
-is ten times as long with a probability of one in eight. All operations of a microbatch take times in proportion to its
-length, F, B and W alike. Every step runs three times: under 1F1B in the order of the data, under the schedule that is
-planned for the mean length in the order of the data, and under the same schedule in the planned order of microbatches.
-The last lines have the mean ratios of their times over all steps, and the largest difference between measured and
-simulated times. Run it while nothing else uses the machine.
+The lengths are drawn at random for each step. The distribution is `lognormal` with a sigma of 0.8, or `bimodal`, in
+which one of eight microbatches is ten times as long as the others. The times of F, B and W of a microbatch are
+proportional to its length. Every step runs three times: under 1F1B in data order, under a schedule that is planned for
+the mean length, in data order, and under the same schedule in the planned order of microbatches. The last lines have
+the mean ratios of the three times over all steps, and the largest difference between measured and simulated times. Run
+this benchmark while nothing else uses the machine.
 
-A mistake in the flags ends with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LengthsFlags:
 
 
 def lengths_of(flags: LengthsFlags, step: int) -> list[float]:
-    """Draw the lengths of a step's microbatches, over their mean in the distribution."""
+    """Draw the lengths of a step's microbatches, divided by their mean."""
     generator = Random(f"{flags.seed} {step}")
     if flags.lengths == "lognormal":
         drawn = [generator.lognormvariate(0.0, _SIGMA) for _ in range(flags.num_microbatches)]
@@ -66,7 +66,7 @@ def lengths_of(flags: LengthsFlags, step: int) -> list[float]:
 
 @dataclass(frozen=True)
 class OrderedRun:
-    """A schedule with the costs of each microbatch, by place."""
+    """A schedule, and the costs of each microbatch in the order in which the schedule runs them."""
 
     name: str
     step: int
@@ -76,7 +76,7 @@ class OrderedRun:
 
 
 def contestants(flags: LengthsFlags) -> Iterator[OrderedRun]:
-    """Yield the three contestants of every step."""
+    """Yield three runs of every step: 1F1B, and the planned schedule in data order and in planned order."""
     p, m = flags.pipeline_size, flags.num_microbatches
     usual = costs_of(flags, 1.0)
     baseline, planned = (generate(name, p, m, costs=usual) for name in ("1f1b", flags.schedule))
@@ -91,7 +91,7 @@ def contestants(flags: LengthsFlags) -> Iterator[OrderedRun]:
 
 
 def costs_of(flags: LengthsFlags, length: float) -> StageCosts:
-    """The costs of a microbatch of this length, in milliseconds and M_B."""
+    """The costs of a microbatch of the given length, in milliseconds and M_B."""
     time = flags.time * length
     kept = {"memory_f": length, "memory_b": -length / 2, "memory_w": -length / 2}
     return StageCosts.uniform(flags.pipeline_size, time, time, time, flags.time_comm, **kept)
@@ -137,7 +137,7 @@ def _measure(argv: list[str]) -> None:
 
 
 def _ratios(times: dict[tuple[str, int], float], name: str, steps: Sequence[int]) -> str:
-    """How many times as fast the planned order is: the mean over the steps, and the least."""
+    """Speed of the planned order relative to the run `name`, as text: the mean over the steps, and the least."""
     each = [times[name, step] / times[_PLANNED, step] for step in steps]
     return f"{fmean(each):.3f} times, at least {min(each):.3f}"
 

@@ -1,16 +1,17 @@
-"""Measure what the runtime adds to the compute: the executor, the split of B and W, and exposed communication.
+"""Measure the overhead of the runtime: the executor, the split into B and W, and exposed communication.
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --rounds 40 --json
 
-The executor is timed by operation, without compute and without a network, one rank after the other (four ranks, eight
-microbatches). B + W are timed on whole models of megatron-core, in turn with the fused backward of the same model; the
-models have the quickstart's architecture, and the smaller one is the quickstart's. Both are processor time of one
-thread, to which other processes of the machine add nothing. Communication is exposed while an operation waits for a
-message that has been sent; it is measured for each rank, with real messages over gloo between processes that sleep in
-place of computing.
+The time of the executor for each operation is measured without compute and without a network, one rank after the other
+(four ranks, eight microbatches). B + W are timed on whole models of megatron-core, in turn with the fused backward of
+the same model. The models have the architecture of the quickstart; the smaller model is the quickstart's model. The
+executor and B + W are measured in processor time of one thread, so that other processes of the machine add nothing.
+Communication is exposed while an operation waits for a message that was already sent. Exposed communication is measured
+on each rank, with real messages over gloo between processes that sleep instead of computing.
 
-A mistake in the flags ends with one line and exit status 2, a missed target with status 1.
+A mistake in the flags ends the command with a one-line message and exit status 2. The exit status is 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from megatron.zero_bubble.session.flag_parser import flag
 _PROG = "benchmarks.overhead"
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
 TIME = 20.0
-"""Duration of F, B and W each in the emulated runs, in milliseconds."""
+"""Milliseconds of F, of B and of W in the emulated runs."""
 SIZES = (
     ModelSize("quickstart", 8, 128, 4, 128, 4),
     ModelSize("larger", 4, 512, 8, 256, 4),
@@ -79,7 +80,7 @@ def _measure(argv: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class OverheadRow:
-    """One line of the table: the median of what was measured (`value`) and its quartiles (`low`, `high`)."""
+    """One row of the table: the median (`value`) and the quartiles (`low`, `high`) of a measurement."""
 
     measure: str
     case: str
@@ -100,7 +101,7 @@ def make_row(measure: str, case: str, unit: str, values: Sequence[float], target
 
 
 def executor_rows(steps: int) -> Iterator[OverheadRow]:
-    """Measure the executor's own time for an operation, and what recording adds to it, under three schedules."""
+    """Measure the executor's own time for an operation, and the added time of recording, under three schedules."""
     for name in ("1f1b", "zb-h1", "interleaved-zb"):
         values = seconds_per_op(lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)), steps)
         yield make_row("executor, per operation", name, "µs", [1e6 * plain for plain, _ in values], target=100)
@@ -124,7 +125,7 @@ def _price(case: str, measured: Sequence[Round]) -> OverheadRow:
 
 
 def communication_rows(sizes: Sequence[ModelSize], steps: int) -> Iterator[OverheadRow]:
-    """Measure exposed communication of zb-h1 over emulated compute, with messages as large as those of `sizes`."""
+    """Measure exposed communication of zb-h1 with emulated compute, for messages of the sizes in the models `sizes`."""
     costs = StageCosts.uniform(NUM_RANKS, TIME, TIME, TIME)
     schedule = lower(generate("zb-h1", NUM_RANKS, NUM_MICROBATCHES, costs=costs))
     for size in sizes:

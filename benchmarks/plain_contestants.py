@@ -1,4 +1,4 @@
-"""Pipelines of plain PyTorch layers that `benchmarks.plain_pipelines` compares: ours, torch's and DeepSpeed's."""
+"""Pipelines of plain PyTorch layers for `benchmarks.plain_pipelines`: this package's, torch's and DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _LEARNING_RATE = 0.01
 
 
 class PlainTraining(NamedTuple):
-    """What all contestants train, the same on all ranks."""
+    """The layers and the data that all pipelines train; both are the same on all ranks."""
 
     layers: list[nn.Module]
-    """Equal layers, whose number the stages divide."""
+    """Equal layers; their number is a multiple of the number of stages."""
     inputs: torch.Tensor
     targets: torch.Tensor
     num_microbatches: int
 
 
 class PlainPipeline(Protocol):
-    """One rank of a pipeline that trains copies of the layers."""
+    """One rank of a pipeline that trains copies of `PlainTraining.layers`."""
 
     def step(self) -> torch.Tensor | None:
-        """Train with one batch, optimizer included; return the mean loss on at least one rank."""
+        """Train with one batch, including the optimizer step; return the mean loss, or None on some ranks."""
         ...
 
     def settle(self) -> None:
-        """Complete what steps have left to do."""
+        """Complete the work that steps have left to do, such as a post-validation."""
         return
 
 
 def linear_training(num_microbatches: int) -> PlainTraining:
-    """Return eight linear layers of a million parameters each, for microbatches of 256 vectors."""
+    """Return a training of eight linear layers with a million parameters each, for microbatches of 256 vectors."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)]
     inputs, targets = torch.randn(2, 256 * num_microbatches, 1024)
@@ -55,7 +55,7 @@ def linear_training(num_microbatches: int) -> PlainTraining:
 
 
 def convolution_training(num_microbatches: int) -> PlainTraining:
-    """Return eight convolutions of 64 channels, for microbatches of eight images."""
+    """Return a training of eight convolutions with 64 channels, for microbatches of eight images."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()) for _ in range(8)]
     inputs, targets = torch.randn(2, 8 * num_microbatches, 64, 32, 32)
@@ -66,7 +66,7 @@ TRAININGS = {"linear": linear_training, "convolution": convolution_training}
 
 
 class OneProcess(PlainPipeline):
-    """All layers in one process under autograd, which every rank runs for itself."""
+    """All layers in one process under autograd; every rank runs all layers for itself."""
 
     def __init__(self, training: PlainTraining) -> None:
         self._training = training
@@ -87,7 +87,7 @@ class OneProcess(PlainPipeline):
 
 
 class OwnPipeline(PlainPipeline):
-    """This package's `Pipeline`; with post-validation a step returns the loss of the one before."""
+    """This package's `Pipeline`; with post-validation, a step returns the loss of the previous step."""
 
     def __init__(self, training: PlainTraining, schedule: str, *, post_validation: bool = False) -> None:
         self._batch = training.inputs, training.targets
@@ -138,7 +138,7 @@ class TorchPipeline(PlainPipeline):
 
 
 class DeepSpeedPipeline(PlainPipeline):
-    """DeepSpeed's `PipelineModule`, or its subclass `DualPipeVModule`; its engine also takes the optimizer's step."""
+    """DeepSpeed's `PipelineModule` or `DualPipeVModule`; DeepSpeed's engine also takes the optimizer step."""
 
     def __init__(self, training: PlainTraining, module_class: str) -> None:
         os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
@@ -167,7 +167,7 @@ class DeepSpeedPipeline(PlainPipeline):
 
 
 def contestants(schedules: Sequence[str]) -> dict[str, Callable[[PlainTraining], PlainPipeline]]:
-    """Return what makes each contestant, by its name in the table; DeepSpeed's only where it is installed."""
+    """Return name of a pipeline -> function that builds it; DeepSpeed's pipelines only if DeepSpeed is installed."""
     makers: dict[str, Callable[[PlainTraining], PlainPipeline]] = {"one process": OneProcess}
     for schedule in schedules:
         makers[f"Pipeline, {schedule}"] = partial(OwnPipeline, schedule=schedule)

@@ -3,16 +3,17 @@
     OMP_NUM_THREADS=1 python -m benchmarks.plain_pipelines
     OMP_NUM_THREADS=1 python -m benchmarks.plain_pipelines --model linear --schedule zb-h1 --schedule zb-v --rounds 9
 
-All contestants train the same layers on two ranks, one after the other within each round, in the same processes. They
-begin with the same weights, and must find the losses of one process. Each turn is some steps from a common start to the
-end of the last rank, optimizer included; with post-validation ours compute the norm of all gradients, too. The table
-shows the median time of a step with its 95% interval, and how much longer it is than that of the fastest of our
-schedules, within rounds. Without a bubble and without messages a step would take half as long as one process takes,
-which every rank runs beside the other: "without a bubble".
+All pipelines train the same layers on two ranks. The pipelines take turns within each round, in the same processes. All
+pipelines begin with the same weights, and the benchmark fails unless their losses equal the losses of one process. A
+turn is a few steps with their optimizer steps, from a common start to the end of the last rank; with post-validation,
+this package's pipelines also compute the norm of all gradients. The table shows the median time of a step with its 95%
+interval, and the ratio to the time of this package's fastest schedule in the same rounds. The row "without a bubble"
+has the time of a step without a bubble and without messages: half of the time that one process takes for all layers
+while the other rank does the same work.
 
-DeepSpeed takes part where it is installed: `DS_BUILD_OPS=0 pip install deepspeed`. Give every rank a core of its own.
+DeepSpeed takes part if it is installed: `DS_BUILD_OPS=0 pip install deepspeed`. Give every rank a separate core.
 
-A mistake in the flags ends with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _PROG = "benchmarks.plain_pipelines"
 _NUM_RANKS = 2
 _OUTSIDE = "one process"
 _KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-"""glibc's settings with which it keeps freed memory: without them it gives tensors of megabytes back to the system, and
-fetching them page by page takes up to a sixth of a step, now and then and of any contestant."""
+"""Settings with which glibc keeps freed memory. Without these settings, glibc returns freed tensors of megabytes to the
+system, and page faults for new tensors take up to a sixth of a step, at random times and in any pipeline."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class PlainFlags(TableFlags):
 
 @dataclass
 class PlainStepTimes:
-    """The steps of one contestant, in seconds, by round."""
+    """Round -> seconds of a step of one pipeline."""
 
     name: str
     rounds: list[float] = field(default_factory=list)
@@ -114,7 +115,7 @@ def _measure(training: PlainTraining, flags: PlainFlags) -> list[PlainStepTimes]
 
 
 def _check_losses(made: dict[str, PlainPipeline]) -> None:
-    """Run three steps of each; raise `RuntimeError` if their losses are not those of one process."""
+    """Run three steps of each pipeline; raise `RuntimeError` if the losses differ from the losses of one process."""
     losses: dict[str, list[float]] = {}
     for name, contestant in made.items():
         found = [float(loss) for loss in [contestant.step() for _ in range(3)] if loss is not None]
@@ -128,7 +129,7 @@ def _check_losses(made: dict[str, PlainPipeline]) -> None:
 
 
 def _seconds_of_a_step(contestant: PlainPipeline, num_steps: int) -> float:
-    """Run a turn; return its time from a common start to the end of the last rank, divided by the steps."""
+    """Run a turn; return the time from a common start to the end of the last rank, divided by `num_steps`."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(num_steps):

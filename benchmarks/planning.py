@@ -1,4 +1,4 @@
-"""Plan random problems and measure how far the plans are from the lower bound, and from the named schedules.
+"""Plan random problems, and compare the plans with the lower bound and with the named schedules.
 
     python -m benchmarks.planning                                       200 problems of every placement
     python -m benchmarks.planning --placement interleaved --problems 20
@@ -6,11 +6,11 @@
 
 `--scale` plans the problems of `benchmarks.planning_at_scale` instead, and measures processor time and memory.
 
-A problem has 2 to 16 ranks, up to four microbatches a rank, stages whose costs are equal, equal but for the last one,
-or all unequal, and a memory limit from the smallest that works to 3p M_B, where M_B is that of the fullest rank.
-Problems depend on their number alone. A plan's time is its longest span, or the makespan of interleaved chunks, by
-which they are planned where iterations do not interlock. Exit status 1 if a plan is worse than a named schedule that
-fits in its limit.
+A problem has 2 to 16 ranks and up to four microbatches a rank. The costs of the stages are equal, equal except for the
+last stage, or all different. The memory limit is between the smallest possible limit and 3p M_B, where M_B is the
+activation memory of one microbatch on the rank with the largest activations. A problem is determined by its number. The
+time of a plan is the longest span of any rank. With interleaved chunks, whose iterations do not interlock, the time is
+the makespan. The exit status is 1 if a plan is worse than a named schedule that fits in the memory limit of the plan.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.planning"
 RANGES = ((0.0, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 3.0))
-"""Memory limits of the rows of the table, in p M_B."""
+"""(smallest, largest) memory limit of each row of the table, in p M_B."""
 HEADS = ("placement", "limit (p M_B)", "problems", "median", "nine tenths", "most", "beside the best named", "worse")
 
 
@@ -58,20 +58,20 @@ class PlanningFlags(TableFlags):
 
 @dataclass(frozen=True)
 class PlannedProblem:
-    """What came of one problem."""
+    """The results for one problem."""
 
     kind: PlacementKind
     number: int
     limit: float
     """In p M_B."""
     above_bound: float
-    """Fraction by which the plan is longer than the lower bound."""
+    """Time of the plan divided by the lower bound, minus 1."""
     beside_named: float | None
-    """Time of the plan over that of the best named schedule that fits, less 1; None if none fits."""
+    """Time of the plan divided by the time of the best named schedule that fits, minus 1; None if none fits."""
 
 
 def random_problem(kind: PlacementKind, number: int) -> tuple[Problem, float]:
-    """The problem with this number, and its limit in p M_B."""
+    """Return the problem with the given number, and its memory limit in p M_B."""
     generator = random.Random(f"{kind} {number}")
     num_ranks = generator.randint(2, 16)
     num_chunks = {"linear": 1, "v": 2, "interleaved": generator.randint(2, 4)}[kind]
@@ -109,7 +109,7 @@ def _costs(generator: random.Random, placement: Placement) -> StageCosts:
 
 
 def planned_problem(kind: PlacementKind, number: int) -> PlannedProblem:
-    """Plan one problem, and compare the plan with the bound and with the named schedules that fit."""
+    """Plan one problem, and compare the plan with the lower bound and with the named schedules that fit."""
     problem, limit = random_problem(kind, number)
     planned = _time(problem, "auto", problem.limits)
     names = [name for name, one in ENTRIES.items() if one.placement == kind and one.has_own_limit and not one.is_slow]
@@ -119,7 +119,7 @@ def planned_problem(kind: PlacementKind, number: int) -> PlannedProblem:
 
 
 def _time(problem: Problem, name: str, limits: Sequence[float] | None = None) -> float:
-    """The time of the schedule `name`; infinite if there is none, or it exceeds the problem's limits."""
+    """Time of the schedule `name`; infinity if there is no such schedule or it exceeds a memory limit."""
     placement = problem.placement
     try:
         schedule = generate(
@@ -131,7 +131,7 @@ def _time(problem: Problem, name: str, limits: Sequence[float] | None = None) ->
             placement_kind=placement.kind,
             memory_limit=limits,
         )
-    except ScheduleError:  # an interleaved one for a number of microbatches that megatron-core refuses
+    except ScheduleError:  # an interleaved schedule with a number of microbatches that megatron-core refuses
         return inf
     timeline = simulate(schedule, problem.costs)
     return problem.judged(timeline.cost, timeline.makespan)[0] if fits(schedule, problem) else inf
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan_all(argv: list[str]) -> bool:
-    """Plan the problems that the flags ask for, print the table, and return whether no plan is worse than a name."""
+    """Plan all problems, print the table, and return whether every plan is as good as all named schedules."""
     flags = read_flags(PlanningFlags, argv, _PROG, __doc__ or "")
     if flags.scale:
         flags.deliver(*planned_at_scale(markdown=flags.markdown))

@@ -1,4 +1,4 @@
-"""Plans large problems, each in a process of its own, and measures the processor time and memory that it takes."""
+"""Plans large problems, each in a separate process, and measures processor time and memory of the planning."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ HEADS = ("schedule", "ranks", "microbatches", "with", "plan (s)", "simulate (s)"
 
 @dataclass(frozen=True)
 class LargeProblem:
-    """A schedule to plan for stages whose times differ by up to a tenth."""
+    """A planning problem: the name of a schedule, and stages whose times differ from 1 by up to a tenth."""
 
     schedule: str
     num_ranks: int
     num_microbatches: int
     memory_limit: float | None = None
-    """In p M_B; None for the schedule's own."""
+    """Memory limit in p M_B; None for the default of the schedule."""
     plans_recomputation: bool = False
     has_vocabulary: bool = False
     num_chunks: int | None = None
-    """Interleaved model chunks a rank; None for the schedule's own."""
+    """Number of interleaved model chunks a rank; None for the default of the schedule."""
 
     @property
     def features(self) -> str:
@@ -81,15 +81,15 @@ PROBLEMS = (
 
 @dataclass(frozen=True)
 class PlannedLarge:
-    """What planning one problem took; processor time in seconds."""
+    """The results for one problem: processor times in seconds, memory, and bubble rate."""
 
     problem: LargeProblem
     plan_seconds: float
     simulate_seconds: float
     prepare_seconds: float
-    """For the messages, and the proof that the schedule runs on a GPU with one hardware queue."""
+    """Processor time of lowering and of the proof that the schedule runs on a GPU with one hardware queue."""
     peak_bytes: float
-    """Peak memory of the process that planned and simulated it."""
+    """Peak memory of the process after planning and simulation."""
     bubble_rate: float
 
 
@@ -121,7 +121,7 @@ def planned(problem: LargeProblem) -> PlannedLarge:
 def planned_at_scale(
     problems: Sequence[LargeProblem] = PROBLEMS, *, markdown: bool = False
 ) -> tuple[list[dict[str, object]], str]:
-    """Plan all problems; return the figures as JSON and as a table."""
+    """Plan all problems; return the results as JSON and as a table."""
     found = []
     for problem in problems:
         with get_context("spawn").Pool(1) as process:

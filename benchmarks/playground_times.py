@@ -1,9 +1,10 @@
-"""Measures how soon the playground draws, in a headless Chromium: `python -m benchmarks.playground_times`.
+"""Measures how soon the playground shows a drawing, in a headless Chromium: `python -m benchmarks.playground_times`.
 
-It loads the page as it begins, whose first pictures come with it, and as a link to another state, which Python in the
-browser has to compute first. Then it changes one number at a time with eight ranks and 32 microbatches, and drags the
-memory limit of `auto`. Times are from the change to the drawing on the page. Where planning takes longer, that drawing
-is of a first plan, and the time until the whole plan is drawn stands beside it.
+The benchmark loads the page with its default settings, whose drawings are part of the page, and from links with other
+settings, whose drawings Python in the browser first computes. The benchmark then changes one number at a time with
+eight ranks and 32 microbatches, and also changes the memory limit of `auto`. A time is from the change to the drawing
+on the page. If planning takes long, the page first draws a provisional plan; the table then also has the time until the
+complete plan is drawn.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _TIME, _LIMIT = "aside [data-flag=time-f] input", "[data-pane=a] [data-flag=memo
 
 @contextlib.contextmanager
 def served() -> Iterator[str]:
-    """Serve the page with `zero-bubble playground`; its address."""
+    """Serve the page with `zero-bubble playground`, and yield its address."""
     command = [sys.executable, "-m", "megatron.zero_bubble.cli", "playground", "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -55,7 +56,7 @@ def served() -> Iterator[str]:
 
 
 def chromium_options() -> dict[str, Any]:
-    """How to start the system's Chromium; as root it cannot have a sandbox."""
+    """Options for starting the system's Chromium; Chromium cannot use a sandbox as root."""
     return {"executable_path": CHROMIUM, "args": ["--no-sandbox"] if os.geteuid() == 0 else []}
 
 
@@ -89,7 +90,7 @@ def _loaded(page: Page, address: str) -> float:
 
 
 def _medians(page: Page, selector: str, values: list[str]) -> Iterator[str]:
-    """Median times from a change to a drawing, and to that of the whole plan."""
+    """Median times from a change to the first drawing, and to the drawing of the complete plan."""
     times = [page.evaluate(_CHANGE, [selector, value]) for value in values]
     return (_seconds(statistics.median(column) / 1000) for column in zip(*times, strict=True))
 

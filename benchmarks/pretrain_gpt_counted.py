@@ -1,13 +1,14 @@
-"""Train like pretrain_gpt.py, count the memory of every pipeline rank, and print its peak at the end.
+"""Train like pretrain_gpt.py, count the memory of every pipeline rank, and print the peak of each rank.
 
     torchrun --nproc-per-node 4 -m benchmarks.pretrain_gpt_counted <pretrain_gpt.py's flags>
 
-The states are the bytes of all parameters, of their gradients and of the optimizer's tensors. To them come, after every
-operation, the bytes that autograd has saved for a backward, that a W holds, and that vocabulary shards keep; each
-storage of a microbatch counts once. Messages under way are not counted, nor what an operation needs while it runs. The
-peak is that of the last iteration, whose schedule is planned from measured costs if the training plans at all.
+The states are all parameters, their gradients, and the optimizer's tensors, in bytes. After every operation, the count
+of activations has three parts: tensors that autograd has saved for a backward, tensors that a later W needs, and
+tensors of vocabulary shards. A storage that tensors of a microbatch share counts once. Messages in flight and the
+temporary memory of an operation are not counted. The peak is the peak of the last iteration; if the training plans its
+schedule, the last iteration runs the schedule planned from measured costs.
 
-A mistake ends with one line and exit status 2.
+A user's mistake ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Trains like pretrain_gpt.py, but under a schedule of torch.distributed.pipelining, as a peer to measure against.
+"""Trains like pretrain_gpt.py, but under a schedule of torch.distributed.pipelining, for comparisons.
 
     torchrun --nproc-per-node 4 -m benchmarks.pretrain_gpt_torch ZBVZeroBubble <pretrain_gpt.py's flags>
 
-Model, data, optimizer, loop and log line are pretrain_gpt.py's; forward and backward are
-torch.distributed.pipelining's. megatron-core's linear layers multiply with torch.nn.functional.linear, because that
-runtime can split its backward. The script supports pipeline parallelism alone, evaluates and saves nothing, and counts
-every token in the loss. Schedules with several chunks a rank need --num-virtual-stages-per-pipeline-rank.
+Only forward and backward are run by torch.distributed.pipelining; model, data, optimizer, loop and log line are
+pretrain_gpt.py's. The linear layers of megatron-core compute with torch.nn.functional.linear, whose backward
+torch.distributed.pipelining can split. The script supports only pipeline parallelism, does not evaluate or save, and
+counts every token in the loss. Schedules with several chunks a rank need --num-virtual-stages-per-pipeline-rank.
 
-A mistake ends with one line and exit status 2.
+A user's mistake ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROG = "pretrain_gpt_torch.py"
 
 
 def peer() -> None:
-    """Train under the schedule that the first argument names. Raises `ValueError` for a user's mistake."""
+    """Train under the schedule in the first argument. Raises `ValueError` for a user's mistake."""
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of what a CPU lacks
     substitute_cuda()
     # Imported after the substitution, because megatron-core looks for a device as it is imported.

@@ -10,12 +10,12 @@ from megatron.zero_bubble.schedule import StageCosts
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """One model of the paper, with its pipeline size and the smallest number of microbatches that the paper ran."""
+    """A model of the paper, with its pipeline size and the smallest number of microbatches in the experiments."""
 
     num_ranks: int
     num_microbatches: int
     times: tuple[float, float, float, float]
-    """Milliseconds of F, B and W of one microbatch on a whole rank, then of one message."""
+    """Milliseconds of F, B and W of one microbatch on a whole rank, and of one message."""
 
 
 PUBLISHED = {
@@ -27,7 +27,10 @@ PUBLISHED = {
 
 
 def costs_of(schedule: str, num_ranks: int, times: tuple[float, float, float, float]) -> StageCosts:
-    """Return every stage's costs under `schedule`: each chunk has an equal part of its rank's; B frees half of M_B."""
+    """Return the costs of all stages under `schedule`.
+
+    The chunks of a rank have equal parts of the rank's times and memory. B releases half of the memory of F.
+    """
     placement = placement_for(schedule, num_ranks)
     f, b, w, message = times
     v = placement.num_chunks

@@ -1,16 +1,17 @@
-"""Choose layouts for random models, and compare each with the best that any fixed choice of the axes gives.
+"""Choose layouts for random models, and compare each layout with the best layout of any fixed choice.
 
     python -m benchmarks.random_models --models 200
     python -m benchmarks.random_models --first-seed 8000 --models 20 --operations 20000
 
-A model has 2 to 16 ranks, up to six layers and four microbatches a rank, an output layer of 0.1 to 8 layers' time, tied
-to the embedding or not, light or heavy optimizer states, in one of four every second layer twice as expensive, and a
-memory limit of 1 to 2 times 1F1B's on Megatron's split. It depends on its seed alone. A fixed choice is a placement
-with a number of chunks, recomputation or none, and a whole vocabulary or one spread over all ranks; Megatron's split
-has no preference there. A fixed choice is searched with full effort if without any effort it comes within a tenth of
-the chosen layout.
+A model has 2 to 16 ranks, and up to six layers and four microbatches a rank. The output layer takes the time of 0.1 to
+8 layers, and may be tied to the embedding. Optimizer states are light or heavy. In one of four models, every second
+layer is twice as expensive. The memory limit is 1 to 2 times the memory of 1F1B with Megatron's split. A model is
+determined by its seed. A fixed choice consists of a placement with a number of chunks, a kind of recomputation or none,
+and a whole or a spread vocabulary. The search of a fixed choice does not prefer Megatron's split. A fixed choice is
+searched with full effort only if a search without effort comes within a tenth of the chosen layout.
 
-Exit status 1 if a model is refused though a fixed choice fits, or if 1F1B on Megatron's split is faster.
+The exit status is 1 if a model is refused although a fixed choice fits, or if 1F1B with Megatron's split is faster than
+a chosen layout.
 """
 
 from __future__ import annotations
@@ -52,26 +53,27 @@ class RandomModelFlags(TableFlags):
 
 @dataclass(frozen=True)
 class ComparedLayout:
-    """The chosen layout of one model beside the best fixed choice."""
+    """The chosen layout of one model, compared with the best layout of any fixed choice."""
 
     seed: int
     num_ranks: int
     num_microbatches: int
     num_layers: int
     limit: float
-    """In multiples of 1F1B's memory on Megatron's split."""
+    """Memory limit in multiples of the memory of 1F1B with Megatron's split."""
     chosen: str
     best: str
     above_best: float | None
-    """Time of the chosen layout over that of the best fixed choice, or 1 if that is longer; None if it is refused."""
+    """Time of the chosen layout divided by the time of the best fixed choice, at least 1; None if no layout was
+    chosen."""
     beside_1f1b: float | None
-    """Time of 1F1B on Megatron's split over that of the chosen layout."""
+    """Time of 1F1B with Megatron's split, divided by the time of the chosen layout."""
     seconds: float
-    """Processor time of the search."""
+    """Processor time of the search, in seconds."""
 
 
 def random_request(seed: int, most_operations: int = 1_000_000) -> tuple[PlanRequest, float]:
-    """The request for the model with this seed, and its limit in multiples of 1F1B's memory."""
+    """Return the request for the model with the given seed, and its memory limit in multiples of 1F1B's memory."""
     generator, num_operations = random.Random(seed), most_operations + 1
     while num_operations > most_operations:
         num_ranks = generator.randint(2, 16)
@@ -112,7 +114,7 @@ def _random_model(generator: random.Random, num_layers: int) -> ModelCosts:
 
 
 def chosen_layout(seed: int, most_operations: int = 1_000_000) -> ComparedLayout:
-    """Choose the layout of one model, and compare it with all fixed choices."""
+    """Choose the layout of one model, and compare the layout with all fixed choices."""
     request, limit = random_request(seed, most_operations)
     begin = time.process_time()
     chosen = _searched(request)
@@ -142,7 +144,7 @@ def _searched(request: PlanRequest) -> Plan | None:
 
 
 def _fixed_choices(request: PlanRequest, chosen: Plan | None) -> Iterator[Plan]:
-    """The plans of the fixed choices that fit and come near the chosen layout."""
+    """Yield plans for the fixed choices that fit in the memory and whose time is near the time of the chosen layout."""
     for placement, recompute, shards in product(request.placements, RECOMPUTES, (False, True)):
         fixed = replace(
             request, usual=None, placements=(placement,), recomputes=(recompute,), vocabulary_parallel=shards
@@ -175,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _choose_all(argv: list[str]) -> bool:
-    """Choose layouts for the models that the flags ask for, print the table, and return whether none is worse."""
+    """Choose layouts for the random models, print the table, and return whether the exit status is 0."""
     flags = read_flags(RandomModelFlags, argv, _PROG, __doc__ or "")
     found = []
     for seed in range(flags.first_seed, flags.first_seed + flags.models):

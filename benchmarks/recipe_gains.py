@@ -1,10 +1,11 @@
-"""Predicts what zero bubble brings to published recipes, and to each at a quarter of its microbatches.
+"""Predicts the gain of zero bubble for published recipes, with all and with a quarter of the microbatches.
 
     python -m benchmarks.recipe_gains --markdown
 
-The recipes are the files of examples/recipes: flags of Megatron-LM, and below "# layout:" those of the published
-layout. Each is estimated as `zero-bubble estimate` does, on that layout under megatron-core's own schedule and on the
-layout that `--zero-bubble` would choose, which is the published one unless another is at least 2% faster.
+The recipes are the files of examples/recipes. A recipe has flags of Megatron-LM, and the flags of the published layout
+below the line "# layout:". As in `zero-bubble estimate`, each recipe is estimated twice: with the published layout
+under megatron-core's own schedule, and with the layout that `--zero-bubble` chooses. The chosen layout is the published
+layout unless another layout is at least 2% faster.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from megatron.zero_bubble.cli.output import percent, table
 
 RECIPES = Path(__file__).resolve().parents[1] / "examples" / "recipes"
 CLUSTER = ("--device-tflops", "989", "--mfu", "0.45", "--interconnect-bandwidth", "50")
-"""H100: bf16 peak, and one 400 Gbit/s link a device."""
+"""An H100: bf16 peak, and one link of 400 Gbit/s for each device."""
 _HEADS = ("recipe", "p, v, m", "bubble", "idle, GiB", "chosen", "idle, GiB", "gain")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training as it was published."""
+    """A published recipe of a training."""
 
     name: str
     world_size: int
     flags: tuple[str, ...]
-    """Flags of Megatron-LM without those of the layout."""
+    """Flags of Megatron-LM, without the flags of the layout."""
     layout: tuple[str, ...]
-    """Flags that fix the layout."""
+    """Flags that determine the layout."""
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
@@ -57,7 +58,7 @@ class Recipe:
         return cls(path.stem, int(size), flags, layout)
 
     def with_batch(self, parts: int) -> Recipe:
-        """The recipe with one of `parts` equal parts of its global batch."""
+        """The recipe with a global batch that is divided by `parts`."""
         where = self.flags.index("--global-batch-size") + 1
         batch = str(int(self.flags[where]) // parts)
         return replace(self, flags=(*self.flags[:where], batch, *self.flags[where + 1 :]))
@@ -65,7 +66,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RecipeGain:
-    """Time and memory of a recipe, as published and as chosen."""
+    """Time and memory of a recipe, with the published layout and with the chosen layout."""
 
     recipe: Recipe
     published: Estimate

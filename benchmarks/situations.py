@@ -1,15 +1,17 @@
-"""Measure what --zero-bubble brings over megatron-core's own schedules, in four situations, with real compute.
+"""Measure the gain of --zero-bubble over megatron-core's own schedules, in four situations, with real compute.
 
     python -m benchmarks.situations
     python -m benchmarks.situations --situation 'large vocabulary' --num-microbatches 8
 
-In each situation the same training runs in turns as a user starts it: with megatron-core's 1F1B, with its interleaved
-schedule of two chunks a rank, and with --zero-bubble, as `zero-bubble benchmark` runs them. With full recomputation
-the plan may restore two microbatches at a time. Where memory is short, megatron-core has to recompute all layers, and
---zero-bubble chooses what it recomputes within a limit. The last columns compare turns of the same round, with a
-bootstrap over rounds.
+In each situation the same training runs in turns with megatron-core's 1F1B, with megatron-core's interleaved schedule
+of two chunks a rank, and with --zero-bubble. `zero-bubble benchmark` starts the trainings, as a user would. In the
+situation "full recomputation", the memory limit lets the plan restore the activations of two microbatches at a time. In
+the situation "memory short", megatron-core has to recompute all layers, while --zero-bubble chooses which activations
+to recompute within a memory limit. The last columns compare turns of the same round, with a bootstrap interval over
+rounds.
 
-A mistake in the flags ends with one line and exit status 2, a training that fails with status 1.
+A mistake in the flags ends the command with a one-line message and exit status 2. The exit status is 1 if a training
+fails.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform
 
 @dataclass(frozen=True)
 class Situation:
-    """A training that a user has, and the flags that `--zero-bubble` or megatron-core's schedules have besides."""
+    """Flags of a training, additional flags for `--zero-bubble`, and additional flags for megatron-core's schedules."""
 
     flags: tuple[str, ...]
     ours: tuple[str, ...] = ()
@@ -81,7 +83,7 @@ def _measure(argv: list[str]) -> None:
 
 
 def measured(situation: Situation, flags: SituationFlags) -> list[TrainResult]:
-    """Train in turns and return the results of 1F1B, of the plan and of megatron-core's interleaved schedule."""
+    """Train in turns; return the results of 1F1B, the planned schedule and megatron-core's interleaved schedule."""
     benchmark = BenchmarkFlags(
         pipeline_size=flags.pipeline_size,
         num_microbatches=flags.num_microbatches,
@@ -98,7 +100,7 @@ def measured(situation: Situation, flags: SituationFlags) -> list[TrainResult]:
 
 
 def rows_of(name: str, results: Sequence[TrainResult]) -> list[tuple[str, ...]]:
-    """Return the rows of a situation; the first alone has its name."""
+    """Return the table rows of a situation; only the first row has the name of the situation."""
     rows: list[tuple[str, ...]] = []
     for number, result in enumerate(results):
         interval = bootstrap_interval(result.ratios_to(results[0])) if number else None

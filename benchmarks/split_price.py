@@ -1,4 +1,4 @@
-"""Measures the cost of splitting B and W: both together against megatron-core's fused backward, on real layers."""
+"""Measures the cost of splitting the backward: B plus W, compared with megatron-core's fused backward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of processor time that one microbatch takes in the fused backward, in B and in W."""
+    """Seconds of processor time of one microbatch in the fused backward, in B and in W."""
 
     fused: float
     b: float
@@ -51,9 +51,9 @@ class Round:
 
 
 def measure_split(size: ModelSize, rounds: int) -> list[Round]:
-    """Time the backward of one microbatch in the fused and the split model, `rounds` times each.
+    """Time the backward of one microbatch `rounds` times in the fused model and in the split model.
 
-    The models take turns, and which of them goes first alternates, so that noise meets both alike.
+    The two models take turns and alternate in going first, so that noise affects both models equally.
     """
     with _both_models(size.flags()) as (fused, split, store):
         batch = _batch(size)
@@ -73,7 +73,10 @@ def measure_split(size: ModelSize, rounds: int) -> list[Round]:
 
 @contextmanager
 def _both_models(flags: Sequence[str]) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, WeightGradStore]]:
-    """Yield the fused model (megatron-core's layers), the split one, and its store, both as training builds them."""
+    """Yield the model with megatron-core's fused backward, the split model, and the store of the split model.
+
+    Both models are built as in training.
+    """
     args = complete_arguments(flags, 1, "benchmarks.overhead", has_cuda=False)
     placement, store = Placement("linear", 1), WeightGradStore()
     with one_process(args):

@@ -1,4 +1,4 @@
-"""Runs torch.distributed.pipelining's schedules behind the signature of megatron-core's forward-backward functions."""
+"""Makes schedules of torch.distributed.pipelining callable like megatron-core's forward-backward functions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megatron.zero_bubble.trainer.data import Batch, get_batch
 def compute_linear_layers_in_aten(chunks: Sequence[torch.nn.Module]) -> None:
     """Make every linear layer of megatron-core in `chunks` multiply with `torch.nn.functional.linear`.
 
-    torch.distributed.pipelining splits a backward by walking the autograd graph. megatron-core's autograd function
-    computes both gradients at once, so the split would compute everything twice, and the comparison would be unfair.
+    torch.distributed.pipelining splits a backward along the autograd graph. megatron-core's own autograd function
+    computes both gradients at once, so that a split would compute each gradient twice.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -39,18 +39,18 @@ def _linear(
 
 
 class TorchForwardBackward:
-    """Runs a step under a schedule of torch.distributed.pipelining, on megatron-core's layers, DDP and gradients.
+    """Runs a step under a schedule of torch.distributed.pipelining, with megatron-core's layers and DDP.
 
-    It is called like megatron-core's forward-backward functions. It supports no evaluation, no data parallelism and
-    no tensor parallelism.
+    An instance is called like megatron-core's forward-backward functions. Evaluation, data parallelism and tensor
+    parallelism are not supported.
 
     Args:
-        name: the schedule's name in torch.distributed.pipelining.
+        name: name of the schedule in torch.distributed.pipelining.
         chunks: this rank's model chunks, wrapped in megatron-core's DDP.
         placement: the placement that the schedule prescribes.
 
     Raises:
-        ValueError: the schedule does not take this number of microbatches.
+        ValueError: the schedule refuses the number of microbatches.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TorchForwardBackward:
     def __call__(
         self, *, data_iterator: Sequence[Any], model: Sequence[Any], num_microbatches: int, **unused: Any
     ) -> list[dict[str, torch.Tensor]]:
-        """Run one step and return, for each microbatch, what the training loop's loss function returns."""
+        """Run one step; return, for each microbatch, the dictionary that the training loop's loss function returns."""
         assert num_microbatches == self._num_microbatches
         inputs, labels = self._data(data_iterator)
         self._losses = []
@@ -96,12 +96,12 @@ class TorchForwardBackward:
         return [{"lm loss": torch.stack([loss.sum(), loss.new_tensor(loss.numel())])} for loss in self._losses]
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return a microbatch's loss, scaled so that the microbatches' gradients add up to those of their mean loss."""
+        """Return a microbatch's loss, scaled so that the sum over microbatches is the mean loss."""
         self._losses.append(output.detach().float())
         return output.float().mean() / self._num_microbatches
 
     def _data(self, iterators: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Return the batch of all microbatches: tokens if this rank has the first stage, labels if it has the last."""
+        """Return the data of all microbatches: tokens on the first stage's rank, labels on the last stage's rank."""
         tokens: list[Any] = []
         labels: list[Any] = []
         for iterator, is_first, is_last in zip(iterators, self._has_first, self._has_last, strict=True):
@@ -117,7 +117,8 @@ class TorchForwardBackward:
 class _Stage(torch.nn.Module):
     """One stage of the model as torch.distributed.pipelining calls it.
 
-    It takes tokens (on the first stage) or activations, and returns losses (on the last stage) or activations.
+    The input is tokens for the first stage and activations for others; the output is losses for the last stage and
+    activations for others.
     """
 
     def __init__(self, model: torch.nn.Module, stage: int, num_stages: int) -> None:
@@ -139,7 +140,7 @@ class _Stage(torch.nn.Module):
         return output
 
     def for_pipelining(self, args: Arguments, config: Any) -> PipelineStage:
-        """Return the `PipelineStage`, with its shapes given so that the runtime need not run the stage to find them."""
+        """Return a `PipelineStage` with given shapes, so that the runtime need not run the stage to find the shapes."""
         device = own_device()
         batch, sequence = args.micro_batch_size, args.seq_length
         tokens = torch.zeros(batch, sequence, dtype=torch.int64, device=device)
@@ -156,7 +157,10 @@ class _Stage(torch.nn.Module):
 
 
 def _collect_gradients(model: Sequence[Any]) -> None:
-    """Add to `main_grad` the gradients that the runtime's W leaves in `grad`, where megatron-core's hooks miss them."""
+    """Add the gradients that W of torch.distributed.pipelining leaves in `grad` to `main_grad`.
+
+    megatron-core's hooks do not see these gradients.
+    """
     for chunk in model:
         for parameter in chunk.parameters():
             if parameter.grad is not None:

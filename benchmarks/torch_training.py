@@ -22,10 +22,10 @@ from megatron.zero_bubble.trainer.pretrain import pretrain
 
 
 def train(name: str, flags: Sequence[str], prog: str) -> None:
-    """Train with pretrain_gpt.py's `flags` under torch.distributed.pipelining's schedule `name`.
+    """Train with pretrain_gpt.py's `flags` under the schedule `name` of torch.distributed.pipelining.
 
     Raises:
-        ValueError: the flags are wrong, or do not fit this schedule.
+        ValueError: the flags are wrong, or do not fit the schedule.
     """
     args, job = complete_and_check(parse_arguments(flags, prog), os.environ, torch.cuda.is_available())
     placement = _placement(name, args, job.placement.num_chunks)

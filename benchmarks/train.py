@@ -1,13 +1,13 @@
-"""Compare schedules as `zero-bubble benchmark` does, and with --peers other implementations of schedules too.
+"""Compare schedules as `zero-bubble benchmark` does; --peers adds other implementations of schedules.
 
     python -m benchmarks.train --pipeline-size 2 --num-microbatches 4 --schedule zb-h1 --schedule zb-2p --peers -- \\
         --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 \\
         --micro-batch-size 2 --mock-data --vocab-size 4095
 
-The peers are megatron-core's interleaved schedule and torch.distributed.pipelining's schedules, on the same layers,
-data, optimizer and loop (benchmarks/pretrain_gpt_torch.py); `--peers megatron-core` leaves torch's out. What is
-measured, `zero-bubble benchmark --help` says; `predicted` of torch's schedules is there where one of ours has the same
-order.
+The peers are megatron-core's interleaved schedule and the schedules of torch.distributed.pipelining, with the same
+layers, data, optimizer and loop (benchmarks/pretrain_gpt_torch.py). `--peers megatron-core` leaves out
+torch.distributed.pipelining. `zero-bubble benchmark --help` describes the measurements. A schedule of
+torch.distributed.pipelining has a predicted time only if one of this project's schedules has the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from megatron.zero_bubble.session.flag_parser import flag
 
 _PROG = "benchmarks.train"
 _SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}
-"""Maps torch.distributed.pipelining's schedules to ours with the same order, through which they can be simulated."""
+"""Name of a schedule of torch.distributed.pipelining -> this project's schedule with the same order, whose simulation
+predicts the time."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def _benchmark(argv: list[str]) -> None:
 
 
 def peers(flags: BenchmarkFlags, *, with_torch: bool = True) -> Iterator[Contestant]:
-    """Yield megatron-core's interleaved schedule, and `with_torch` every schedule of torch.distributed.pipelining."""
+    """Yield megatron-core's interleaved schedule; `with_torch` adds every schedule of torch.distributed.pipelining."""
     p, chunks = flags.pipeline_size, flags.num_chunks or 2
     yield megatrons_interleaved(flags, chunks, "megatron-core interleaved")
     if not with_torch:

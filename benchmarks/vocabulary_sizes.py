@@ -1,16 +1,17 @@
-"""Measure how the time of a step follows the size of the vocabulary, in real runs with emulated compute.
+"""Measure how the time of a step depends on the size of the vocabulary, in real runs with emulated compute.
 
     python -m benchmarks.vocabulary_sizes --pipeline-size 8 --num-microbatches 32 --num-layers 32 \\
         --output-layers 0.49 --output-layers 0.98 --output-layers 1.96 --output-layers 3.92
 
-These are the lengths of an 8B model's output layer with 32k, 64k, 128k and 256k tokens, in layers. For each of them run
-the best layout with embedding and output layer spread over all ranks and, unless --placement asks for another one, the
-best split of whole layers over one stage a rank under `auto`; limits and model are those of `benchmarks.layout_gains`.
-A larger vocabulary is more work, so that times are compared with the ideal one, in which all ranks have an equal part
-of the work and never wait. The efficiency is the ideal time over the measured one; the last line has the ratio of the
-largest to the smallest, of the layouts with the vocabulary spread.
+These values are the times of an 8B model's output layer for vocabularies of 32k, 64k, 128k and 256k tokens, in
+multiples of a layer's time. For each value, two layouts run: the best layout with embedding and output layer spread
+over all ranks, and, without --placement, the best split of whole layers with one stage a rank under `auto`. Memory
+limits and model are the same as in `benchmarks.layout_gains`. Because a larger vocabulary is more work, times are
+compared with an ideal time, in which all ranks do equal work and never wait. The efficiency is the ideal time divided
+by the measured time; the last line has the ratio of the largest to the smallest efficiency of the layouts with a spread
+vocabulary.
 
-A mistake in the flags ends with one line and exit status 2.
+A mistake in the flags ends the command with a one-line message and exit status 2.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SizesFlags(RunFlags):
 
 
 def plans_of(flags: SizesFlags) -> Iterator[tuple[str, Plan]]:
-    """Yield two layouts for each size, or one with --placement, each with its name, which begins with the size."""
+    """Yield (name, plan) of two layouts for each size, or of one with --placement; a name begins with the size."""
     for size in flags.output_layers:
         request, baseline = request_of(flags, size)
         if flags.placement is None:

@@ -1,12 +1,12 @@
-"""Measure what ZeRO 0 to 3 hold and send under a pipeline, beside the table that everybody draws.
+"""Measure the memory and the communication of ZeRO 0 to 3 under a pipeline, and compare with the ZeRO paper's table.
 
     python -m benchmarks.zero_levels
     python -m benchmarks.zero_levels --replicas 4 --num-microbatches 4 --json
 
-Real processes train a small GPT in bf16 with Adam under ZB-H1 and gloo, in the trainer's own classes. After its second
-step each rank counts the bytes of all states that it holds, and what it handed to torch.distributed's collectives of
-its replicas and to the pipeline's channels. Figures are for each of the P parameters of a rank: bytes, and passes of P
-elements round the ring of replicas, of which an all-reduce makes two.
+Real processes train a small GPT in bf16 with Adam under ZB-H1 over gloo, with the trainer's classes. After the second
+step, each rank counts the bytes of its own states, and the data that went to collectives over replicas and to messages
+of the pipeline. All figures are divided by the number P of a rank's parameters. Communication is counted in passes: in
+one pass, P elements go once around the ring of replicas, and an all-reduce takes two passes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LEVELS = {
     "2, reduced once": (_FSDP[0], _KEEPS),
     "3, reduced once": _FSDP[:1],
 }
-"""The flags of each level of sharding."""
+"""Level of ZeRO -> flags."""
 _SIZES = {"hidden-size": 128, "num-attention-heads": 4, "seq-length": 32, "vocab-size": 1024, "micro-batch-size": 1}
 
 
@@ -56,15 +56,15 @@ class LevelFlags(TableFlags):
 
 
 class Measured(NamedTuple):
-    """What a rank holds and sends, for each parameter of its part of the model."""
+    """Memory and communication of a rank, divided by the number of its parameters, except `pipeline_bytes`."""
 
     after_step: float
-    """Bytes of the states when all gradients are there and nothing is gathered."""
+    """Bytes of the states after the backwards, with all gradients and without gathered parameters."""
     passes: float
     sent: float
-    """Bytes that it sends to its replicas."""
+    """Bytes that the rank sends to its replicas."""
     pipeline_bytes: float
-    """Bytes of the messages that it sends to other stages, in all."""
+    """Total bytes of the messages that the rank sends to other stages."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,7 +103,7 @@ def levels_table(results: dict[str, Measured], expected: dict[str, dict[str, flo
 
 
 def expectation(level: str, flags: LevelFlags) -> dict[str, float]:
-    """Return what the estimate says of a level, and what the table that everybody draws does."""
+    """Return, for a level, the figures of the estimate and the figures in the ZeRO paper's table."""
     from megatron.zero_bubble.session.model_states import States
 
     args, _ = _training(level, flags)
@@ -119,7 +119,7 @@ def expectation(level: str, flags: LevelFlags) -> dict[str, float]:
 
 
 def measure(flags: LevelFlags) -> dict[str, Measured]:
-    """Train with every level, and return the figures of the rank that holds most."""
+    """Train with every level, and return the figures of the rank with the most memory."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     queue: Any = torch.multiprocessing.get_context("spawn").SimpleQueue()
     ranks = flags.pipeline_size * flags.replicas
@@ -160,7 +160,7 @@ def _run_rank(rank: int, flags: LevelFlags, num_ranks: int, port: int, queue: An
 
 
 def _train(args: Any, job: Any) -> Measured:
-    """Train two steps, and measure the second one until its optimizer steps."""
+    """Train two steps, and measure the second step until the optimizer step."""
     from dataclasses import replace
 
     from megatron.core import parallel_state
@@ -212,7 +212,7 @@ def _endless(data: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]
 
 
 class _Meter(TorchDispatchMode):
-    """Counts what this rank hands to the collectives of its replicas and to the channels of its pipeline."""
+    """Counts the data that this rank passes to collectives over its replicas and to messages of the pipeline."""
 
     def __init__(self, model: list[Any], optimizer: Any, replicas: dist.ProcessGroup) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class _Meter(TorchDispatchMode):
         if func.namespace == "c10d" and self._is_of_replicas(args):
             result = func(*args, **(kwargs or {}))
             tensors = [tensor for value in args for tensor in (value if isinstance(value, list) else [value])]
-            # The larger tensor of each collective is the whole that its ranks share.
+            # The larger tensor of a collective is the whole tensor; each rank of the collective has a part.
             sizes = [(tensor.numel(), tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor)]
             is_all_reduce = "allreduce" in func._schema.name
             whole = (sum(size[i] for size in sizes) if is_all_reduce else _larger_half(sizes, i) for i in (0, 1))
@@ -279,7 +279,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _larger_half(sizes: list[tuple[int, int]], index: int) -> int:
-    """Sum the tensors that are whole: an operation's lists hold all whole ones and all shards, in either order."""
+    """Sum the sizes of the whole tensors of a collective; one half of `sizes` has whole tensors, the other shards."""
     half = len(sizes) // 2
     return max(sum(size[index] for size in part) for part in (sizes[:half], sizes[half:]))
 

@@ -1,15 +1,17 @@
-"""AlexNet on photographs, split over two ranks in four ways, and compared to the last bit with one process.
+"""AlexNet on photographs, split over two ranks in four ways, and compared bit for bit with one process.
 
     torchrun --nproc-per-node 2 examples/alexnet.py
 
-The idea. A pipeline is as fast as its slowest stage. AlexNet has its work in the first layers, the convolutions, and
-its parameters in the last ones, which are linear: so it matters what a partition balances.
+The idea. A pipeline is as fast as its slowest stage. In AlexNet, most of the work is in the convolutions at the
+beginning, and most parameters are in the linear layers at the end. Therefore it matters whether a partition balances
+work or parameters.
 
-The demonstration. Each partition trains AlexNet for some steps to tell from a part of a photograph which one it is
-taken from. The photographs are those that scikit-image installs. A table compares what each partition balances, how
-long the stages compute for a microbatch, and how long a step takes.
+The demonstration. With each partition, AlexNet trains for some steps to recognise the photograph from which a square
+was cut. The photographs come with scikit-image. A table shows, for each partition, the balanced quantity, the computing
+time of each stage for a microbatch, and the time of a step.
 
-The test. One process trains the same layers on the same data. All losses and parameters must have the same bits.
+The test. One process trains the same layers on the same data. The pipeline and the single process must have the same
+losses and parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ LAYERS = [
 
 
 def make_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Cut random squares out of the photographs, the same on all ranks."""
+    """Cut random squares out of the photographs; the squares are the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     photographs = [torch.from_numpy(load()).permute(2, 0, 1) / 127.5 - 1 for load in PHOTOGRAPHS]
     batches = []
@@ -76,7 +78,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_pipeline(pipeline: Pipeline, batches: list) -> tuple[list[torch.Tensor], float]:
-    """Return the loss of each step, and the seconds of a step."""
+    """Train on both ranks; return the loss of each step, and the median seconds of a step."""
     optimizer, losses, seconds = make_optimizer(pipeline), [], []
     for batch in batches:
         start = time.perf_counter()
@@ -85,11 +87,11 @@ def train_pipeline(pipeline: Pipeline, batches: list) -> tuple[list[torch.Tensor
         pipeline.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, median(seconds[1:])  # the first step also finds out what the stages exchange
+    return losses, median(seconds[1:])  # the first step also finds the shapes of the messages
 
 
 def train_in_one_process(model: nn.Sequential, batches: list) -> list[torch.Tensor]:
-    """Train under autograd, one microbatch after the other."""
+    """Train in one process under autograd, one microbatch after the other."""
     optimizer, losses = make_optimizer(model), []
     for batch in batches:
         loss_of_step = torch.zeros(())

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Trains the model of examples/pretrain_sample.sh in turn with megatron-core's 1F1B, with its interleaved schedule and
-# with --zero-bubble, and compares their times and their losses. Flags of `zero-bubble benchmark` may follow: --rounds 5
+# Trains the model of examples/pretrain_sample.sh in turn with megatron-core's 1F1B, with megatron-core's interleaved
+# schedule and with --zero-bubble, and compares times and losses. Flags of `zero-bubble benchmark` may follow, such as
+# --rounds 5.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/sample_model.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Memory and speed of a model of the zero-bubble paper (Qi et al. 2024) under each schedule, estimated for its machines:
-# nodes of 8 A100 with 80 GB. Flags of zero-bubble estimate may follow, then -- and more of pretrain_gpt.py's:
+# Estimates memory and speed of a model of the zero-bubble paper (Qi et al. 2024) under each schedule, for the paper's
+# machines: nodes of 8 A100 with 80 GB. Flags of zero-bubble estimate may follow, then -- and flags of pretrain_gpt.py:
 # MODEL=6.2b examples/estimate_paper.sh --schedule 1f1b --schedule zb-2p -- --zero-bubble --zero-bubble-post-validation
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 MODEL=${MODEL:-1.5b}
 source "examples/slurm/models/$MODEL.sh"
 
-# The paper's models: 1024 tokens; embedding and loss take the place of a layer each; attention keeps its scores.
+# As in the paper's models, sequences have 1024 tokens, embedding and loss each take the place of one layer, and the
+# attention scores stay in memory.
 GPT_MODEL_ARGS+=(
     --seq-length 1024
     --vocab-size 50257

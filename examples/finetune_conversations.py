@@ -1,13 +1,14 @@
-"""Fine-tune a small model on conversations of very different lengths, in a loop over megatron-core of your own.
+"""Fine-tune a small model on conversations of very different lengths, in your own training loop over megatron-core.
 
     torchrun --standalone --nproc-per-node 2 examples/finetune_conversations.py
     torchrun --standalone --nproc-per-node 2 examples/finetune_conversations.py --schedule 1f1b --microbatch-order data
 
-Conversations are made up: questions about sums, with one turn or with dozens. A microbatch is one conversation, so that
-a long one takes twenty times as long as a short one; with `--packed 3` it is three, of which none attends to another.
-From the measured times of the first steps every later step takes its microbatches in the order with the least waiting,
-planned while the step before runs. With `--microbatch-order data` they stay in the order of the data. With
-`--checkpoint FOLDER` the training saves each rank's state at the end, and goes on from there next time.
+The conversations are synthetic: questions about sums, in one turn or in dozens of turns. A microbatch is one
+conversation, so that the longest microbatches take twenty times as long as the shortest. With `--packed 3`, a
+microbatch is three conversations, which do not attend to each other. Times are measured in the first steps. For every
+later step, the order of microbatches with the least waiting is planned during the previous step. With
+`--microbatch-order data`, microbatches run in data order. With `--checkpoint FOLDER`, the training saves the state of
+each rank at the end, and the next run continues from this state.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LONGEST = 512
 
 
 def conversation(generator: random.Random) -> torch.Tensor:
-    """Bytes [length] of a conversation with a long-tailed number of turns."""
+    """Bytes [length] of a conversation; the number of turns has a long-tailed distribution."""
     turns = []
     for _ in range(1 + int(generator.lognormvariate(0.7, 1.0))):
         first, second = generator.randrange(100), generator.randrange(100)
@@ -38,7 +39,7 @@ def conversation(generator: random.Random) -> torch.Tensor:
 
 
 def microbatch(generator: random.Random, packed: int = 1) -> dict[str, torch.Tensor]:
-    """Conversations behind each other: tokens and labels [1, length], and where each begins and the last ends."""
+    """Concatenated conversations: tokens and labels [1, length], and the boundaries between conversations."""
     conversations = [conversation(generator) for _ in range(packed)]
     lengths = torch.tensor([0] + [len(tokens) - 1 for tokens in conversations])
     tokens, labels = (torch.cat([each[part] for each in conversations]) for part in (slice(-1), slice(1, None)))
@@ -46,7 +47,7 @@ def microbatch(generator: random.Random, packed: int = 1) -> dict[str, torch.Ten
 
 
 def microbatches(step: int, count: int, packed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The microbatches of all steps from `step` on, each of which depends on the number of its step alone."""
+    """The microbatches of all steps from `step` on; the microbatches of a step depend only on its number."""
     while True:
         generator = random.Random(step)
         yield from [microbatch(generator, packed) for _ in range(count)]
@@ -58,7 +59,7 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[t
     lengths = batch["cu_seqlens"].diff()
     conversation = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     place = torch.arange(len(conversation), device=lengths.device)
-    # True where attention is forbidden: to what comes later, and to other conversations.
+    # True where attention is forbidden: to later tokens, and to other conversations.
     mask = (place[:, None] < place) | (conversation[:, None] != conversation)
     positions = place - batch["cu_seqlens"][conversation]
     losses = model(batch["tokens"], positions[None], mask[None, None], labels=batch["labels"])
@@ -71,7 +72,7 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[t
 
 
 def forward_backward(function: Any, model: Any, data: Iterator[dict[str, torch.Tensor]], count: int) -> list[Any]:
-    """Compute the gradients of a step with megatron-core's function or another one in its place."""
+    """Compute the gradients of a step with megatron-core's forward-backward function, or with a replacement for it."""
     return function(
         forward_step_func=forward_step,
         data_iterator=data,
@@ -99,7 +100,7 @@ def build_stage() -> Any:
         pipeline_model_parallel_size=dist.get_world_size(),
         pipeline_dtype=torch.float32,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses varied lengths, with experts or without
+        moe_token_dispatcher_type="alltoall",  # the default dispatcher refuses variable lengths, even without experts
         use_cpu_initialization=not torch.cuda.is_available(),
     )
     return GPTModel(
@@ -113,7 +114,7 @@ def build_stage() -> Any:
 
 
 def with_optimizer(stage: Any, **settings: bool) -> tuple[Any, Any]:
-    """Wrap a stage in megatron-core's data parallelism with these settings, and build its optimizer."""
+    """Wrap a stage in megatron-core's DDP with the given settings, and build the optimizer of the stage."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -146,7 +147,7 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train, print each step, and save."""
+    """Train, print a line for each step, and save a checkpoint."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

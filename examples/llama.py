@@ -1,16 +1,18 @@
-"""A Hugging Face Llama, trained on two ranks and compared to the last bit with one process.
+"""A Hugging Face Llama, trained on two ranks and compared bit for bit with one process.
 
     torchrun --nproc-per-node 2 examples/llama.py
 
 The idea. A model of the transformers library is a tree of modules. A pipeline needs a list of layers, each of which
-takes what the one before it returns: the embedding, the decoder layers, the norm and the output layer are in that
-order. Only a decoder layer needs an argument more, the rotary embedding of the positions.
+takes the output of the previous layer: here the embedding, the decoder layers, the norm and the output layer. Only a
+decoder layer needs one more argument, the rotary embedding of the positions.
 
-The demonstration. The pipeline trains the model's own modules, so that the trained weights are in the model, on each
-rank those of its layers. Nothing is downloaded: weights are random, and the text is the source of the standard library.
-For a model that does not fit into one rank's memory, `LayerSpec(Block, config, index)` builds each layer where it is.
+The demonstration. The pipeline trains the model's own modules, so that each rank finds the trained weights of its
+layers in the model. Nothing is downloaded: the weights are random, and the text is the source code of Python's standard
+library. For a model that does not fit into one rank's memory, `LayerSpec(Block, config, index)` builds each layer only
+on the rank that has the layer.
 
-The test. The whole model trains in one process. All losses and parameters must have the same bits.
+The test. The whole model trains in one process. The pipeline and the single process must have the same losses and
+parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ CONFIG = LlamaConfig(
 
 
 class Block(nn.Module):
-    """A decoder layer that embeds the positions itself, and needs nothing but the hidden states."""
+    """A decoder layer that computes the rotary embedding itself, so that its only input is the hidden states."""
 
     def __init__(self, layer: LlamaDecoderLayer, rotary: LlamaRotaryEmbedding) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def make_batch(step: int) -> torch.Tensor:
-    """Return the bytes of random pieces of text, the same on all ranks."""
+    """Return the bytes of random pieces of text; the pieces are the same on all ranks."""
     with open(argparse.__file__, "rb") as file:
         text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(step)
@@ -86,7 +88,7 @@ def train_pipeline(pipeline: Pipeline) -> list[torch.Tensor]:
 
 
 def train_in_one_process(model: LlamaForCausalLM) -> list[torch.Tensor]:
-    """Train under autograd, one microbatch after the other."""
+    """Train in one process under autograd, one microbatch after the other."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for step in range(NUM_STEPS):
         loss_of_step = torch.zeros(())

@@ -1,17 +1,18 @@
-"""A pipeline of plain PyTorch layers, trained on two ranks and compared to the last bit with one process.
+"""A pipeline of plain PyTorch layers, trained on two ranks and compared bit for bit with one process.
 
     torchrun --nproc-per-node 2 examples/plain_pytorch.py
 
-The idea. The backward of a linear layer or a convolution computes two gradients: B, that of its input, which the rank
-before waits for, and W, that of its weight, which nobody waits for. `Pipeline` splits a list of layers over the ranks
-and the backward of each into B and W. A schedule fills with W the time in which a rank would wait. The schedule zb-v
-gives each of two ranks two stages, in a V: the first rank has the first and the last one.
+The idea. The backward of a linear layer or a convolution computes two gradients. B computes the gradient of the input,
+for which the previous rank waits. W computes the gradient of the weight, for which no rank waits. `Pipeline` splits a
+list of layers over the ranks, and splits the backward of each layer into B and W. A schedule runs W at times at which a
+rank would otherwise wait. The schedule zb-v gives each of two ranks two stages, placed in a V: the first rank has the
+first and the last stage.
 
-The demonstration. Each rank builds only its own layers, and every training step is one call of `train_batch`, which
-takes a batch, splits it into microbatches and leaves gradients where any optimizer of torch looks for them.
+The demonstration. Each rank builds only its own layers. Every training step is one call of `train_batch`, which splits
+a batch into microbatches and leaves the gradients in `parameter.grad`, for any optimizer of torch.
 
-The test. The same layers in one `torch.nn.Sequential` train on the same data under autograd. Losses, norms of
-gradients and all parameters must have the same bits.
+The test. The same layers in one `torch.nn.Sequential` train on the same data under autograd. The pipeline and the
+single process must have the same losses, gradient norms and parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LAYERS = [
 
 
 def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make pictures with one bright quarter, which is to be found; the same on all ranks."""
+    """Make pictures with one bright quarter, which the model has to find; the pictures are the same on all ranks."""
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(64, 1, 16, 16, generator=generator)
     quarters = torch.randint(4, (64,), generator=generator)
@@ -54,7 +55,7 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_pipeline(pipeline: Pipeline) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Train on all ranks; return loss and norm of the gradients of every step."""
+    """Train on all ranks; return the loss and the gradient norm of every step."""
     optimizer = torch.optim.Adam(pipeline.parameters(), lr=3e-3)
     results = []
     for step in range(NUM_STEPS):
@@ -67,7 +68,7 @@ def train_pipeline(pipeline: Pipeline) -> list[tuple[torch.Tensor, torch.Tensor]
 
 
 def train_in_one_process(model: nn.Sequential) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Train in the same way under autograd, one microbatch after the other."""
+    """Train in the same way in one process under autograd, one microbatch after the other."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     results = []
     for step in range(NUM_STEPS):

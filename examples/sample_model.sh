@@ -1,5 +1,6 @@
-# The small GPT that examples/pretrain_sample.sh and examples/compare_sample.sh train on the sample text; both source
-# this file. As many pipeline ranks as the machine has GPUs or, without them, cores: a power of two from 2 to 8.
+# The small GPT that examples/pretrain_sample.sh and examples/compare_sample.sh train on the sample text; both scripts
+# source this file. The number of pipeline ranks is a power of two from 2 to 8, according to the number of GPUs or,
+# without GPUs, of cores.
 
 devices=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
 ((devices > 0)) || devices=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)

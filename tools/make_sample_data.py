@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Make the sample that `make pretrain` trains on: the source and documentation of this Python's standard library.
+"""Make the sample data for `make pretrain`: the source and documentation of the standard library of this Python.
 
-Real text that every machine has, so nothing is downloaded. Writes into --output-dir (default .cache/sample):
+The sample is real text that every machine has, so that nothing is downloaded. The tool writes into --output-dir
+(default .cache/sample):
 
     stdlib.jsonl                          the documents
-    tokenizer.json                        a byte-level BPE tokenizer trained on them
+    tokenizer.json                        a byte-level BPE tokenizer trained on the documents
     stdlib_text_document.bin, .idx        the tokens: --data-path .cache/sample/stdlib_text_document
-    manifest.json                         what they were made from
+    manifest.json                         the sources of the other files
 
-A second call finds the manifest and returns at once. The folder appears under its name only when it is complete.
+A second call finds the manifest and returns at once. The folder gets its name only when the folder is complete.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ SKIPPED_FOLDERS = {
 
 
 def documents(library: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
-    """Iterate over (name, text) of the library's modules and pydoc's topics, at most `max_bytes` of UTF-8.
+    """Yield (name, text) of the library's modules and pydoc's topics, at most `max_bytes` of UTF-8 in total.
 
-    The order is that of a hash of the name: it is the same on every machine, and every part of the data is a mixture
-    (the end becomes the validation set).
+    The documents are ordered by a hash of the name, so that the order is the same on every machine and every part of
+    the data is a mixture (the end becomes the validation set).
     """
     sources: dict[str, Path | str] = dict(_topics())
     for path in library.rglob("*.py"):
@@ -73,7 +74,7 @@ def documents(library: Path, max_bytes: int) -> Iterator[tuple[str, str]]:
 
 
 def _topics() -> dict[str, str]:
-    """pydoc's texts on the language, by name; empty if the Python distribution lacks them."""
+    """Name -> text of pydoc about the language; empty if the Python distribution lacks these texts."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -82,7 +83,7 @@ def _topics() -> dict[str, str]:
 
 
 def write_documents(library: Path, max_bytes: int, file: Path) -> None:
-    """Write the documents to `file`, each as a line with a JSON object of its name and text.
+    """Write the documents to `file`, each as a line with a JSON object that has the name and the text.
 
     Raises `ValueError` if the library has too little source.
     """
@@ -100,7 +101,7 @@ def write_documents(library: Path, max_bytes: int, file: Path) -> None:
 
 
 def train_tokenizer(file: Path, vocab_size: int, output: Path) -> None:
-    """Train a byte-level BPE tokenizer of exactly `vocab_size` tokens, including the end of a document."""
+    """Train a byte-level BPE tokenizer with exactly `vocab_size` tokens, including the end-of-document token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -120,7 +121,7 @@ def train_tokenizer(file: Path, vocab_size: int, output: Path) -> None:
 def tokenise(folder: Path, workers: int) -> None:
     """Tokenise the documents in `folder` to a .bin/.idx pair with tools/preprocess_data.py.
 
-    Raises `ValueError` if that fails.
+    Raises `ValueError` if the tokenisation fails.
     """
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer.json")]
     files = ["--input", str(folder / "stdlib.jsonl"), "--output-prefix", str(folder / "stdlib"), "--append-eod"]
@@ -132,10 +133,10 @@ def tokenise(folder: Path, workers: int) -> None:
 
 
 def make_sample(output: Path, max_bytes: int, vocab_size: int, workers: int) -> bool:
-    """Make the folder `output` unless it holds the same sample already. Returns whether it was made.
+    """Make the folder `output`, unless the folder already has the same sample. Returns whether the folder was made.
 
-    A second call at the same time waits for the first, and then finds the sample complete. Raises `ValueError` if
-    `output` holds something else, or if this Python has no sources.
+    A second call at the same time waits for the first call, and then finds the complete sample. Raises `ValueError` if
+    `output` has other contents, or if this Python has no sources.
     """
     wanted = {"format": FORMAT, "python": sys.version, "max_bytes": max_bytes, "vocab_size": vocab_size}
     if _manifest(output) == wanted:
@@ -148,7 +149,7 @@ def make_sample(output: Path, max_bytes: int, vocab_size: int, workers: int) -> 
         if manifest is None and output.exists() and any(output.iterdir()):
             raise ValueError(f"--output-dir {output}: the folder holds something that this tool did not make")
         partial, old = _beside(output, "partial"), _beside(output, "old")
-        for leftover in (partial, old):  # a killed call leaves these
+        for leftover in (partial, old):  # left by a killed call
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
         with _step("1/3: reading the standard library"):
@@ -178,7 +179,7 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 @contextlib.contextmanager
 def _lock(file: Path) -> Iterator[None]:
-    """A lock on `file` that one process holds at a time; the system releases it when that process dies."""
+    """A lock on `file` that only one process can have at a time; the system releases the lock when the process dies."""
     with file.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

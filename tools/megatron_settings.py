@@ -1,11 +1,11 @@
 """Lists the fields of megatron-core's configuration classes and the flags of Megatron-LM.
 
-    python -m tools.megatron_settings names SOURCE ...    prints the names in a version's sources
-    python -m tools.megatron_settings missing SOURCE ...  prints those that the table does not classify; ends with 1
+    python -m tools.megatron_settings names SOURCE ...    prints the names in the sources of a version
+    python -m tools.megatron_settings missing SOURCE ...  prints the names that the table does not classify; ends with 1
 
-A SOURCE is a checkout of Megatron-LM, or a wheel of megatron-core; a file that several sources have is read from the
-first. Nothing in them is run, so that any Python reads any version. `tests/tools/megatron_settings` has the names in
-every supported version, recorded by `names` from these sources:
+A SOURCE is a checkout of Megatron-LM, or a wheel of megatron-core. If several sources have a file, the first source
+counts. The sources are parsed but not run, so that any Python can read any version. The command `names` wrote the names
+of every supported version to `tests/tools/megatron_settings`, from these sources:
 
     for v in 0.16.1 0.17.0 0.18.0 0.19.2; do
         pip download --no-deps --only-binary :all: --python-version 3.12 --dest wheels megatron-core==$v
@@ -15,7 +15,8 @@ every supported version, recorded by `names` from these sources:
     done
     git clone --depth 1 https://github.com/NVIDIA/Megatron-LM lm-main
 
-The wheel of 0.16.1 has no parser, and none has that of ModelOpt: the second source is the nearest tag.
+The wheel of 0.16.1 does not contain Megatron-LM's parser, and no wheel contains the flags of ModelOpt. Therefore the
+second source of each version is a checkout of the nearest tag.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tools.setting_groups import CLASSES_WITHOUT_EFFECT, effects
 
 RECORDS = Path(__file__).parents[1] / "tests" / "tools" / "megatron_settings"
 _PARSERS = ("megatron/training/arguments.py", "megatron/post_training/arguments.py")
-"""The files of Megatron-LM that add flags to the parser of `pretrain_gpt.py`."""
+"""Files of Megatron-LM that add flags to the parser of `pretrain_gpt.py`."""
 _PACKAGES = ("megatron/core/", "megatron/training/")
 """The folders that are searched for configuration classes."""
 
@@ -41,8 +42,8 @@ class SettingNames:
     """The names of the settings of one version.
 
     Attributes:
-        fields: the fields that each configuration class adds to its bases, by the class's full name.
-        flags: the name of the argument that each flag of the parser sets.
+        fields: full name of a configuration class -> fields that the class adds to the fields of its base classes.
+        flags: flag of the parser -> name of the argument that the flag sets.
     """
 
     def __init__(self, fields: Mapping[str, Sequence[str]], flags: Mapping[str, str]) -> None:
@@ -50,13 +51,13 @@ class SettingNames:
 
     @classmethod
     def of(cls, sources: Sequence[Path]) -> SettingNames:
-        """Read the names from checkouts of Megatron-LM and wheels."""
+        """Read the names from checkouts of Megatron-LM and from wheels."""
         reader = _Reader(sources)
         return cls(reader.fields, reader.flags)
 
     @classmethod
     def parse(cls, text: str) -> SettingNames:
-        """Read the names from `str(names)`."""
+        """Read the names from `text`, which is a `str(names)`."""
         fields: dict[str, list[str]] = {}
         for line in text.splitlines():
             if line.startswith("["):
@@ -74,18 +75,18 @@ class SettingNames:
 
     @property
     def settings(self) -> list[str]:
-        """The settings that the table must classify."""
+        """The settings that the table of settings has to classify."""
         fields = (names for name, names in self.fields.items() if not name.startswith(CLASSES_WITHOUT_EFFECT))
         return sorted({*(name for names in fields for name in names), *self.flags.values()})
 
     def missing(self) -> list[str]:
-        """The settings that the table does not classify."""
+        """The settings that the table of settings does not classify."""
         classified = {name for name, _ in effects()}
         return [name for name in self.settings if name not in classified]
 
 
 class _Reader:
-    """Reads the names of settings from sources."""
+    """Reads the names of settings from Megatron's sources."""
 
     def __init__(self, sources: Sequence[Path]) -> None:
         self._classes: dict[str, ast.ClassDef] = {}
@@ -133,7 +134,7 @@ class _Reader:
                 yield from self._flags_of_class(ast.unparse(call.args[0]), without)
 
     def _flags_of_class(self, name: str, without: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """The flags that Megatron-LM's `ArgumentGroupFactory` makes of the fields of a class."""
+        """Yield (flag, name of its argument) for all flags that `ArgumentGroupFactory` makes from a class's fields."""
         node = self._classes[name]
         for base in node.bases:
             if ast.unparse(base) in self._classes:
@@ -150,7 +151,7 @@ class _Reader:
 
 
 def _files(sources: Sequence[Path]) -> dict[str, str]:
-    """The text of every Python file of the sources below `megatron/`, by its path."""
+    """Path -> text of every Python file of the sources below `megatron/`."""
     files: dict[str, str] = {}
     for source in sources:
         if source.suffix == ".whl":
@@ -173,7 +174,7 @@ def _annotations(node: ast.ClassDef) -> Iterator[tuple[str, ast.AnnAssign]]:
 
 
 def _argparse_meta(default: ast.expr | None) -> dict[str, Any]:
-    """The constants of a field's `argparse_meta`."""
+    """Name -> value of the constants in a field's `argparse_meta`."""
     for call in ast.walk(default) if default is not None else ():
         if isinstance(call, ast.Dict):
             for key, value in zip(call.keys, call.values, strict=True):
@@ -192,7 +193,7 @@ def _dest(flags: Sequence[str]) -> str:
 
 
 def recorded() -> dict[str, SettingNames]:
-    """The names in every supported version, from the oldest."""
+    """Version -> names of the settings, for every supported version from the oldest."""
     files = sorted(RECORDS.glob("*.txt"), key=lambda file: [int(part) for part in file.stem.split(".")])
     return {file.stem: SettingNames.parse(file.read_text()) for file in files}
 

@@ -4,9 +4,9 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod --workers 8
 
-writes data/corpus_text_document.bin and .idx; train with `--data-path data/corpus_text_document`. The flags are
-those of Megatron's tool of the same name. A mistake ends with one line and exit status 2. Both files get their names
-only when they are complete.
+writes data/corpus_text_document.bin and .idx; train with `--data-path data/corpus_text_document`. The flags have the
+names of the flags of Megatron's tool of the same name. A user's mistake ends the command with a one-line message and
+exit status 2. The .bin and the .idx file get their final names only when both files are complete.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class EncodingProgress(NamedTuple):
-    """Numbers of documents, bytes of their uncompressed lines, and tokens that are written."""
+    """Number of documents, bytes of their uncompressed lines, and number of written tokens."""
 
     documents: int = 0
     input_bytes: int = 0
@@ -69,7 +69,7 @@ class EncodingProgress(NamedTuple):
 
 
 class ProgressDisplay:
-    """Shows progress: a bar on a terminal, elsewhere (a log file) a line every `log_interval` documents."""
+    """Shows progress: as a bar on a terminal, otherwise as a line for every `log_interval` documents."""
 
     def __init__(self, total_bytes: int | None, log_interval: int) -> None:
         self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
@@ -100,16 +100,16 @@ class ProgressDisplay:
 
 
 class Line(NamedTuple):
-    """A line of an input file as bytes, with its place."""
+    """A line of an input file as bytes, with the name of the file and the number of the line."""
 
     place: str
     data: bytes
 
     def texts(self, key: str) -> list[str]:
-        """The text, or the texts, under a key.
+        """Return the text, or the texts, under a key of the JSON object in the line.
 
         Raises:
-            ValueError: the line is not a JSON object, or has no text under that key.
+            ValueError: the line is not a JSON object, or has no text under the key.
         """
         try:
             record: Any = json.loads(self.data)
@@ -129,10 +129,10 @@ class Line(NamedTuple):
 
 
 def encode(lines: Sequence[Line], key: str, tokenizer: LocalTokenizer, *, append_eod: bool) -> list[list[list[int]]]:
-    """Return the token ids of every text under `key` of every line, without texts that give none.
+    """Return the token ids of every text under `key` of every line, without texts that have no tokens.
 
     Raises:
-        ValueError: the first line that cannot be encoded.
+        ValueError: a line cannot be encoded; the message names the first such line.
     """
     texts = [line.texts(key) for line in lines]
     try:
@@ -153,12 +153,12 @@ def encode(lines: Sequence[Line], key: str, tokenizer: LocalTokenizer, *, append
 
 
 def load_tokenizer(arguments: argparse.Namespace) -> LocalTokenizer:
-    """The tokenizer of the flags, which encodes in as many threads as `--workers` says.
+    """The tokenizer that the flags name, which encodes in `--workers` threads.
 
     Raises:
-        ValueError: it cannot be used.
+        ValueError: the tokenizer cannot be used.
     """
-    # The library reads both when it first encodes.
+    # The tokenizers library reads both variables when it first encodes a text.
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if arguments.workers > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
     # Imported here so that --help does not wait for it; megatron-core warns about missing GPU extensions then.
@@ -183,13 +183,13 @@ def preprocess(
     """Tokenise files of JSON lines and write OUTPUT_PREFIX_KEY_document.bin and .idx.
 
     Args:
-        report: called after every batch of lines.
+        report: function that is called after every batch of lines.
 
     Returns:
-        The prefixes of the pairs, one for each key.
+        The prefixes of the .bin/.idx pairs, one for each key.
 
     Raises:
-        ValueError: a line or a place of output cannot be used; what was there before stays.
+        ValueError: a line or an output path cannot be used; earlier output files stay unchanged.
         OSError: a file cannot be read or written.
     """
     from megatron.core.datasets.indexed_dataset import DType
@@ -219,7 +219,10 @@ def preprocess(
 
 
 def expand_inputs(inputs: Sequence[str]) -> list[str]:
-    """The files that paths and glob patterns name, sorted within a pattern. `ValueError` if one names no file."""
+    """The files that paths and glob patterns name, in the given order; the files of a pattern are sorted.
+
+    Raises `ValueError` if a path or pattern names no file.
+    """
     files = []
     for pattern in inputs:
         matches = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
@@ -230,7 +233,7 @@ def expand_inputs(inputs: Sequence[str]) -> list[str]:
 
 
 def read_lines(files: Iterable[str]) -> Iterator[Line]:
-    """Iterate over the lines of plain or gzipped files, except blank ones."""
+    """Yield the lines of plain or gzipped files, except blank lines."""
     for file in files:
         opener = gzip.open if file.endswith(".gz") else open
         with opener(file, "rb") as stream:
@@ -240,7 +243,7 @@ def read_lines(files: Iterable[str]) -> Iterator[Line]:
 
 
 class PairWriter:
-    """Writes PREFIX.bin and PREFIX.idx under temporary names in the same folder, until `publish` renames them."""
+    """Writes PREFIX.bin and PREFIX.idx under temporary names in the same folder; `publish` renames the files."""
 
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
@@ -264,13 +267,16 @@ class PairWriter:
                 os.remove(path)
 
     def add(self, sequences: Sequence[Sequence[int]]) -> int:
-        """Write a document, and return its number of tokens."""
+        """Write a document, and return the number of its tokens."""
         tokens = np.array([token for sequence in sequences for token in sequence], dtype=self._dtype)
         self._builder.add_document(tokens, [len(sequence) for sequence in sequences])
         return len(tokens)
 
     def publish(self) -> None:
-        """Give both files their final names. An old index is removed first, so that an index always fits its .bin."""
+        """Give both files their final names.
+
+        An old index is removed first, so that an index never belongs to another .bin file.
+        """
         self._builder.finalize(self._partial[1])
         final_bin, final_idx = self._final
         if os.path.exists(final_idx):
@@ -280,7 +286,7 @@ class PairWriter:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool and return its exit status: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Run the tool and return the exit status: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     arguments = parse_arguments(argv)
     try:
         files, tokenizer = expand_inputs(arguments.input), load_tokenizer(arguments)

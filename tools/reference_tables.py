@@ -1,4 +1,4 @@
-"""Prints tables of the reference, which are made from the package; `make docs` puts them on the pages of the site.
+"""Prints reference tables that are made from the package; `make docs` inserts the tables into pages of the site.
 
 python -m tools.reference_tables settings  Megatron's settings that a schedule refuses or handles
 python -m tools.reference_tables hooks     the functions that the launcher replaces and calls
@@ -25,10 +25,10 @@ _POST_VALIDATION, _REPLICAS = "`--zero-bubble-post-validation`", "`--hierarchica
 
 
 def settings_tables(versions: Mapping[str, SettingNames]) -> str:
-    """The settings of Megatron that a schedule refuses or handles, and how many settings have each status.
+    """Return tables of Megatron's settings: the refused and handled settings, and the number with each status.
 
     Args:
-        versions: the names of the settings in each version, which have the flag of a setting.
+        versions: version -> names of the settings, from which the flag of each setting is taken.
     """
     flags = _flags_of_settings(versions)
     counts = Counter(effect for _, effect in effects())
@@ -57,7 +57,7 @@ def settings_tables(versions: Mapping[str, SettingNames]) -> str:
 
 
 def hook_tables() -> str:
-    """The functions of Megatron that the launcher replaces and calls, with the flags that need them."""
+    """Return tables of the Megatron functions that the launcher replaces and calls, and the flags that need each."""
     asked: dict[str, list[str]] = {}
     replaced: dict[str, Needed] = {}
     for title, flags in (
@@ -92,21 +92,21 @@ def hook_tables() -> str:
 
 
 TABLES = {"settings": lambda: settings_tables(recorded()), "hooks": hook_tables}
-"""The functions that make the tables of a page, by the name in its mark."""
+"""Name in a comment `<!-- table: NAME -->` of a page -> function that makes the tables."""
 _MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 
 
 def with_tables(markdown: str) -> str:
-    """The text of a page with tables in the place of marks such as `<!-- table: hooks -->`.
+    """Replace marks such as `<!-- table: hooks -->` in the text of a page by tables.
 
     Raises:
-        KeyError: a mark has a name that `TABLES` does not have.
+        KeyError: the name in a mark is not in `TABLES`.
     """
     return _MARK.sub(lambda mark: TABLES[mark[1]](), markdown)
 
 
 def _functions(rows: Iterable[tuple[str, Needed]]) -> str:
-    """A table of functions; neighbours with the same explanation share a row."""
+    """A table of functions; consecutive functions with the same explanation share a row."""
 
     def explanation(row: tuple[str, Needed]) -> tuple[str, str]:
         asked, needed = row
@@ -136,12 +136,12 @@ def _names(names: Iterable[str], flags: Mapping[str, str]) -> str:
 
 
 def _code(name: str) -> str:
-    """A name as Markdown; a feature that is described in words stays as it is."""
+    """A name as Markdown; a feature that is described in words is not changed."""
     return f"`{name}`" if " " not in name or name.startswith("--") else name
 
 
 def _flags_of_settings(versions: Mapping[str, SettingNames]) -> dict[str, str]:
-    """A flag for each setting that has one, as the newest version spells it."""
+    """Setting -> flag of the setting in the newest version that has one."""
     flags: dict[str, str] = {}
     for names in versions.values():
         first: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Classifies every setting of Megatron by its effect on a zero-bubble schedule; `setting_groups.txt` has the groups."""
+"""Classifies Megatron's settings by their effect on a zero-bubble schedule; `setting_groups.txt` has the classes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ class Effect(Enum):
     """The effect of a setting on a zero-bubble schedule."""
 
     RUN = "works, and was run"
-    """Trained on CPUs with the numbers of megatron-core's own schedule."""
+    """Training with the setting was run on CPUs, and gave the same numbers as megatron-core's own schedule."""
     READ = "works, as the sources say"
-    """Changes the computation of a step in a way that no schedule notices. It has not been run."""
+    """The setting changes the computation of a step, but not in a way that matters to a schedule. Training with the
+    setting was not run."""
     HANDLED = "handled"
-    """This project reads the setting, or has its effect in another way."""
+    """This project reads the setting, or obtains the effect of the setting in another way."""
     REFUSED = "refused"
     NONE = "without effect"
-    """Says nothing about forward, backward and the optimizer's step, or only together with a refused setting."""
+    """The setting does not affect forward, backward and optimizer step, or does so only together with a refused
+    setting."""
 
 
 class SettingGroup(NamedTuple):
-    """Settings that have the same effect for the same reason: what is done with them, or why nothing has to be."""
+    """Settings with the same effect and the same reason: how the settings are handled, or why they need no handling."""
 
     effect: Effect
     title: str
@@ -34,7 +36,7 @@ class SettingGroup(NamedTuple):
 
 
 def _read() -> tuple[list[SettingGroup], tuple[str, ...]]:
-    """Return the groups of the file, and the beginnings of the names of classes without effect."""
+    """Return the groups in the file, and the beginnings of the names of the classes whose settings have no effect."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     groups: list[SettingGroup] = []
     for part in text.split("\n[")[1:]:
@@ -50,15 +52,15 @@ GROUPS, CLASSES_WITHOUT_EFFECT = _read()
 
 
 def is_unconditional(row: Refusal) -> bool:
-    """Tell whether a row refuses its settings with every schedule, whenever they are on."""
+    """Tell whether a row refuses its settings with every schedule and with every value that switches them on."""
     return not row.features and not row.when.words
 
 
 def effects() -> Iterator[tuple[str, Effect]]:
-    """Yield every setting's name with its effect.
+    """Yield (name, effect) of every setting.
 
-    A name occurs once in a correct table. A setting that is refused with some features or values only has the effect
-    that it has without them.
+    In a correct table, each name occurs once. A setting that is refused only with some features or values has the
+    effect that applies without these features or values.
     """
     for row in REFUSALS:
         if is_unconditional(row):

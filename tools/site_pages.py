@@ -1,7 +1,8 @@
-"""Hooks of mkdocs for the documentation site: pages from outside of docs/, links, generated tables, the playground.
+"""Hooks of mkdocs for the documentation site: pages from outside docs/, links, generated tables, and the playground.
 
-README.md is the site's first page; CONTRIBUTING.md and CHANGELOG.md are pages, too. Their links and those to them are
-written for the repository, and are changed here to what they are on the site. Links to source files become plain text.
+README.md is the site's first page; CONTRIBUTING.md and CHANGELOG.md are pages, too. The links in these pages, and the
+links to these pages, are written for the repository; this module changes these links for the site. Links to source
+files become plain text.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from tools.reference_tables import with_tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-"""Pages of the site that lie in the repository's root, by their name there."""
+"""Path of a page in the root of the repository -> path of the page on the site."""
 PLAYGROUND = ROOT / "build" / "playground"
-"""Where `make docs` puts the playground if Python for the browser has been fetched."""
+"""Folder of the playground; `make docs` builds the playground only if Python for the browser has been downloaded."""
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the repository's root, and the playground's files."""
+    """Add the pages from the root of the repository, and the files of the playground, to the site."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=site_text((ROOT / source).read_text(), "")))
     for path in PLAYGROUND.rglob("*") if PLAYGROUND.is_dir() else ():
@@ -34,7 +35,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Change the links of a page, and add its generated tables; show the playground where it has been built."""
+    """Change the links of a page, add its generated tables, and add the playground to its page if it has been built."""
     if page.file.src_uri in PAGES.values():
         return markdown
     address = config["extra"]["playground"]
@@ -45,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def site_text(markdown: str, root: str) -> str:
-    """The text of a page with the site's links; `root` is the way from the page to the repository's root."""
+    """Return a page with links for the site; `root` is the relative path from the page to the repository's root."""
     outside_of_code = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(
         part if part.startswith("```") else _without_docs(_LINK.sub(lambda match: _link(match, root), part), root)
@@ -65,5 +66,5 @@ def _link(match: re.Match[str], root: str) -> str:
 
 
 def _without_docs(text: str, root: str) -> str:
-    """The text with links to `docs/` as seen from within it."""
+    """Return the text with links to `docs/` changed for pages inside `docs/`."""
     return text.replace(f"]({root}docs/", "](")

@@ -1,1 +1,1 @@
-"""The parts of `python -m benchmarks.emulate`, which runs schedules for real with sleeps in place of compute."""
+"""The parts of `python -m benchmarks.emulate`, which runs schedules in processes that sleep instead of computing."""

@@ -1,4 +1,4 @@
-"""The flags of `python -m benchmarks.emulate`; it shares those of a schedule with `zero-bubble schedule`."""
+"""The flags of `python -m benchmarks.emulate`, many of which are also flags of `zero-bubble schedule`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule.lower import RECEIVE_AHEAD
 from megatron.zero_bubble.session.flag_parser import flag
 
 ACTIVATION_BYTES = 65536
-"""Size of an emulated message between stages, by default."""
+"""Default size in bytes of an emulated message between stages."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Counts the activations that one emulated rank holds, by the lifetimes of the objects that stand for them."""
+"""Counts the activations of one emulated rank; a Python object represents each activation while it is in memory."""
 
 from __future__ import annotations
 
 
 class EmulatedMemory:
-    """The memory of one rank: what is held now, and the most that was held since the last `reset`."""
+    """The memory of one rank: the current amount, and the largest amount since the last `reset`."""
 
     def __init__(self) -> None:
         self._now = self.peak = 0.0
@@ -13,7 +13,7 @@ class EmulatedMemory:
         self.peak = self._now
 
     def hold(self, amount: float) -> Held:
-        """Return an object that holds this much memory as long as it exists."""
+        """Return an object that occupies this much memory until the object is deleted."""
         return Held(self, amount)
 
     def change(self, amount: float) -> None:
@@ -22,7 +22,7 @@ class EmulatedMemory:
 
 
 class Held:
-    """Memory that is given back when nothing refers to this object any more."""
+    """An amount of memory that is released when nothing refers to this object any more."""
 
     def __init__(self, memory: EmulatedMemory, amount: float) -> None:
         self._memory, self.amount = memory, amount

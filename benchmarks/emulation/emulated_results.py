@@ -1,4 +1,4 @@
-"""Runs every schedule that the flags of `benchmarks.emulate` name and tabulates what was measured."""
+"""Runs every schedule that the flags of `benchmarks.emulate` name, and makes a table of the measurements."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from megatron.zero_bubble.schedule.tail import reorder_tail
 
 @dataclass(frozen=True)
 class Result:
-    """What one schedule was planned to take and what it took; times are in milliseconds."""
+    """The simulated and the measured times of one schedule, in milliseconds."""
 
     name: str
     timeline: Timeline
     """The simulated plan."""
     steps: list[list[StepRecord]]
     reduction: Reduction | None = None
-    """The simulated reduction of gradients over replicas; None where nothing is reduced."""
+    """The simulated reduction of gradients over replicas; None without a reduction."""
     edges: list[dict[int, float]] | None = None
-    """For every rank, the milliseconds of a message over each of its edges; None for peers, which are not measured."""
+    """Rank -> {s: milliseconds of a message between stages s and s + 1}; None for peers, which are not measured."""
 
     @property
     def simulated(self) -> float:
-        """The simulated makespan, or the simulated time until the last gradient is reduced where there are replicas."""
+        """The simulated makespan; with replicas, the simulated time until the last gradient is reduced."""
         return float(self.timeline.makespan if self.reduction is None else self.reduction.makespan)
 
     @property
     def exposed_reduction(self) -> float:
-        """The median measured time from the end of the last operation anywhere to the return of the last rank."""
+        """Median measured time from the end of the last operation of all ranks to the return of the last rank."""
         return 1e3 * median(max(r.returned for r in ranks) - max(r.last_end for r in ranks) for ranks in self.steps)
 
     @property
     def ideal(self) -> float:
-        """The time without any bubble: the work of the busiest rank."""
+        """The time without a bubble, which is the work of the busiest rank."""
         return float(max(self.timeline.work))
 
     @property
     def makespans(self) -> list[float]:
-        """For every step, the measured time from the common start to the return of the last rank."""
+        """Step -> measured time from the common start to the return of the last rank."""
         return [1e3 * (max(rank.returned for rank in ranks) - ranks[0].start) for ranks in self.steps]
 
     @property
@@ -64,23 +64,23 @@ class Result:
 
     @property
     def spans(self) -> list[float]:
-        """For every step, the longest time that a rank needs from its first operation to its last."""
+        """Step -> longest time of a rank from its first operation to its last."""
         return [1e3 * max(rank.last_end - rank.first_start for rank in ranks) for ranks in self.steps]
 
     @property
     def idle(self) -> Idle:
-        """The share of all ranks' time that is not planned work, for the median of the longest spans."""
+        """Fraction of the ranks' time without planned work, if a step takes the median of the longest spans."""
         return Idle.of([median(self.spans)], self.timeline.work)
 
     @property
     def exposed(self) -> float | None:
-        """Exposed communication of the rank that has most, median over steps; None for peers (not measured)."""
+        """Largest exposed communication of any rank, as a median over steps; None for peers, which are not measured."""
         worst = [max(rank.exposed or 0.0 for rank in ranks) for ranks in self.steps]
         return None if self.steps[0][0].exposed is None else 1e3 * median(worst)
 
     @property
     def peak_memory(self) -> list[float] | None:
-        """For every rank, the most activations that it held in any step, counted, in M_B; None for peers."""
+        """Rank -> largest counted amount of its activations in any step, in M_B; None for peers."""
         if self.steps[0][0].peak is None:
             return None
         return [max(record.peak or 0.0 for record in records) for records in zip(*self.steps, strict=True)]
@@ -115,10 +115,10 @@ class Result:
 
 
 def emulate(flags: EmulationFlags) -> list[Result]:
-    """Run every schedule that the flags name, and the peers if they ask for them.
+    """Run every schedule that the flags name; also run the peers if the flags ask for peers.
 
     Raises:
-        ScheduleError: a schedule is unknown or not possible at these sizes.
+        ScheduleError: a schedule is unknown, or impossible with the sizes in the flags.
     """
     plans = contestants(flags)
     costs, by_parameter = None, frozenset[str]()
@@ -148,7 +148,7 @@ def emulate(flags: EmulationFlags) -> list[Result]:
 
 
 def run_plans(plans: Sequence[Timeline], steps: int) -> list[Result]:
-    """Run the schedules of `plans`, each with its own costs and a name of its own, `steps` times in turns."""
+    """Run the schedules of `plans`, each with its own costs and a unique name, in turns and `steps` times each."""
     longest = max(float(plan.makespan) for plan in plans)
     job = EmulatedJob(
         num_ranks=plans[0].schedule.num_ranks,
@@ -168,7 +168,7 @@ def run_plans(plans: Sequence[Timeline], steps: int) -> list[Result]:
 
 
 def make_job(flags: EmulationFlags, plans: Sequence[Timeline], longest: float) -> EmulatedJob:
-    """Return the job that runs `plans`, none of which needs more than `longest` milliseconds for a step."""
+    """Return the job that runs `plans`; no plan needs more than `longest` milliseconds for a step."""
     return EmulatedJob(
         num_ranks=flags.pipeline_size,
         schedules=tuple((lower(plan.schedule, flags.receive_ahead, plan.costs), plan.costs) for plan in plans),
@@ -181,14 +181,14 @@ def make_job(flags: EmulationFlags, plans: Sequence[Timeline], longest: float) -
 
 
 def _with_reordered_tail(plan: Timeline) -> Iterator[Timeline]:
-    """Yield the plan and, if it splits the backward, the plan whose tail runs its W's parameter by parameter."""
+    """Yield the plan and, if the backward is split, a second plan with the last W of each rank ordered by parameter."""
     yield plan
     if plan.schedule.splits_backward:
         yield simulate(replace(reorder_tail(plan.schedule), name=_by_parameter(plan)), plan.costs)
 
 
 def _by_parameter(plan: Timeline) -> str:
-    """Return the name of the variant of `plan` whose tail runs its W's parameter by parameter."""
+    """Return the name of the variant of `plan` in which the last W of each rank are ordered by parameter."""
     return f"{plan.schedule.name}, tail by parameter"
 
 
@@ -208,7 +208,7 @@ def _peers(flags: EmulationFlags) -> Iterator[Peer]:
 
 
 def _one_after_the_other(peer: Peer) -> float:
-    """Return an upper bound of the makespan in milliseconds: all microbatches, and as many more as there are ranks."""
+    """Return an upper bound of the makespan in milliseconds: the time of m + p microbatches, one after the other."""
     work = [peer.costs.work(stage) for stage in range(peer.costs.num_stages)]
     return (peer.num_microbatches + peer.placement.num_ranks) * max(work) * peer.placement.num_chunks
 
@@ -266,6 +266,6 @@ def emulation_table(results: list[Result], *, markdown: bool = False) -> str:
 
 
 def _peaks(one: Result) -> tuple[str, str]:
-    """Return the peak memory of the fullest rank, counted and simulated."""
+    """Return the counted and the simulated peak memory of the rank with the largest peak."""
     counted = one.peak_memory
     return "" if counted is None else f"{max(counted):.3f}", f"{float(max(one.timeline.peak_memory)):.3f}"

@@ -16,18 +16,20 @@ from megatron.zero_bubble.cli.schedule.planned_figures import figures_of_all
 from megatron.zero_bubble.schedule import Timeline, iteration_time, simulate, with_post_validation
 
 FILL = 2
-"""Unmeasured iterations at the start of a turn: only from the third on does every iteration add the same time."""
+"""Number of unmeasured iterations at the start of a turn; from the third iteration on, iterations take the same
+time."""
 FOLLOWING = 5
-"""Measured iterations of a turn."""
+"""Number of measured iterations of a turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationResult(Result):
-    """What one schedule took with or without post-validation, in milliseconds; a step is a turn of iterations."""
+    """Times of one schedule with or without post-validation, in milliseconds; a step is a turn of iterations."""
 
     post_validation: bool
     optimizer_reduction: float
-    """The measured time of the reduction that the optimizer waits for, when all ranks enter it together."""
+    """Measured time of the reduction for which the optimizer waits, if all ranks start the reduction at the same
+    time."""
 
     @property
     def simulated(self) -> float:
@@ -36,12 +38,12 @@ class IterationResult(Result):
 
     @property
     def expected(self) -> float:
-        """The simulated time of an iteration, plus the optimizer's reduction if the next iteration waits for that."""
+        """The simulated time of an iteration, plus the optimizer's reduction if the next iteration waits for it."""
         return self.simulated + (0.0 if self.post_validation else self.optimizer_reduction)
 
     @property
     def makespans(self) -> list[float]:
-        """For every turn, the mean time from one iteration's end to the next's; the last rank to end counts."""
+        """Turn -> mean time from the end of an iteration to the end of the next, each on its last rank."""
         ends = [max(rank.returned for rank in ranks) for ranks in self.steps]
         length = FILL + FOLLOWING
         turns = [ends[first : first + length] for first in range(0, len(ends), length)]
@@ -53,10 +55,10 @@ class IterationResult(Result):
 
 
 def emulate_iterations(flags: EmulationFlags) -> list[IterationResult]:
-    """Run every schedule that the flags name, first without post-validation and then with it.
+    """Run every schedule that the flags name, first without and then with post-validation.
 
     Raises:
-        ScheduleError: a schedule is unknown or not possible at these sizes.
+        ScheduleError: a schedule is unknown, or impossible with the sizes in the flags.
     """
     plans = [one.timeline for one in figures_of_all(flags, flags.schedule, flags.memory_limit, leaves_out_slow=True)]
     validated = [_with_post_validation(plan) for plan in plans]
@@ -87,7 +89,7 @@ def _results(plans: Sequence[Timeline], validated: Sequence[Timeline], records: 
 
 
 def iteration_table(results: Sequence[IterationResult], *, markdown: bool = False) -> str:
-    """Return a table with a row a schedule: both measured times, the expected ones, and the gain of post-validation."""
+    """Return a table with a row for each schedule: both measured times, both simulated times, and the gain."""
     heads = (
         *("schedule", "with (ms)", "spread", "simulated", "above simulated"),
         *("without (ms)", "spread", "makespan", "+ reduction", "above simulated", "gain", "simulated"),

@@ -13,12 +13,13 @@ from megatron.zero_bubble.runtime.communicator import Communicator, PendingRecei
 
 @dataclass
 class EmulatedLink:
-    """A communicator that delivers each message at the time in its header, and measures exposed communication.
+    """A communicator that delivers messages at the times in their headers, and measures exposed communication.
 
-    A receiver's wait before the message is sent is bubble; its wait after that is exposed communication.
+    If a receiver waits before the message is sent, the wait counts as bubble; the wait after the sending counts as
+    exposed communication.
 
     Attributes:
-        exposed: seconds of waiting for messages that had been sent, added up since this was last set to 0.
+        exposed: total seconds of waiting for messages that were already sent, since `exposed` was last set to 0.
     """
 
     inner: Communicator

@@ -1,4 +1,4 @@
-"""Turns the records of an emulated run into what a training leaves behind: a profile and timelines."""
+"""Turns the records of an emulated run into the files that a training writes: a profile and timelines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron.zero_bubble.session.timeline_files import measured_timeline, write
 
 
 def profile_of(result: Result) -> Profile:
-    """Return the measured costs of one of our schedules, computed over all steps as training computes them.
+    """Return the measured costs of a schedule, computed over all steps with the code that trainings use.
 
-    Memory is not measured here: it is that of the costs which the emulation was given, in their unit. So is R's time
-    where nothing was recomputed.
+    Memory is not measured: the profile has the memory of the emulated costs, in the unit of these costs. If nothing was
+    recomputed, the time of R also comes from the emulated costs.
     """
     schedule, asked = result.timeline.schedule, result.timeline.costs
     assert result.edges is not None
@@ -41,7 +41,7 @@ def profile_of(result: Result) -> Profile:
 
 
 def _edges(costs: StageCosts, asked: StageCosts, schedule: Schedule) -> tuple[float, ...]:
-    """Return the milliseconds of a message over every edge: the longer of the measured and the emulated time."""
+    """Return s -> milliseconds of a message between stages s and s + 1: the longer of measured and emulated time."""
     placement = schedule.placement
     return tuple(
         max(measured, asked.time_comm[edge]) if placement.rank_of(edge) != placement.rank_of(edge + 1) else 0.0
@@ -50,7 +50,7 @@ def _edges(costs: StageCosts, asked: StageCosts, schedule: Schedule) -> tuple[fl
 
 
 def draw_median_step(result: Result, folder: Path) -> None:
-    """Write the timeline files of the step with the median makespan into `folder`."""
+    """Write timeline files of the step with the median makespan into `folder`."""
     makespans = result.makespans
     median_step = sorted(range(len(makespans)), key=makespans.__getitem__)[len(makespans) // 2]
     schedule = result.timeline.schedule

@@ -1,4 +1,4 @@
-"""Runs one rank of one of our schedules, with the executor that trains and emulated compute."""
+"""Runs one rank of one of this project's schedules, with the executor of real trainings and emulated compute."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from megatron.zero_bubble.schedule import Schedule, StageCosts
 
 
 class OwnRun:
-    """One of our schedules on one rank.
+    """Runs one rank of a schedule of this project.
 
     Args:
-        costs: what is emulated; of all microbatches, or, without shards, of each.
+        costs: emulated costs of every microbatch; without vocabulary shards, optionally a sequence with the costs of
+            each microbatch.
         reduction: costs of reducing gradients over `replicas`; None without replicas.
-        waits_for_optimizer: whether a step ends with the optimizer's reduction.
-        group: all ranks of the pipeline, needed for a schedule with operations on vocabulary shards.
+        waits_for_optimizer: whether a step ends with a wait for the optimizer's reduction.
+        group: group of all pipeline ranks, needed only for schedules with operations on vocabulary shards.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class OwnRun:
 
     @property
     def exposed(self) -> float:
-        """Seconds that the last step waited for messages that had been sent, and collectives that had begun."""
+        """Seconds that the last step waited for messages already sent, and for collectives already begun."""
         return self.link.exposed + (self._lane.exposed if self._lane is not None else 0.0)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Runs torch.distributed.pipelining's schedules over the same emulated compute as ours.
+"""Runs the schedules of torch.distributed.pipelining with the same emulated compute as this project's schedules.
 
-The runtime of torch.distributed.pipelining splits a backward by walking the autograd graph: B is the path from output
-to input, and W is what branches off to the parameters. B and W therefore sleep in autograd nodes of their own, so that
-the split works as its authors intended:
+The runtime of torch.distributed.pipelining splits a backward along the autograd graph: B is the path from the output to
+the input, and W consists of the branches to the parameters. B and W therefore sleep in separate autograd nodes, so that
+the split works as intended:
 
     input --- B ---+
                    join --- output
@@ -22,13 +22,13 @@ from benchmarks.emulation.sleeping import Emulation, StageTimes, await_arrival
 from megatron.zero_bubble.schedule import Placement, StageCosts
 
 ONE_CHUNK = {"GPipe": "gpipe", "1F1B": "1f1b"}
-"""Maps schedules with one chunk a rank to the names of ours that have the same order."""
+"""Name of a PyTorch schedule with one chunk a rank -> name of this project's schedule with the same order."""
 SEVERAL_CHUNKS = ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def peer_placements(num_ranks: int, num_chunks: int) -> dict[str, Placement]:
-    """Return the placement that every peer prescribes, by its name in torch.distributed.pipelining."""
+    """Return name in torch.distributed.pipelining -> placement that the schedule prescribes."""
     return {
         **dict.fromkeys(ONE_CHUNK, Placement("linear", num_ranks)),
         **dict.fromkeys(SEVERAL_CHUNKS, Placement("interleaved", num_ranks, num_chunks)),
@@ -38,7 +38,7 @@ def peer_placements(num_ranks: int, num_chunks: int) -> dict[str, Placement]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A schedule of torch.distributed.pipelining with its sizes and the costs of its stages."""
+    """A schedule of torch.distributed.pipelining with its number of microbatches, its placement and its costs."""
 
     name: str
     costs: StageCosts
@@ -47,7 +47,10 @@ class Peer:
 
 
 class PeerRun:
-    """Runs one rank of a peer. Raises `ValueError` if the peer refuses the number of microbatches."""
+    """Runs one rank of a schedule of torch.distributed.pipelining.
+
+    Raises `ValueError` if the schedule refuses the number of microbatches.
+    """
 
     def __init__(self, peer: Peer, emulation: Emulation, rank: int) -> None:
         placement = peer.placement
@@ -72,14 +75,15 @@ class PeerRun:
     def order(self) -> list[list[str]]:
         """Return the actions of every rank in order; an idle slot is an empty word.
 
-        Schedules with one chunk a rank have this order for display only; it is not what they run.
+        For schedules with one chunk a rank, torch.distributed.pipelining keeps this order only for display, and runs a
+        different order.
         """
         order = self._schedule.pipeline_order
         return [[str(action or "") for action in order[rank]] for rank in sorted(order)]
 
 
 def _make_stage(times: StageTimes, emulation: Emulation, placement: Placement) -> PipelineStage:
-    """Return a `PipelineStage`, with its shapes given so that the runtime need not run the stage to find them."""
+    """Return a `PipelineStage` with given shapes, so that the runtime need not run the stage to find the shapes."""
     example = emulation.spec.empty()
     return PipelineStage(
         _Module(times, emulation),
@@ -141,7 +145,7 @@ class _WeightNode(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Autograd node where the paths of B and W meet; its backward runs once for B and once more for W."""
+    """Autograd node where the paths of B and W meet; the backward of this node runs once for B and once for W."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, weight: torch.Tensor, times: StageTimes) -> Any:

@@ -1,4 +1,4 @@
-"""Simulates when the gradients of every rank are reduced over its replicas, while the rank computes."""
+"""Simulates the reduction of every rank's gradients over its replicas, which overlaps with computation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.zero_bubble.schedule.tail import run_together
 
 @dataclass(frozen=True)
 class Reduction:
-    """When the gradients of every rank are reduced, in the unit and from the start of the timeline's times."""
+    """End times of the reduction of gradients, in the unit and with the origin of the timeline's times."""
 
     ends: tuple[float, ...]
     makespan: float
-    """Time until the last gradient anywhere is reduced."""
+    """Time until the last gradient of all ranks is reduced."""
     exposed: float
     """Time by which the reduction makes the makespan longer."""
 
@@ -24,19 +24,19 @@ class Reduction:
 def simulate_reduction(
     timeline: Timeline, time_reduce: Sequence[float], num_buckets: int, *, by_parameter: bool
 ) -> Reduction:
-    """Reduce the gradients while `timeline` runs, bucket by bucket, on a link of each rank's own.
+    """Simulate the reduction of gradients during `timeline`, bucket by bucket, on a separate link for each rank.
 
-    A chunk's parameters fill `num_buckets` buckets of equal size, whose gradients are ready in equal steps of the
-    chunk's last gradients: those of the last microbatch, or of the whole tail if it runs parameter by parameter. A link
-    carries one bucket after the other, in the order in which they are ready, and takes no time from compute. The
-    gradient of a vocabulary shard is not reduced with them.
+    The parameters of a chunk fill `num_buckets` buckets of equal size. The gradients of the buckets become ready at
+    equal intervals during the last W of the chunk: the W of the last microbatch or, if the last W of a rank are ordered
+    by parameter, all of these W. A link reduces one bucket after the other, in the order in which buckets become ready,
+    and does not slow down computation. The gradient of a vocabulary shard is not part of this reduction.
 
     Args:
-        time_reduce: for each stage, the time to reduce all its gradients.
-        by_parameter: whether neighbours in the tail run together, see `run_together`.
+        time_reduce: stage -> time to reduce all gradients of the stage.
+        by_parameter: whether the last W of each rank run parameter by parameter (see `run_together`).
 
     Raises:
-        ScheduleError: the times are not one a stage, or there is no bucket.
+        ScheduleError: `time_reduce` does not have one time for each stage, or `num_buckets` is below 1.
     """
     schedule = timeline.schedule
     if len(time_reduce) != schedule.num_stages or num_buckets < 1:
@@ -61,7 +61,7 @@ def simulate_reduction(
 
 
 def _last_gradients(lane: Sequence[TimedOp], num_chunks: int, by_parameter: bool) -> list[tuple[TimedOp, TimedOp]]:
-    """For each chunk, the first and the last of the operations that together complete its gradients."""
+    """Chunk -> (first, last) of the operations that together complete the gradients of the chunk."""
     timed = {timed.op: timed for timed in lane}
     last: dict[int, tuple[TimedOp, TimedOp]] = {}
     ops = [timed.op for timed in lane]

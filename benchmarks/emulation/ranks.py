@@ -1,4 +1,4 @@
-"""Starts the ranks of an emulated run and gathers their records."""
+"""Starts the ranks of an emulated run, and gathers the measurements of all ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from benchmarks.emulation.worker import EmulatedJob, StepRecord, run_rank
 
 @dataclass(frozen=True)
 class Records:
-    """Everything that the ranks of an emulated run measured."""
+    """All measurements of the ranks of an emulated run."""
 
     steps: dict[str, list[list[StepRecord]]]
-    """By contestant, the records of all ranks for every iteration of every step."""
+    """Schedule or peer -> records of all ranks, for every iteration of every step."""
     refused: dict[str, str]
-    """By peer that does not run at these sizes, the reason."""
+    """Peer that cannot run with the given sizes -> reason."""
     orders: dict[str, list[list[str]]]
-    """By peer, the actions of every rank in order."""
+    """Peer -> actions of every rank in order."""
     edges: dict[str, list[dict[int, float]]]
-    """By schedule of ours, the milliseconds of a message over each edge of every rank."""
+    """Schedule of this project -> rank -> {s: milliseconds of a message between stages s and s + 1}."""
     gathers: list[float]
-    """Seconds that rank 0 needed each time to gather the bubble rate."""
+    """Seconds that rank 0 needed to gather the bubble rate, for each repetition."""
     reductions: list[float]
-    """Seconds of the optimizer's reduction, each time on the rank where it took longest."""
+    """Seconds of the optimizer's reduction on the rank that took longest, for each repetition."""
 
 
 def run_job(job: EmulatedJob) -> Records:
-    """Run `job` on processes of its own, one a rank, and return what they measured; raises what a rank raised."""
+    """Run `job` in one process for each rank, and return the measurements; an error of a rank is raised again here."""
     with tempfile.TemporaryDirectory() as directory:
         job = replace(job, directory=Path(directory))
         # The server imports torch once and forks every rank, because an import in each rank would take long.
@@ -47,7 +47,7 @@ def run_job(job: EmulatedJob) -> Records:
 
 
 def _start_server_deaf_to_interrupts() -> None:
-    """Start the server so that it and its ranks ignore Ctrl-C: this process ends them, and they print nothing."""
+    """Start the fork server so that it and the ranks ignore Ctrl-C: this process ends the ranks without output."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()

@@ -1,4 +1,4 @@
-"""Emulates the reduction of gradients over data-parallel replicas, on a link that works while the rank computes."""
+"""Emulates the reduction of gradients over data-parallel replicas, which overlaps with the computation of the rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.emulation.sleeping import sleep_until
 
 @dataclass(frozen=True)
 class ReductionCosts:
-    """What the emulated reduction costs; the buckets of a rank have equal sizes, and each holds one parameter."""
+    """The costs of the emulated reduction; the buckets of a rank have equal sizes, with one parameter each."""
 
     data_parallel_size: int
     time_reduce: float
@@ -23,10 +23,10 @@ class ReductionCosts:
 
 
 class ReductionLink:
-    """One rank's link to its replicas, which reduces one bucket after the other, each once all replicas have it.
+    """A rank's link to its replicas, which reduces one bucket at a time, when the bucket is ready on all replicas.
 
-    The replicas agree on that time by a real all-reduce of the times at which each was ready. The link's own time
-    passes while the rank computes; `finish` waits for the rest.
+    A real all-reduce over the replicas computes when a bucket is ready on all of them. The time of the reduction passes
+    while the rank computes; `finish` waits for the remaining time.
     """
 
     def __init__(self, costs: ReductionCosts, num_chunks: int, replicas: dist.ProcessGroup) -> None:
@@ -35,7 +35,7 @@ class ReductionLink:
         self._started: list[tuple[dist.Work, torch.Tensor]] = []
 
     def start(self) -> None:
-        """Hand the next bucket to the link, now that its gradients are complete on this rank."""
+        """Start the reduction of the next bucket, whose gradients are now complete on this rank."""
         ready = torch.tensor([time.perf_counter()], dtype=torch.float64)
         work = dist.all_reduce(ready, op=dist.ReduceOp.MAX, group=self._replicas, async_op=True)
         self._started.append((work, ready))

@@ -1,4 +1,4 @@
-"""Emulates activations that a schedule copies to the host and back: real tensors and copies, at an emulated rate."""
+"""Emulates the offload of activations to the host: real tensors are copied to the host and back at an emulated rate."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.schedule import Schedule, StageCosts
 
 _ELEMENTS = 2**16
-"""Elements of the tensor that stands for an M_B: few, because a rank that computes does not wait for its allocation."""
+"""Number of elements of the tensor that represents 1 M_B; the number is small to keep the allocation time short."""
 
 
 class CountedOffloadStore(OffloadStore):
-    """The store of a rank whose copies take the times of its costs, and whose memory is counted.
+    """The offload store of a rank, with copies that take the times in the costs and with a count of the memory.
 
     Raises:
-        ValueError: the costs are not those of one rate.
+        ValueError: the times of copies in the costs do not correspond to a single rate.
     """
 
     def __init__(self, costs: StageCosts, schedule: Schedule, rank: int, memory: EmulatedMemory) -> None:
@@ -42,11 +42,11 @@ class CountedOffloadStore(OffloadStore):
 
 
 class SavedActivation:
-    """A tensor that autograd saves in a forward, for the part of its activations that can be copied.
+    """A tensor that autograd saves in a forward, in place of the activations that can be copied to the host.
 
     Args:
-        amount: that part, in M_B.
-        value: of its elements.
+        amount: size of the activations that can be copied, in M_B.
+        value: value of each element of the tensor.
     """
 
     def __init__(self, amount: float, value: float) -> None:
@@ -56,7 +56,7 @@ class SavedActivation:
         self._value = value
 
     def check(self) -> None:
-        """Raise `AssertionError` unless a backward would find the tensor as the forward has saved it."""
+        """Raise `AssertionError` if a backward would not find the values that the forward has saved."""
         assert self._node is not None
         found = self._node._saved_self  # type: ignore[attr-defined]  # of a product
         assert found[0] == found[-1] == self._value, "a copy brought back something else"

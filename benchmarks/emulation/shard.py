@@ -1,4 +1,4 @@
-"""Emulates a rank's vocabulary shard: operations by sleeps, collectives by real ones of the sizes that training has."""
+"""Emulates a rank's vocabulary shard: operations are sleeps, and collectives are real, with the sizes in a training."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from megatron.zero_bubble.schedule import Op, OpKind, Schedule, StageCosts
 from megatron.zero_bubble.schedule.graph import collective_time
 
 _BYTES_A_TOKEN = 2 * 4096
-"""Size of a token in a message between stages: 4096 numbers of 16 bits."""
+"""Bytes of one token in a message between stages: 4096 values of 16 bits."""
 
 
 class EmulatedShard:
     """The vocabulary shard of one rank, for `EmulatedStage`.
 
-    A collective is complete once all ranks whose part is needed have begun it, and as much later as the costs say, or
-    when the real one is. The first numbers of its tensors are the times at which ranks have begun it.
+    An emulated collective is complete when two conditions hold: the real collective is complete, and the time in the
+    costs has passed since the last of the needed ranks began. The first elements of a collective's tensors contain the
+    times at which ranks began the collective.
 
     Attributes:
-        begun: when the last of these ranks began the collective that this rank has run last.
+        begun: time at which the last needed rank began the latest collective of this rank.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class EmulatedShard:
         num_tokens = max(1, num_bytes // _BYTES_A_TOKEN)
         self._values = self._tensor(num_bytes)
         self._wide_values = self._tensor(2 * num_bytes)
-        """As many values in 32 bits, in which parts of the input's gradient are summed."""
+        """A tensor with as many values as `_values`, but in 32 bits, for the sum of the input gradients."""
         self._tokens = self._tensor(8 * num_tokens)
         self._numbers = self._tensor(4 * num_tokens)
         self._statistics = self._tensor(3 * 4 * num_tokens)
@@ -59,11 +60,11 @@ class EmulatedShard:
         }
 
     def _tensor(self, num_bytes: int) -> torch.Tensor:
-        """Return a tensor of this size that has room for the times of all ranks."""
+        """Return a tensor of at least this size, with room for one time for each rank."""
         return torch.zeros(max(self._group.size, -(-num_bytes // 8)), dtype=torch.float64)
 
     def run(self, op: Op) -> None:
-        """Emulate an operation on the shard; S holds memory until T of the same microbatch has run."""
+        """Emulate an operation on the shard; S allocates memory, which T of the same microbatch releases."""
         if op.kind is OpKind.S:
             self._held[op.microbatch] = self._emulation.memory.hold(self._memory_s)
         self._emulation.compute(self._times[op.kind])
@@ -71,7 +72,7 @@ class EmulatedShard:
             del self._held[op.microbatch]
 
     def exchange(self, op: Op) -> None:
-        """Take part in a collective; on a lane's thread."""
+        """Take part in a collective; this method runs in the thread for collectives."""
         self.begun = time.perf_counter()
         self._exchanges[op.kind]()
         sleep_until(self.begun + self._seconds)
@@ -82,7 +83,7 @@ class EmulatedShard:
         self.begun = max(self.begun, tensor[0].item())
 
     def _sum_to(self, tensor: torch.Tensor, root: int) -> None:
-        """Sum a tensor, in which each rank sets a number of its own and the others have a zero there."""
+        """Sum a tensor over ranks; each rank contributes its start time in an element that is zero on other ranks."""
         times = tensor[: self._group.size].zero_()
         times[self._group.rank] = self.begun
         self._group.sum_to(tensor, root)
@@ -101,13 +102,13 @@ class EmulatedShard:
 
 
 class EmulatedLane:
-    """A lane for exchanges that measures exposed communication, as `EmulatedLink` does for messages.
+    """Runs collectives in a thread, and measures exposed communication, as `EmulatedLink` does for messages.
 
     Attributes:
-        exposed: seconds of waiting for collectives that all ranks had begun, added up since this was last set to 0.
+        exposed: total seconds of waiting for collectives that all ranks had begun, since `exposed` was last set to 0.
     """
 
-    waits_in_thread = False  # like the stream of a GPU, which this lane stands for
+    waits_in_thread = False  # as on a GPU, where a stream runs the collectives
 
     def __init__(self, shard: EmulatedShard, leave: Callable[[], None]) -> None:
         self._shard, self._inner = shard, ThreadLane(leave)

@@ -1,8 +1,8 @@
-"""Emulates F, R, B and W by sleeps of their durations, and their activations by objects that are counted.
+"""Emulates F, R, B and W by sleeping for their durations; Python objects represent the activations and their memory.
 
-A tensor that passes between stages begins with the time at which it was sent and the time before which it must not
-be used. So a message can be slower than the machine's own (`time_comm`), and its cost can be measured.
-`time.perf_counter` is one clock for all processes of a machine.
+A tensor that passes between stages begins with two times: when the tensor was sent, and when the receiver may use it.
+With these times, a message can take longer than a real message on the machine (`time_comm`), and exposed communication
+can be measured. `time.perf_counter` gives the same time in all processes of a machine.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from megatron.zero_bubble.schedule import Op, Placement, Schedule, StageCosts
 
 _PR_SET_TIMERSLACK = 29
 _WAKING_UP = 60e-6
-"""Seconds by which a sleep is shortened: the shortest wake-up that was seen on our machines."""
+"""Seconds by which a sleep is shortened: the shortest observed time to wake up."""
 _LEAD = 0.01
-"""Seconds between the ranks' agreement on the start of a step and that start."""
+"""Seconds from the ranks' agreement on the start time of a step to this start time."""
 _Header = ctypes.c_double * 2
-"""The first elements of a message: the time at which it was sent and the time from which on it may be used."""
+"""First elements of a message: the time at which the message was sent, and the time from which the receiver may use
+it."""
 
 
 def sleep_precisely() -> None:
-    """Make sleeps of this thread end on time; by default Linux may add 50 microseconds to each."""
+    """Make sleeps of this thread end on time; by default, Linux may lengthen each sleep by 50 microseconds."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def sleep_until(deadline: float) -> None:
-    """Sleep until `deadline` (of `time.perf_counter`), never too short and seldom longer.
+    """Return at `deadline` (a time of `time.perf_counter`), never earlier and seldom later.
 
-    The sleep itself ends early, because waking up takes a while, and a loop passes the rest.
+    The last sleep is shortened by the time to wake up, and a busy loop waits for the rest.
     """
     while (remaining := deadline - time.perf_counter()) > 0:
         if remaining > _WAKING_UP:
@@ -51,7 +52,7 @@ def sleep_until(deadline: float) -> None:
 
 
 def start_together() -> float:
-    """Wait for the start that rank 0 sets once all ranks are ready, and return it; all ranks return at that time."""
+    """Wait until the common start time, which rank 0 sets when all ranks are ready; return this time."""
     dist.barrier()
     start = torch.tensor([time.perf_counter() + _LEAD], dtype=torch.float64)
     dist.broadcast(start, src=0)
@@ -60,7 +61,7 @@ def start_together() -> float:
 
 
 class Emulation:
-    """Emulates the compute of one rank by sleeps, and remembers when the first began and the last ended.
+    """Emulates the compute of one rank by sleeps, and records the start of the first and the end of the last operation.
 
     Args:
         activation_bytes: size of the tensors between stages.
@@ -72,16 +73,16 @@ class Emulation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the times and the peak memory of the last step."""
+        """Delete the recorded times and the peak memory of the last step."""
         self.memory.reset()
         self.first_start = float("inf")
         self.last_end = 0.0
 
     def compute(self, milliseconds: float, *travels: float) -> list[torch.Tensor]:
-        """Emulate an operation of `milliseconds`.
+        """Emulate an operation that takes `milliseconds`.
 
         Args:
-            travels: for each message that it sends, the milliseconds that this takes at least.
+            travels: for each message that the operation sends, the shortest time of the message in milliseconds.
 
         Returns:
             The messages.
@@ -89,7 +90,7 @@ class Emulation:
         start = time.perf_counter()
         self.first_start = min(self.first_start, start)
         messages = [self.spec.empty() for _ in travels]
-        # Mapped before the sleep, without torch, because a sleep drops torch's code from the caches; training does not
+        # Before the sleep and without torch: unlike computation in training, a sleep drops torch's code from the caches
         headers = [_header_of(message) for message in messages]
         sleep_until(start + milliseconds / 1e3)
         self.last_end = time.perf_counter()
@@ -103,14 +104,14 @@ def _header_of(message: torch.Tensor) -> ctypes.Array[ctypes.c_double]:
 
 
 def await_arrival(message: torch.Tensor) -> float:
-    """Wait until the message may be used and return the time at which it was sent."""
+    """Wait until the receiver may use the message; return the time at which the message was sent."""
     sent, usable = _header_of(message)
     sleep_until(usable)
     return sent
 
 
 class StageTimes:
-    """The durations of one stage's operations and messages, in milliseconds, and the memory of its activations."""
+    """Milliseconds of the operations and messages of one stage, and the memory of its activations."""
 
     def __init__(self, costs: StageCosts, placement: Placement, stage: int) -> None:
         self.stage = stage
@@ -119,13 +120,13 @@ class StageTimes:
         self.time_r = costs.time_r[stage]
         self.exchanged_f, self.exchanged_b = costs.all_to_all_f[stage], costs.all_to_all_b[stage]
         self.kept, self.restored, self.for_w = costs.memory_f[stage], costs.memory_r[stage], -costs.memory_w[stage]
-        """What F keeps if it drops nothing, what R restores of it, and what W needs."""
+        """Memory that F keeps if F drops nothing, memory that R restores, and memory that W needs."""
         self.offloaded = costs.memory_d[stage]
-        """The part of what F keeps that can be copied to the host."""
+        """Part of the memory of F that can be copied to the host."""
         self.of_output = () if self.is_last else (_message_time(costs, placement, stage),)
-        """The duration of the message with the output; none on the last stage."""
+        """Milliseconds of the message with the output; empty for the last stage."""
         self.of_gradient = () if self.is_first else (_message_time(costs, placement, stage - 1),)
-        """The duration of the message with the gradient of the input; none on the first stage."""
+        """Milliseconds of the message with the gradient of the input; empty for the first stage."""
 
 
 def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
@@ -133,18 +134,18 @@ def _message_time(costs: StageCosts, placement: Placement, edge: int) -> float:
 
 
 _LAYERS = 4
-"""Layers of every stage, in which a pair runs its forward and its backward in turn."""
+"""Number of layers of every stage; a pair runs layers of its forward and of its backward in turn."""
 
 
 def time_of_pair(forward: StageTimes, backward: StageTimes, time_w: float) -> float:
-    """Milliseconds of a forward and a backward that run as one on a rank that computes and has one link.
+    """Milliseconds of a forward and a backward that run as a pair, on a rank with one compute stream and one link.
 
-    In megatron-core's order, layer by layer: what is computed and what is exchanged each start when their lane is free
-    and the part of the same operation before them is done. The halves of each operation's time before and after its
-    experts' exchange are equal.
+    The pair follows megatron-core's order, layer by layer. A part of an operation starts when the compute stream or the
+    link is free, and when the previous part of the same operation is done. In each layer, the computation before and
+    the computation after the exchange of tokens between experts take the same time.
 
     Args:
-        time_w: of the gradients of the weights, if the backward computes them.
+        time_w: milliseconds of W if the backward also computes weight gradients, else 0.
     """
     computed_f = (forward.time_f - forward.exchanged_f) / (2 * _LAYERS)
     computed_b = (backward.time_b + time_w - backward.exchanged_b) / (2 * _LAYERS)
@@ -168,13 +169,13 @@ class Shard(Protocol):
 
 
 class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
-    """A stage for the executor that emulates the compute of one rank's chunks.
+    """A stage that the executor runs, with emulated compute of one rank's chunks.
 
     Args:
-        costs: of all microbatches, or of each.
-        recomputation: where F puts the recomputation of what it drops.
-        num_parameters: the number of parameters, each of which has an equal part of W.
-        reduce: called when the gradient of a parameter is complete.
+        costs: costs of every microbatch, or a sequence with the costs of each microbatch.
+        recomputation: store for the recomputation of activations that F drops.
+        num_parameters: number of parameters; W takes the same time for each parameter.
+        reduce: function that is called when the gradient of a parameter is complete.
         shard: the rank's vocabulary shard, if it has one.
     """
 
@@ -211,7 +212,7 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
         return (*self._emulation.compute(times.time_f, *times.of_output), self._loss)[0]
 
     def _keep_activations(self, microbatch: int, chunk: int) -> None:
-        """Hold what a forward keeps."""
+        """Allocate the memory of the activations that a forward keeps."""
         times = self._times[chunk][microbatch]
         drops = self._recomputation.mode is ForwardMode.DROP
         held = self._emulation.memory.hold(times.kept - times.restored if drops else times.kept)
@@ -268,14 +269,14 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
         return output, messages[0] if messages else None
 
     def _begin_backward(self, microbatch: int, chunk: int) -> None:
-        """Hold what W needs beyond the activations, which is there when B begins; the rest is released at its end."""
+        """Allocate the memory that W needs in addition to the activations."""
         activations = self._activations[chunk, microbatch]
         if self._store.is_deferring:
             missing = self._times[chunk][microbatch].for_w - sum(held.amount for held in activations)
             activations.append(self._emulation.memory.hold(max(0.0, missing)))
 
     def _end_backward(self, microbatch: int, chunk: int) -> None:
-        """Release the activations but what W needs."""
+        """Release the activations, except the memory that W needs."""
         times, memory = self._times[chunk][microbatch], self._emulation.memory
         activations = self._activations.pop((chunk, microbatch))
         if self._offloads:
@@ -288,7 +289,7 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
                 self._store.put(weight_grad, parameter=parameter)
 
     def _weight_grad(self, milliseconds: float, microbatch: int, held: Held | None = None) -> None:
-        """Emulate W of one parameter, which holds memory until it has run, and reduce it after the last microbatch."""
+        """Emulate W of one parameter and release its memory; reduce the gradient after the last microbatch."""
         self._emulation.compute(milliseconds)
         if self._reduce is not None and microbatch == self._last_microbatch:
             self._reduce()
@@ -305,11 +306,14 @@ class EmulatedStage(SteppingStage, VocabularyStage, PairingStage):
         return self._emulation.spec
 
     def step(self) -> None:
-        """Emulate the optimizer's step without compute: start reducing one number over all ranks in the background."""
+        """Emulate the optimizer step: start an all-reduce of one number in the background, and compute nothing."""
         self._state = dist.all_reduce(torch.zeros(1), async_op=True)
 
     def validate(self) -> bool:
-        """Wait for the last step's reduction, if any. Returns False, because no emulated step is rolled back."""
+        """Wait for the all-reduce of the last optimizer step, if any.
+
+        The result is False, because emulated optimizer steps are never amended.
+        """
         if self._state is not None:
             self._state.wait()
             self._state = None

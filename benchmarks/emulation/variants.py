@@ -1,4 +1,4 @@
-"""Plans the schedules that take turns in an emulated run, with those that recomputation is compared with."""
+"""Plans the schedules of an emulated run, and variants of these schedules for comparison."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _UNPLANNED = {Recompute.NONE: "nothing recomputed", Recompute.FULL: "everything recomputed"}
-"""What is added to the name of a schedule that is compared with one of planned recomputations."""
+"""Recomputation -> suffix in the name of a variant that is compared with planned recomputation."""
 
 
 def contestants(flags: EmulationFlags) -> list[Timeline]:
-    """Return the simulated plans of all schedules that run.
+    """Return the simulated plans of all schedules and variants that run.
 
-    After a schedule that recomputes everything comes the one whose B does so. After one with planned recomputations
-    come those that recompute nothing and everything under the same limit, where that is possible. After one that copies
-    activations to the host comes the one without a limit. After one that is planned with pairs comes the one without.
+    A schedule that recomputes all activations in R is followed by a variant that recomputes them in B. A schedule with
+    planned recomputation is followed by variants with no and with full recomputation under the same memory limit, if
+    possible. A schedule that copies activations to the host is followed by a variant without a memory limit. A schedule
+    with pairs that the planner chose is followed by a variant without pairs.
 
     Raises:
-        ScheduleError: a schedule is unknown or not possible at these sizes.
+        ScheduleError: a schedule is unknown, or impossible with the sizes in the flags.
     """
     plans = _plans(flags, flags.schedule)
     if flags.recomputation is Recompute.FULL:
@@ -49,7 +50,7 @@ def _limit(flags: EmulationFlags) -> float | tuple[float, ...] | None:
 
 
 def _recomputing_in_backward(flags: EmulationFlags, plan: Timeline) -> Timeline:
-    """Return the schedule of the same name without R, whose B takes the time of R, too."""
+    """Return the variant of the schedule without R; its B takes the time of B and R."""
     schedule, costs = plan.schedule, plan.costs.recomputing_in_backward()
     without = generate(
         schedule.name,
@@ -65,13 +66,13 @@ def _recomputing_in_backward(flags: EmulationFlags, plan: Timeline) -> Timeline:
 
 
 def _without_limit(flags: EmulationFlags, plan: Timeline) -> Timeline:
-    """Return the schedule of the same name that keeps everything, in the memory that it takes by default."""
+    """Return the variant of the schedule that keeps all activations, with the schedule's default memory."""
     [variant] = _plans(replace(flags, offload=None, recompute=None, memory_limit=None), [plan.schedule.name])
     return replace(variant, schedule=replace(variant.schedule, name=f"{plan.schedule.name}, no limit"))
 
 
 def _without_pairs(flags: EmulationFlags, plan: Timeline) -> Iterator[Timeline]:
-    """Yield the plan of the same name whose forwards and backwards all run alone, if the planner chose pairs."""
+    """Yield the variant of the plan in which no forward and backward run as a pair, if the planner chose any pair."""
     schedule = plan.schedule
     if schedule.kinds.isdisjoint(PAIRED) or entry_of(schedule.name).has_pairs:
         return

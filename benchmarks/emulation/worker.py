@@ -1,4 +1,4 @@
-"""Runs one rank of an emulated run, in a process of its own."""
+"""Runs one rank of an emulated run, in a separate process."""
 
 from __future__ import annotations
 
@@ -25,57 +25,59 @@ from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts
 from megatron.zero_bubble.schedule.errors import one_line
 
 _GATHERS = 9
-"""Number of times that gathering the bubble rate is timed."""
+"""Number of times that the gathering of the bubble rate is timed."""
 _REDUCTIONS = 20
 """Number of times that the optimizer's reduction is timed."""
 
 
 @dataclass(frozen=True)
 class EmulatedJob:
-    """What the ranks of an emulated run are told to run."""
+    """The description of an emulated run, for all ranks."""
 
     num_ranks: int
     schedules: tuple[tuple[Schedule, StageCosts | tuple[StageCosts, ...]], ...]
-    """Our schedules, lowered, with the costs to emulate: of all microbatches, or of each."""
+    """Lowered schedules of this project, each with costs of every microbatch or a sequence with costs of each
+    microbatch."""
     peers: tuple[Peer, ...]
     steps: int
     activation_bytes: int
     timeout: timedelta
     directory: Path
-    """Folder through which the ranks find each other and in which they leave their records: `rank0.json`, ..."""
+    """Folder through which the ranks find each other, and into which each rank writes its records: `rank0.json`, ..."""
     reduction: ReductionCosts | None = None
     """Costs of reducing the gradients over data-parallel replicas; None without replicas."""
     tails_by_parameter: frozenset[str] = frozenset()
-    """Names of the schedules that run the W's of their tail parameter by parameter."""
+    """Names of the schedules in which the last W of each rank run parameter by parameter."""
     iterations: int = 1
-    """Number of iterations in a step, without a barrier between them. If there are several, each ends with the
-    optimizer's reduction, for which the next one waits unless the schedule has post-validation."""
+    """Number of iterations of a step, without a barrier between iterations. If there are several iterations, each
+    iteration ends with the optimizer's reduction, and the next iteration waits for the reduction, unless the schedule
+    has post-validation."""
 
     @property
     def world_size(self) -> int:
-        """Number of processes of all replicas; the ranks of one replica are `num_ranks` processes in a row."""
+        """Number of processes of all replicas; the ranks of one replica are `num_ranks` consecutive processes."""
         return self.num_ranks * (self.reduction.data_parallel_size if self.reduction else 1)
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One iteration of one contestant on one rank, in seconds on the machine's clock."""
+    """One iteration of one schedule or peer on one rank, in seconds of `time.perf_counter`."""
 
     contestant: str
     start: float
-    """The common start of the step, the same on all ranks."""
+    """The start time of the step, which is the same on all ranks."""
     first_start: float
     """Start of the first operation of this rank."""
     last_end: float
     returned: float
     busy: float
-    """Processor time of the thread that ran the step."""
+    """Processor time, in seconds, of the thread that ran the step."""
     exposed: float | None
-    """Exposed communication: time spent waiting for what other ranks had sent or begun; None for peers."""
+    """Exposed communication: time of waiting for messages already sent or collectives already begun; None for peers."""
     ops: list[tuple[float, float]] | None = None
-    """Start and end of every compute operation, in the schedule's order; None for peers."""
+    """Start and end of every compute operation, in the order of the schedule; None for peers."""
     peak: float | None = None
-    """The most activations that this rank held at once, counted, in M_B; None for peers."""
+    """Largest counted amount of this rank's activations, in M_B; None for peers."""
 
 
 class StepRunner(Protocol):
@@ -83,7 +85,7 @@ class StepRunner(Protocol):
 
 
 def run_rank(rank: int, job: EmulatedJob) -> None:
-    """Run all contestants of `job` in rounds, the first of them unmeasured, and write this rank's records."""
+    """Run all schedules and peers of `job` in rounds, the first unmeasured, and write this rank's records."""
     torch.set_num_threads(1)
     sleep_precisely()
     store = dist.FileStore(str(job.directory / "store"), job.world_size)
@@ -145,7 +147,7 @@ def run_rank(rank: int, job: EmulatedJob) -> None:
 
 
 def _seconds_to_gather() -> float:
-    """Return the seconds to gather the bubble rate as training does for a log line, once all ranks are ready."""
+    """Return the seconds for gathering the bubble rate as training does for a log line, measured after a barrier."""
     step = StepTime(span=1.0, work=1.0)
     steps = [step] * dist.get_world_size()
     dist.barrier()
@@ -164,7 +166,7 @@ def _replicas(job: EmulatedJob, rank: int) -> dist.ProcessGroup | None:
 
 
 def _open_channels(job: EmulatedJob, rank: int) -> dict[Placement, TorchCommunicator]:
-    """Return a communicator for each placement, shared where channels are the same because opening them takes long."""
+    """Return placement -> communicator; placements with the same channels share a communicator, to save time."""
     by_channels: dict[tuple[tuple[int, int], ...], TorchCommunicator] = {}
     by_placement: dict[Placement, TorchCommunicator] = {}
     for placement in dict.fromkeys(schedule.placement for schedule, _ in job.schedules):
@@ -179,7 +181,7 @@ def _open_channels(job: EmulatedJob, rank: int) -> dict[Placement, TorchCommunic
 
 
 def _collectives(job: EmulatedJob, rank: int) -> Collectives | None:
-    """Return the group in which the pipeline's vocabulary shards exchange tensors; None if no schedule has any."""
+    """Return the group for the collectives of vocabulary shards; None if no schedule has vocabulary shards."""
     if not any(schedule.is_vocabulary_parallel for schedule, _ in job.schedules):
         return None
     first = rank - rank % job.num_ranks
@@ -187,7 +189,7 @@ def _collectives(job: EmulatedJob, rank: int) -> Collectives | None:
 
 
 def _peer_runs(job: EmulatedJob, emulation: Emulation, rank: int) -> tuple[dict[str, PeerRun], dict[str, str]]:
-    """Return the peers that run at these sizes, and the reason of each peer that does not."""
+    """Return the peers that run with the job's sizes, and the reason for each peer that does not run."""
     runs: dict[str, PeerRun] = {}
     refused: dict[str, str] = {}
     for peer in job.peers:
@@ -199,7 +201,7 @@ def _peer_runs(job: EmulatedJob, emulation: Emulation, rank: int) -> tuple[dict[
 
 
 def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iterations: int) -> list[StepRecord]:
-    """Run one step of a contestant and return a record for each of its iterations."""
+    """Run one step of a schedule or peer, and return a record for each iteration of the step."""
     gc.collect()
     start = start_together()
     records = []
@@ -217,7 +219,7 @@ def _run_step(name: str, contestant: StepRunner, emulation: Emulation, iteration
 
 
 def _time_reductions() -> list[float]:
-    """Return the seconds from a common start to the end of a reduction like the optimizer's, for several of them."""
+    """Return the seconds from a common start to the end of an all-reduce of one number, for each repetition."""
     seconds = []
     for _ in range(_REDUCTIONS):
         start = start_together()

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# One node's part of a job step: starts its ranks with torchrun, and passes on the request to save and exit.
+# Starts the ranks of one node in a job step with torchrun, and passes a request to save and exit on to the ranks.
 set -euo pipefail
 
 first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 restart=${SLURM_RESTART_COUNT:-0}
 
-# torchrun would kill its ranks 30 s after a signal, saved or not, so it is deaf to both (SIGINT is all it has to
-# handle; older ones do not know the variable). Whether Slurm signals this script alone or all processes below it
-# differs from cluster to cluster.
+# torchrun would kill its ranks 30 s after a signal, even if they have not saved. Therefore torchrun ignores USR1 and
+# TERM, and handles only SIGINT (older versions do not know the variable). On some clusters Slurm signals only this
+# script, on others also the processes below the script.
 (
     trap '' USR1 TERM
     export PET_SIGNALS_TO_HANDLE=SIGINT
@@ -20,8 +20,8 @@ restart=${SLURM_RESTART_COUNT:-0}
 ) &
 torchrun=$!
 
-# USR1 comes from --signal, TERM from a preemption or the time limit itself. The ranks are torchrun's children; at
-# SIGTERM they save after the iteration and exit (--exit-signal-handler).
+# Slurm sends USR1 because of --signal, and TERM at a preemption or at the time limit. The ranks are torchrun's
+# children; at SIGTERM, the ranks save after the iteration and exit (--exit-signal-handler).
 trap 'pkill -TERM --parent "$torchrun" || true' USR1 TERM
 while kill -0 "$torchrun" 2>/dev/null; do
     wait "$torchrun" || true # a signal ends a wait

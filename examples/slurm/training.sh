@@ -1,11 +1,11 @@
-# The flags of a training of MODEL under SCHEDULE, as bash arrays. Sourced.
+# The flags of a training of MODEL under SCHEDULE, as bash arrays. Scripts source this file.
 #
-# MODEL is a file of models/ (1.5b) or a path. SCHEDULE is a name of docs/schedules.md, or megatron-core or
-# megatron-core-interleaved for megatron-core's own schedules, untouched.
+# MODEL is a file of models/ (such as 1.5b) or a path. SCHEDULE is a name in docs/schedules.md, or megatron-core or
+# megatron-core-interleaved for megatron-core's own unchanged schedules.
 
 [[ $MODEL == */* ]] && source "$MODEL" || source "examples/slurm/models/$MODEL.sh"
 
-# Transformer Engine's layers where it is installed; else megatron-core's own, with torch's fused attention.
+# Transformer Engine's layers if it is installed; otherwise megatron-core's local layers, with torch's fused attention.
 if [[ -z ${TRANSFORMER_IMPL:-} ]]; then
     TRANSFORMER_IMPL=local
     if python -c 'import importlib.metadata; importlib.metadata.version("transformer-engine")' 2>/dev/null; then
@@ -13,7 +13,7 @@ if [[ -z ${TRANSFORMER_IMPL:-} ]]; then
     fi
 fi
 
-# The paper's models: 1024 tokens; embedding and loss take the place of a layer each.
+# As in the paper's models, sequences have 1024 tokens, and embedding and loss each take the place of one layer.
 GPT_MODEL_ARGS+=(
     --seq-length "${SEQ_LENGTH:-1024}"
     --account-for-embedding-in-pipeline-split

@@ -36,17 +36,17 @@ def get_forward_backward_func(
     megatron-core's process groups must exist before the call.
 
     Args:
-        schedule: name of a schedule (see `planner.names()`), or the schedules of a run.
+        schedule: name of a schedule (see `planner.names()`), or a `RunSchedules` with the schedules of a run.
         store: the store that was given to `split_weight_gradients` together with the model.
         timeout: longest wait for one message between two stages.
-        recompute: "full" for a model with `recompute_granularity="full"`: the schedule then repeats each forward in an
-            operation R of its own, and not within B. None stands for the recomputation that `schedule` requests.
+        recompute: "full" for a model with `recompute_granularity="full"`: the schedule then recomputes activations in a
+            separate operation R, and not within B. None stands for the recomputation that `schedule` requests.
         vocabulary_parallel: whether `shard_vocabulary` has spread the model's vocabulary over the ranks.
         orders_microbatches: whether microbatches of different lengths run in an order that is planned for each step; by
             default only if `config.variable_seq_lengths` is on. Results of microbatches are returned in data order.
 
     Raises:
-        ScheduleError: no schedule has the given name, or the schedule has another number of chunks than `store`.
+        ScheduleError: no schedule has the given name, or the numbers of chunks of the schedule and of `store` differ.
     """
     if isinstance(schedule, str):
         num_ranks = parallel_state.get_pipeline_model_parallel_world_size()

@@ -1,4 +1,4 @@
-"""Schedules as values: operations, placements, costs, simulation, validation. Pure Python, no torch."""
+"""Pipeline schedules as data: operations, placements, costs, simulation, validation. Pure Python, no torch."""
 
 from megatron.zero_bubble.schedule.analysis import Bubble, bubbles, critical_path
 from megatron.zero_bubble.schedule.costs import StageCosts

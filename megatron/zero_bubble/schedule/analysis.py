@@ -35,7 +35,7 @@ class Bubble:
     waiting_for_backward: float
     """Idle time until the input of a backward, a loss or a weight gradient arrives."""
     waiting_for_validation: float
-    """Idle time until the norm of the previous iteration's gradients, reduced over all ranks, arrives at VALIDATE."""
+    """Idle time at VALIDATE (post-validation) until the norm of all gradients of the previous iteration arrives."""
     communication: float
     """Time for which sends and receives block the rank; 0 if communication overlaps with computation."""
     tail: float
@@ -47,7 +47,7 @@ class Bubble:
 
     @property
     def total(self) -> float:
-        """The makespan minus the work of the rank."""
+        """Idle time of the rank: the makespan minus the time for which the rank computes."""
         return self.warmup + self.within_span + self.tail
 
     @property
@@ -83,7 +83,7 @@ def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
 
     A column is left out if its cause cannot occur in the timeline: validation without post-validation, copies without
-    offload, and streams without simulated hardware queues.
+    offload, and streams if the simulation has no hardware queues.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -139,8 +139,9 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The critical path of a timeline: the chain of operations that determines the makespan.
 
     Each operation of the critical path waits for the previous operation of the path. The previous operation either runs
-    on the same rank or produces an input of the waiting operation. If an operation waits for its rank as long as for
-    its last input, the critical path stays on the rank. Waits of launches on NCCL's streams are not considered.
+    on the same rank or produces an input of the waiting operation. If an operation's rank becomes free at the moment
+    when the operation's last input arrives, the critical path stays on the rank. Waits of launches on NCCL's streams
+    are not considered.
 
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.
@@ -174,7 +175,8 @@ class Input(NamedTuple):
     position: int
     """Position of the producing operation among the operations of its rank."""
     arrival: float
-    """Time at which the result arrives; if communication does not overlap, the time at which the result is produced."""
+    """Time at which the result arrives, or at which it is produced if communication does not overlap with
+    computation."""
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:

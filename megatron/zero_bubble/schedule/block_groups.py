@@ -11,10 +11,10 @@ from megatron.zero_bubble.schedule.costs import COPY_COSTS, StageCosts
 def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """The costs of a schedule whose stages recompute their activations in several groups of layers.
 
-    In a stage with several groups of layers, F keeps the activations of the last group, or R recomputes them. The
-    activations of every earlier group are recomputed inside of B, right before the backward of the group. B also
-    computes the weight gradients of all groups except the first, so that the activations of at most one group are in
-    memory at a time. D (offload) copies only activations that F keeps.
+    In a stage with several groups of layers, the activations of the last group are kept by F, or dropped by F and
+    recomputed by R. The activations of every earlier group are recomputed inside of B, right before the backward of the
+    group. B also computes the weight gradients of all groups except the first, so that the activations of at most one
+    group are in memory at a time. D (offload) copies only activations that F keeps.
 
     Args:
         groups: stage -> number of groups of layers; empty for one group on every stage.
@@ -68,7 +68,7 @@ def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> Stage
 
 
 def _copy(costs: StageCosts, columns: Mapping[str, list[float]], stage: int, size: float) -> None:
-    """Set the memory of the copies to and from the host to `size`; scale the times of the copies in proportion."""
+    """Set the memory that is copied to and from the host to `size`; scale the times of the copies in proportion."""
     for name in COPY_COSTS if costs.memory_d[stage] else ():
         columns[name][stage] *= size / costs.memory_d[stage]
 

@@ -14,7 +14,8 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
-"""Limits of the absolute value of a cost other than zero, so that sums and ratios of costs stay finite."""
+"""Smallest and largest absolute value of a cost other than zero; within these limits, sums and ratios of costs stay
+finite."""
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
 """The fields of `StageCosts` for operations on the vocabulary shard of a rank."""
@@ -42,8 +43,8 @@ class StageCosts:
     Offload: D releases `memory_d` after a copy to the host, and H allocates `memory_d` for the copy back. The copies
     occupy the link between the device and the host of the rank.
 
-    Vocabulary shards: a rank has one shard. In the fields for vocabulary shards, the costs of a rank's shard are the
-    entries of the stage of the rank's first chunk, and the entries of all other stages are zeros.
+    Vocabulary shards: a rank has one shard. In the fields for vocabulary shards, the entry of the stage of a rank's
+    first chunk is the cost of the rank's shard, and the entries of all other stages are zeros.
     """
 
     time_f: tuple[float, ...]
@@ -230,7 +231,7 @@ class StageCosts:
         )
 
     def with_whole_vocabulary(self) -> StageCosts:
-        """Return these costs without shards: the embedding is on the first stage, and the output layer on the last.
+        """Return these costs without vocabulary shards: the first stage has the embedding, the last the output layer.
 
         S computes the forward and the input gradient of the output layer, which have the same number of
         multiplications. Half of the total time of S is therefore added to F of the last stage, and half to B of the
@@ -300,7 +301,7 @@ class StageCosts:
 
 
 def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
-    """Convert measured values of kinds of operations, such as the fused backward BW, to values of F, B and W.
+    """Convert values measured for each kind of operation, including the fused backward BW, to values of F, B and W.
 
     Half of the value of a fused backward counts as B and half as W, unless B and W were measured separately.
 

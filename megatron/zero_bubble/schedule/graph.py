@@ -42,7 +42,7 @@ def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
 
 
 class Source(NamedTuple):
-    """The origin of a result that every operation of one kind in one stage needs."""
+    """Where the operations of one kind and stage get one of their inputs from."""
 
     need: Need
     stage: int
@@ -55,7 +55,7 @@ class Source(NamedTuple):
 
 @lru_cache(maxsize=MAX_STAGES)
 def sources(placement: Placement, kind: OpKind, stage: int) -> tuple[Source, ...]:
-    """The origins of the results that operations of `kind` in `stage` need; all microbatches have the same origins."""
+    """The sources of the inputs of operations of `kind` in `stage`; the sources are the same for all microbatches."""
     rank = placement.rank_of(stage)
     return tuple(
         Source(
@@ -88,11 +88,11 @@ def _needed(schedule: Schedule, rank: int, op: Op) -> Iterator[tuple[Source, Nod
 
 
 _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1}
-"""Place -> number of stages from the stage of the operation to the place."""
+"""Place of a stage relative to an operation -> number of that stage minus number of the operation's stage."""
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
-    """The stages at `place`, relative to `stage`; a rank is represented by the stage of its first chunk."""
+    """The stages at `place`, which may be relative to `stage`; a rank is represented by its stage of chunk 0."""
     if place in _NEIGHBOURS:
         source = stage + _NEIGHBOURS[place]
         return [source] if 0 <= source < placement.num_stages else []
@@ -110,7 +110,7 @@ def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
 
 
 def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
-    """Whether the schedule has an operation that makes only the result of `need`."""
+    """Whether the schedule has an operation whose only purpose is to make the result that `need` names."""
     placement = schedule.placement
     op = Op(need.result, microbatch, placement.chunk_of(stage))
     return op in schedule.op_sets[placement.rank_of(stage)]
@@ -146,7 +146,7 @@ def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
     """The collective that brings the input of the compute operation `op` of `rank`; None if no collective does.
 
-    The rank that broadcasts a result needs no collective, because this rank has the result already.
+    The rank that broadcasts a result needs no collective for its own input, because the result is already there.
     """
     placement = schedule.placement
     for kind in collective_kinds(schedule):

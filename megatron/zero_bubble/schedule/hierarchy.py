@@ -72,7 +72,7 @@ class Hierarchy:
         return iteration > self.warmup
 
     def group_size_after(self, iteration: int) -> int | None:
-        """Size of the largest groups of replicas that average after `iteration` (from 1); None if no groups average."""
+        """Size of the largest groups of replicas that average their parameters after `iteration` (from 1), or None."""
         if not self.is_local(iteration):
             return None
         return next((level.group_size for level in reversed(self.levels) if iteration % level.period == 0), None)

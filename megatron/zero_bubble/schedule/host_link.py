@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule.pairs import PAIRED, forwards_in_pairs
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 
 _Key = tuple[int, int]
-"""The activations of a copy: (microbatch, chunk)."""
+"""Identifies copied activations: (microbatch, chunk)."""
 
 
 class LinkTimes:
@@ -37,7 +37,7 @@ class LinkTimes:
 
     @classmethod
     def of_ranks(cls, schedule: Schedule, costs: StageCosts | None) -> list[LinkTimes]:
-        """The host links of all ranks before the first copy; an empty list if the schedule has no copies.
+        """The host links of all ranks, with no copy queued; an empty list if the schedule has no copies.
 
         Without costs, copies take no time.
         """

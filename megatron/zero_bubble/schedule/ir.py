@@ -27,7 +27,8 @@ from megatron.zero_bubble.schedule.kinds import (
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
-"""Largest number of stages. The time to compute lower bounds grows with the square of the number of stages."""
+"""Largest number of stages. A limit is needed because the time to compute lower bounds grows with the square of the
+number of stages."""
 MAX_OPERATIONS = 4_000_000
 """Largest total number of F, B and W in a schedule. Planning a schedule of this size takes about a minute and some
 gigabytes of memory."""
@@ -231,7 +232,7 @@ class Schedule:
         return (op for op in self.ops[rank] if op.kind not in COMMUNICATION)
 
     def without_communication(self) -> Schedule:
-        """The given schedule without sends, receives and collectives, as before lowering."""
+        """The schedule before lowering, that is, without sends, receives and collectives."""
         if not self.is_lowered:
             return self
         return replace(self, ops=tuple(tuple(self.compute_ops(rank)) for rank in range(self.num_ranks)))

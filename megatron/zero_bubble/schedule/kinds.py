@@ -86,14 +86,14 @@ class Place(Enum):
     LAST_RANK = "last rank"
     """The rank of the last stage; in a V with two chunks a rank, the first stage is on the same rank."""
     ALL_RANKS = "all ranks"
-    """Every rank: a collective combines the results, and no rank sends or receives a message."""
+    """Every rank: a collective combines the results of all ranks, without messages from rank to rank."""
 
 
 class Need(NamedTuple):
-    """A result that an operation needs, unless the stage that would make the result does not exist."""
+    """A result that an operation needs, if the stage that makes the result exists."""
 
     result: OpKind
-    """The result, named after the kind of operation that makes only this result."""
+    """The needed result; its name is the kind of operation that makes only this result."""
     place: Place
     """The stage or rank that makes the result."""
     num_before: int = 0
@@ -136,7 +136,7 @@ class KindFacts:
     """Properties of one kind of operation: a row of `KINDS`."""
 
     makes: tuple[OpKind, ...] = ()
-    """The results of the operation. The name of a result is the kind of the operation that makes only this result."""
+    """The results of the operation. The name of a result is the kind of operation that makes only this result."""
     needs: tuple[Need, ...] = ()
     """The results that the operation needs at its start."""
     receives: OpKind | None = None
@@ -156,12 +156,12 @@ class KindFacts:
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation that allocates less memory if this operation follows for the same microbatch. The
-    difference is the memory that this operation allocates. For R (recomputation), the earlier operation is F."""
+    """Kind of an earlier operation that allocates less memory if this operation follows for the same microbatch and
+    allocates the rest. For R (recomputation), the earlier operation is F."""
     waiting: str = ""
     """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """Plural name of the result if it must be made once for each microbatch, in microbatch order; otherwise empty."""
+    """Plural name of the result if it must be made once per microbatch, in microbatch order; otherwise empty."""
     pairs_with: OpKind | None = None
     """Kind of the preceding operation with which this operation runs as one (see `pairs`); None outside of pairs."""
     runs_on: Place = Place.SAME_STAGE
@@ -408,7 +408,7 @@ TIMES: Mapping[str, OpKind] = MappingProxyType(
 FORWARDS = frozenset(
     kind for kind, facts in KINDS.items() if facts.makes and not facts.is_per_iteration and not facts.adds_gradient
 )
-"""The kinds of computations that add to no gradient, such as F and R, so that they can be run again."""
+"""The kinds of computations that can be run again because they add to no gradient, such as F and R."""
 COPIES = frozenset(kind for kind, facts in KINDS.items() if facts.link)
 """The kinds of copies to and from the host, which occupy the host link and not the rank."""
 RESTORING = COPIES | {OpKind.R}

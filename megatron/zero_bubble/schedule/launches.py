@@ -13,7 +13,7 @@ from megatron.zero_bubble.schedule.pairs import times_in_pairs
 
 
 class Stream:
-    """An NCCL stream: the messages from one rank to another, or the collectives of all ranks, in order."""
+    """An NCCL stream, which carries either the messages from one rank to another or the collectives of all ranks."""
 
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
@@ -51,9 +51,10 @@ class Streams:
 
     def __init__(self, num_ranks: int) -> None:
         self.validation = Stream(num_ranks)
-        """The reductions of the norm of all gradients. STEP starts a reduction; the next VALIDATE needs the norm."""
+        """The stream of the all-reduces of the global gradient norm. STEP starts an all-reduce; the next VALIDATE needs
+        its result."""
         self.collectives = Stream(num_ranks)
-        """The collectives of vocabulary shards."""
+        """The stream of the collectives of vocabulary shards."""
         self._channels: dict[tuple[int, int], Stream] = {}
 
     def channel(self, source: int, destination: int) -> Stream:
@@ -66,7 +67,8 @@ class End:
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
         self.sends = sends
-        """Whether this stream end posts sends or collectives, for which the rank waits at the end of an iteration."""
+        """Whether the rank posts sends or collectives on the stream; the rank waits for these at the end of an
+        iteration."""
         self.num_posted = 0
 
 
@@ -76,7 +78,7 @@ class StreamLaunch(NamedTuple):
     time: float
     """Time of the computation or of the message."""
     end: End | None
-    """Stream end of the message, or of a computation's input message; None for a computation without an input
+    """Where a message, or the input message of a computation, is posted; None for a computation without an input
     message."""
     computes: bool
     """Whether the launch is a computation on the compute stream; otherwise the launch is one end of a message."""
@@ -92,7 +94,7 @@ class Host:
         self.schedule, self.rank, self.ops = schedule, rank, schedule.ops[rank]
         self._costs, self._streams = costs, streams
         self.reduction = End(streams.validation, sends=False)
-        """Stream end of this rank for the reductions of the norm of all gradients."""
+        """This rank's end of the stream that reduces the global gradient norm."""
         self._ends: dict[Stream, End] = {}
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
         """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
@@ -121,11 +123,11 @@ class Host:
         return times_in_pairs(self.schedule, self._costs, self.rank)
 
     def sending(self) -> list[End]:
-        """Return the stream ends with sends or collectives for which the rank waits at the end of an iteration."""
+        """Return the ends of streams with sends or collectives of this rank, for which the iteration's end waits."""
         return [end for end in self._ends.values() if end.sends and end.num_posted]
 
     def posted_by(self, op: Op) -> End | None:
-        """The stream end on which `op` starts a message; None if `op` starts no message."""
+        """This rank's end of the stream on which `op` starts a message; None if `op` starts no message."""
         if op.kind is OpKind.STEP:
             return self.reduction
         return self._end(op) if op.kind in COMMUNICATION else None

@@ -39,10 +39,10 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer, or earlier if the next receive of its channel
-    is posted earlier. If such receives make ranks deadlock or lose time on GPUs with one hardware queue (see
-    `streams`), `lower` also tries places of receives that exclude deadlocks (see `_between_makers`), and returns the
-    faster of the two lowered schedules. A lowered schedule deadlocks only if the schedule deadlocks even without
-    communication.
+    is posted earlier. If the ranks would deadlock with such receives, or lose time on GPUs with one hardware queue (see
+    `streams`), `lower` also tries the places of receives that `_between_makers` chooses, which exclude deadlocks.
+    `lower` then returns the faster of the two lowered schedules. A lowered schedule deadlocks only if the schedule
+    deadlocks even without communication.
 
     If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
     VALIDATE of the same iteration. A failed validation repeats only the messages that were sent before VALIDATE.
@@ -80,7 +80,7 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
 
 
 class _Message(NamedTuple):
-    """One tensor that is sent from rank to rank."""
+    """One tensor that is sent from one rank to another."""
 
     send: Op
     maker: int
@@ -100,14 +100,14 @@ class _Channel(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place of a receive in the order of its rank."""
+    """The place of a receive among the operations of its rank."""
 
     before: int
     """Position of the computation right before which the receive is posted."""
     turn: int
-    """Sort key of receives that are posted before the same computation. The key of a receive is the place in the serial
-    order of the computation that makes the previous message of the channel of the receive. With this key, a rank posts
-    receives in the order in which their channels become free."""
+    """Sort key of receives that are posted before the same computation. The key of a receive is a number in the serial
+    order: the number of the computation that makes the previous message of the receive's channel. With this key, a rank
+    posts receives in the order in which their channels become free."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -205,7 +205,10 @@ def _with_communication(
 
 
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
-    """Message -> place in the serial order of the maker of the channel's previous message; -1 for the first message."""
+    """Message -> number, in the serial order, of the computation that makes the previous message of the channel.
+
+    The value for the first message is -1.
+    """
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
 
@@ -229,8 +232,8 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
     Consider a run of all computations one at a time, in `order`. A receive is posted after the computation that makes
     the previous message of its channel, so that the receive blocks no launch of its own rank. A receive is posted
     before the computation that makes the next message of its channel, because the send of the next message waits for
-    the receive. By induction, when a computation starts, all messages posted on a channel so far, except the last, are
-    complete, and no earlier launch waits.
+    the receive. When a computation starts, each channel therefore has at most one incomplete message, the last one
+    posted, and no earlier launch waits (by induction).
 
     The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later if
     the previous message of its channel is still in flight, and earlier if the received tensor would otherwise arrive

@@ -24,21 +24,23 @@ class PlacedCollective(NamedTuple):
     before: tuple[int, ...]
     """Rank -> position of the computation before which the rank joins the collective."""
     turn: int
-    """Place in the serial order of the computation after which the previous collective is complete."""
+    """Number, in the serial order, of the computation after which the previous collective is complete."""
 
 
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
-    """Place the collectives of a schedule in the same order on all ranks, sorted by their last contributing operation.
+    """Place the collectives of a schedule in the same order on all ranks.
+
+    A collective is sorted by the place, in the serial order, of the last operation that contributes to the collective.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
     rank joins a collective right before the computation that the rank would be running when the collective can start.
     With one hardware queue, a rank that joins while the previous collective is in flight delays its own next
-    computation. A rank avoids this delay by joining after its next computation, unless joining late delays the
-    collective by more than joining early delays the computation.
+    computation. A rank avoids this delay by joining after its next computation, unless the collective would lose more
+    time than the computation would gain.
 
     Collectives cannot cause a deadlock, however long the operations take. Consider a run of all computations one at a
     time, in `order`. Every rank joins a collective before the first operation that needs this collective or a later
-    collective, and no rank joins a collective before all ranks have joined the previous collective. When a computation
+    collective. No rank joins a collective before all ranks have joined the previous collective. When a computation
     starts, its inputs and the inputs of all earlier launches are therefore complete. Either all ranks join a collective
     before VALIDATE, or all ranks join the collective after VALIDATE.
 
@@ -74,9 +76,9 @@ def joined_early(schedule: Schedule) -> Schedule:
 
     Joining early delays no computation if a separate thread waits for the collectives. If a rank is late at the place
     that `place_collectives` has chosen, the other ranks wait for this rank. With `joined_early`, a rank joins a
-    collective after the rank's last operation that contributes to the collective, after the previous collective, and on
-    the same side of STEP and VALIDATE as in `schedule`. The order of the collectives stays the same, so that ranks
-    cannot deadlock.
+    collective as soon as two conditions hold: the rank has joined the previous collective, and has run all of its own
+    operations that contribute to the collective. No collective moves across STEP or VALIDATE. The order of the
+    collectives stays the same, so that ranks cannot deadlock.
 
     Args:
         schedule: lowered schedule.
@@ -88,7 +90,7 @@ def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
     made_after: dict[Op, int] = {}
     """Collective -> place of the rank's last operation that contributes to the collective."""
     keys: list[tuple[int, int, tuple[Op, ...]]] = []
-    """(place, order at this place, operation or pair), to be sorted."""
+    """(sort key of the place, sort key among operations with the same place, operation or pair)."""
     earliest = -1
     for place, together in enumerate(computations(schedule.ops[rank])):
         collective = together[-1]
@@ -121,15 +123,15 @@ def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, co
 
 
 class _Collective(NamedTuple):
-    """A collective with bounds on its place in the order of each rank."""
+    """A collective, with limits for its position among the operations of each rank."""
 
     op: Op
     last_maker: int
-    """Place in the serial order of the last operation that contributes to the collective."""
+    """Number, in the serial order, of the last operation that contributes to the collective."""
     ready: float
     """End time of the last operation that contributes to the collective."""
     deadline: int
-    """Place in the serial order of the first computation before which all ranks must have joined the collective."""
+    """Number, in the serial order, of the first computation before which all ranks must have joined the collective."""
     earliest: tuple[int, ...]
     """Rank -> position after its last operation that contributes to the collective."""
 

@@ -17,7 +17,8 @@ _ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
     for facts in KINDS.values()
     if facts.undoes_memory_of is not None
 }
-"""Kind of operation -> kinds of later operations that allocate a part of its memory, such as R for F."""
+"""Kind of operation -> kinds of later operations that may allocate a part of its memory in its place, such as R for
+F."""
 
 
 def memory_held(

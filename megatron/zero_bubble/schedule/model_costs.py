@@ -39,7 +39,7 @@ class UnitCosts:
 
     @property
     def computing(self) -> UnitCosts:
-        """The costs without the time of token exchanges between experts; pairs may hide this time completely."""
+        """The costs without the time of token exchanges between experts, which may be hidden completely by pairs."""
         return replace(
             self,
             time_f=self.time_f - self.all_to_all_f,
@@ -81,7 +81,7 @@ class ModelCosts:
     spread: float = 0
     """Half the interquartile range of a measured duration, divided by the median of the duration."""
     fused_backward: float = 0
-    """Time of a backward that computes both gradients at once, divided by the time of B plus W; 0 if unknown."""
+    """Time of a fused backward, divided by the time of B plus W; 0 if unknown."""
 
     @property
     def with_fused_backwards(self) -> ModelCosts:
@@ -131,7 +131,7 @@ class ModelCosts:
 
     @property
     def computing(self) -> ModelCosts:
-        """The costs without the time of token exchanges between experts; pairs may hide this time completely.
+        """The costs without the time of token exchanges between experts, which may be hidden completely by pairs.
 
         A lower bound of an iteration's time that is computed from these costs also holds for plans with pairs.
         """

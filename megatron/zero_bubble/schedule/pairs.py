@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule.ir import Op, Schedule
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 PAIRED = frozenset(kind for kind, facts in KINDS.items() if facts.pairs_with is not None)
-"""The kinds of operations that run as one operation with the forward right before them."""
+"""The kinds of backwards that run as one operation with the forward right before them."""
 
 
 def pairs(ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
@@ -100,7 +100,9 @@ def apart(schedule: Schedule) -> Schedule:
 
 
 def half_apart(schedule: Schedule) -> Schedule:
-    """Split every second pair of each combination of chunks into its two operations, and remove communication.
+    """For each combination of the forward's and the backward's chunk, split every second pair into its two operations.
+
+    Communication is removed.
 
     A training step with the resulting schedule measures pairs, and also single forwards and backwards of every chunk.
     """

@@ -40,14 +40,14 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 
     R does not need the gradient from the next stage, and runs while the gradient is in flight. R needs no more memory
     than a recomputation inside of the backward, because no operation runs between R and the backward. A microbatch
-    whose backward follows its F at once gets no R. Without R, such a microbatch takes less time and no more memory.
+    whose backward follows its F at once gets no R, because R would take time and save no memory.
     """
     schedule = without_recomputation(schedule)
     return replace(schedule, ops=tuple(tuple(_with_recomputation(ops)) for ops in schedule.ops))
 
 
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
-    """Insert R like `with_recomputation`, but at least one R on every stage, to measure the costs of recomputation.
+    """Insert R like `with_recomputation`, but with at least one R on every stage, to measure the costs of R.
 
     A stage without an R gets an R for its first microbatch. No other choice of R needs less memory, so that a run can
     measure a model whose activations would not all fit in memory.

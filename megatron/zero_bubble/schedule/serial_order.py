@@ -58,13 +58,13 @@ class SerialOrder:
             self.starts.append(starts)
             self.ends.append(ends)
         self.numbers = self._numbered(timeline)
-        """Rank -> position of a computation on the rank -> place of the computation in the serial order."""
+        """Number of each computation in the serial order, by rank and by position on the rank."""
         begins = zip_longest(*(here.starts[1:] for here in self.phases))
         self.first_of_phase = [
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase (from the second on) -> place in the serial order of the first VALIDATE that ends the previous
+        """Phase (from the second on) -> number, in the serial order, of the first VALIDATE that ends the previous
         phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
@@ -93,10 +93,10 @@ class SerialOrder:
         return [numbers[first:end] for first, end in pairwise(firsts)]
 
     def _turn(self, rank: int, position: int) -> tuple[float, bool]:
-        """Sort key of operations that take no time and end at the same time: their end with unit costs.
+        """Sort key of operations with the same end time: the end of each operation in a simulation with unit costs.
 
         With unit costs, an operation that takes time ends later than the operations that make its inputs. Among
-        operations with the same end, operations that take no time come last.
+        operations with the same end in that simulation, operations that take no time come last.
         """
         unit = self._in_unit_times[rank][position]
         return unit.end, unit.start == unit.end

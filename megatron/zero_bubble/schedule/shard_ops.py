@@ -146,7 +146,7 @@ class _Times:
         return starts
 
     def _starts_of(self, rank: int, result: OpKind) -> list[float]:
-        """Microbatch -> planned start of the operation of chunk 0 of `rank` that makes `result`, B or W."""
+        """Microbatch -> planned start of the operation in chunk 0 of `rank` that makes `result`, which is B or W."""
         starts = self._starts[rank]
         kinds = (result, *(kind for kind in BACKWARDS if result in KINDS[kind].makes))
         return [

@@ -44,10 +44,10 @@ def simulate(
         overlap_communication: whether ranks compute while messages are in flight. Without overlap, a message occupies
             the sender right after the operation that makes the tensor, and the receiver right before the operation that
             uses the tensor.
-        hardware_queues: number of hardware queues of a GPU. If this number is given, a lowered schedule is simulated on
-            NCCL's streams. On streams a message also waits until its receive is posted and the previous message of its
-            channel is complete. With one hardware queue a computation also waits for all earlier launches of its rank.
-            By default streams are not simulated.
+        hardware_queues: number of hardware queues of a GPU. If `hardware_queues` is given, a lowered schedule is
+            simulated on NCCL's streams. On NCCL's streams, a message also waits until its receive is posted and the
+            previous message of its channel is complete. With one hardware queue a computation also waits for all
+            earlier launches of its rank. By default NCCL's streams are not simulated.
         lengths: microbatch -> factor of the times and the memory of `costs`; by default 1 for every microbatch.
 
     Returns:
@@ -55,7 +55,7 @@ def simulate(
 
     Raises:
         ScheduleError: schedule and costs have different numbers of stages, or `lengths` does not fit the schedule.
-        InvalidSchedule: a schedule that is simulated on streams lacks a message.
+        InvalidSchedule: a schedule that is simulated on NCCL's streams lacks a message.
         Deadlock: some ranks wait for each other for ever.
     """
     if costs.num_stages != schedule.num_stages:
@@ -110,9 +110,10 @@ class _Step(NamedTuple):
     time: float
     """Time of the operation."""
     plain_waits: tuple[tuple[int, float | None], ...]
-    """(slot, transit) of each needed result; empty if any `_Wait` of the operation has another field set."""
+    """(slot, transit) of each needed result; empty if any `_Wait` of the operation has `num_before`, `is_optional` or
+    `occupies` set."""
     waits: tuple[_Wait, ...]
-    """The results that the operation needs, if `plain_waits` cannot represent them; otherwise empty."""
+    """The results that the operation needs, if `plain_waits` cannot represent these results; otherwise empty."""
     slots: tuple[int, ...]
     """Indices of the operation's results for microbatch 0 in the list of end times."""
     sending: float
@@ -128,7 +129,7 @@ class _Lane:
 
 
 class _Simulation:
-    """Runs each rank until an operation lacks a result, and continues the rank when the time of the result is known.
+    """Runs each rank until an operation lacks an input, and continues the rank when the input's arrival is known.
 
     Planners simulate many schedules. For speed, values that are the same for all microbatches are computed once, and
     the end times of all results are in one flat list.
@@ -161,7 +162,7 @@ class _Simulation:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """Index of an end time -> 1 if the result is optional and an operation makes only this result, else 0."""
+        """Index of an end time -> 1 if the result is optional and its operation makes nothing else, else 0."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):

@@ -2,9 +2,9 @@
 
 Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With post-validation a rank
 takes its optimizer step (STEP) as soon as its own gradients are complete, and starts the next iteration. Before its
-first backward of the next iteration the rank receives the norm of all gradients and whether they are finite, and
-confirms or amends its optimizer step (VALIDATE). If the optimizer step is amended, the forwards before VALIDATE are run
-again.
+first backward of the next iteration, the rank receives the norm of all gradients and learns whether all gradients are
+finite. In VALIDATE, the rank then confirms or amends its optimizer step. If the optimizer step is amended, the forwards
+before VALIDATE are run again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def repeat(schedule: Schedule, num_steps: int) -> Schedule:
 
     The numbers of the microbatches continue from one iteration to the next. STEP and VALIDATE are numbered by
     iteration: `VALIDATE2` validates `STEP1` of all ranks. The first iteration has no VALIDATE, because no optimizer
-    step precedes it.
+    step precedes the first iteration.
 
     Args:
         schedule: schedule of one iteration.
@@ -103,11 +103,11 @@ def iteration_time(
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     """Return the schedule without communication, with STEP at the end and VALIDATE in the warmup of every rank.
 
-    VALIDATE comes later than the arrival of the norm of the previous iteration's gradients, by the time of the longest
-    forward, so that a slightly late rank does not delay the other ranks. Only the few forwards before VALIDATE are run
-    again if the validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to
-    wait for the norm of all gradients. VALIDATE also comes before every forward whose input another rank makes after
-    the VALIDATE of that other rank.
+    VALIDATE is placed one forward, the longest, after the norm of the previous iteration's gradients arrives, so that a
+    slightly late rank does not delay the other ranks. Only the few forwards before VALIDATE are run again if the
+    validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the
+    norm of all gradients. If another rank makes the input of a forward after its own VALIDATE, the VALIDATE of this
+    rank comes before the forward.
 
     Args:
         schedule: schedule of one iteration.
@@ -142,7 +142,7 @@ def without_post_validation(schedule: Schedule) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """Rank -> number of forwards before VALIDATE: `counts`, reduced until no forward needs a result after VALIDATE."""
+    """Rank -> number of forwards before VALIDATE: `counts`, reduced until all inputs are made before a VALIDATE."""
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
         results = _results(schedule, early)
@@ -167,7 +167,7 @@ def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 
 
 def stale_receives(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The receives of messages that other ranks send before their VALIDATE and `rank` receives after its VALIDATE.
+    """The receives of messages that are sent before the sender's VALIDATE, but received after the VALIDATE of `rank`.
 
     If the validation fails, a message that was sent before VALIDATE has a wrong tensor. The receives of each channel
     are in the order in which the messages are sent.
@@ -196,8 +196,9 @@ def check_post_validation(schedule: Schedule) -> None:
     """Check that STEP and VALIDATE of a schedule are in allowed places.
 
     Every rank has one STEP, which is its last operation, and one VALIDATE. All operations before VALIDATE can be run
-    again. Such operations are forwards whose inputs other ranks make before their own VALIDATE, receives of messages
-    that other ranks send before their own VALIDATE, sends, and collectives that come before VALIDATE on all ranks.
+    again. Operations of four kinds may come before VALIDATE: sends; forwards whose inputs other ranks make before their
+    own VALIDATE; receives of messages that other ranks send before their own VALIDATE; and collectives that come before
+    VALIDATE on all ranks.
 
     Raises:
         InvalidSchedule: STEP, VALIDATE or an operation before VALIDATE is not in an allowed place.
@@ -227,7 +228,7 @@ def check_post_validation(schedule: Schedule) -> None:
 
 
 def _check_inputs_before_validation(schedule: Schedule) -> None:
-    """Raise `InvalidSchedule` if an operation before VALIDATE needs a result or collective that follows a VALIDATE."""
+    """Raise `InvalidSchedule` if an operation before VALIDATE needs a result or collective from after a VALIDATE."""
     early = [before_validation(schedule, rank) for rank in range(schedule.num_ranks)]
     computations = [[op for op in ops if op.kind not in COMMUNICATION] for ops in early]
     results = _results(schedule, computations)

@@ -1,10 +1,10 @@
 """Simulation of the messages of a lowered schedule on NCCL's streams, and the check for deadlocks.
 
-Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts under
-two conditions: the compute stream of its rank has reached the point where the send or receive is posted, and the
-previous message of its channel is complete. A message is complete when the time of the message has passed after the
-starts of both its send and its receive. The computation that uses the message waits until the message is complete. A
-collective of vocabulary shards is a message with an end on every rank; all collectives share one stream.
+Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts under two
+conditions: the compute stream of its rank has reached the point where the send or receive is posted, and the previous
+message of its channel is complete. A message is complete one message time after the later start of its send and its
+receive. The computation that uses the message waits until the message is complete. A collective of vocabulary shards is
+a message with an end on every rank; all collectives share one stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
 With one queue, the launches of a rank start in order. A launch that waits for earlier work of its stream therefore
@@ -118,7 +118,8 @@ class _Device:
         self._by_kind: dict[tuple[OpKind, int], StreamLaunch] = {}
         """(kind, chunk) -> launch of the operations with this kind and chunk."""
         self._ops: Sequence[Op | None] = launches.ops
-        """The operations in order; at None, the compute stream waits until all sends and collectives are complete."""
+        """The operations in order; None stands for a wait of the compute stream until all sends and collectives are
+        complete."""
         if launches.schedule.has_post_validation:
             self._ops = [each for op in launches.ops for each in ((op, None) if op.kind is OpKind.STEP else (op,))]
         self._in_line = queues is HardwareQueues.ONE

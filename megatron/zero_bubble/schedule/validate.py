@@ -109,7 +109,7 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """Length of a row of `_Rows`: n + 1 entries suffice, because n operations omit at least one microbatch of n + 1."""
+    """Length of a row of `_Rows`: n + 1 entries suffice, because n operations leave out one of n + 1 microbatches."""
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 

@@ -50,7 +50,7 @@ _OF_ONE_RANK = ("rank", "local_rank")
 
 @dataclass
 class Progress:
-    """Numbers of iterations and sequences processed so far, in this run and in the earlier runs that it resumes."""
+    """Numbers of iterations and sequences processed so far, including the earlier runs that this run continues."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -137,7 +137,7 @@ class Checkpointer:
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        """Load the model, and optimizer and random state if wanted and fitting; return the state that ranks share."""
+        """Load the model, and by default the optimizer and random state; return the state common to all ranks."""
         args = self._args
         needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")
         description, common = jointly(lambda: read_checked(folder, needed))

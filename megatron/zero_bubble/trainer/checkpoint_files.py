@@ -1,4 +1,4 @@
-"""Names and checks the files of a checkpoint, and keeps the tracker file that names the latest checkpoint.
+"""Names and checks the files of a checkpoint, and updates the tracker file, which names the latest checkpoint.
 
 A checkpoint is written to `iter_0000100.incomplete/`. When every file is on the disk, the folder is renamed atomically
 to its final name, and then `latest_checkpointed_iteration.txt` is replaced atomically. A checkpoint that is incomplete
@@ -74,7 +74,7 @@ def check_config(folder: Path) -> None:
 
 
 def begin_folder(root: Path, iteration: int) -> Path:
-    """Create an empty folder for the checkpoint of `iteration`, and remove the folders that failed saves left."""
+    """Create an empty folder for the checkpoint of `iteration`, and remove folders that remain of failed saves."""
     root.mkdir(parents=True, exist_ok=True)
     for leftover in (*root.glob(f"iter_*{_INCOMPLETE}"), *root.glob(f"iter_*{_REPLACED}")):
         shutil.rmtree(leftover)
@@ -90,7 +90,7 @@ def incomplete_folder(root: Path, iteration: int) -> Path:
 
 
 def name_latest(root: Path, iteration: int) -> None:
-    """Give the complete folder of `iteration` its final name, and name `iteration` in the tracker file."""
+    """Give the complete folder of `iteration` its final name, and write `iteration` to the tracker file."""
     folder, final = incomplete_folder(root, iteration), checkpoint_folder(root, iteration)
     for path in folder.iterdir():
         _sync(path)

@@ -21,7 +21,8 @@ _MODEL_COMPUTATION = (
     *("window_size", "norm_epsilon", "qk_l2_norm", "rotary_base", "rotary_percent", "rotary_interleaved"),
     *("use_rope_scaling", "moe_router_pre_softmax"),
 )
-"""Flags that change a model's computation, but not its parameters; `--finetune` allows other values of these flags."""
+"""Flags that change a model's computation, but not its parameters; with `--finetune`, they may differ from the
+checkpoint."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
 """Optimizer -> flags whose values are replaced by the checkpoint's values when the optimizer's state is loaded."""
 DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
@@ -41,7 +42,7 @@ _SCHEDULE_FLAGS = {
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
-    """Raise `ValueError` if `saved`, the flags in the checkpoint, describe another model than the flags `args`."""
+    """Raise `ValueError` if the checkpoint's flags `saved` and the flags `args` describe different models."""
     pairs = {name: (getattr(args, name), getattr(saved, name, None)) for name in _MODEL_SHAPE}
     pairs["hybrid_layer_pattern"] = (_layers(args), _layers(saved))
     # Without --group-query-attention, each head is a query group, although Megatron-LM saves num_query_groups=1.
@@ -110,7 +111,7 @@ def _spreads_experts(flags: Arguments | argparse.Namespace) -> bool:
 
 
 def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose learning-rate schedule differs from the flags, unless a flag chooses one."""
+    """Refuse a checkpoint with a different learning-rate schedule, unless a flag chooses one of the schedules."""
     if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
         return
     for name, flag in _SCHEDULE_FLAGS.items():

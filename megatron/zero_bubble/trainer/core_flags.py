@@ -1,8 +1,8 @@
 """Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
 
 Every field of the installed megatron-core's configurations is a flag with the name in the field's metadata or in
-`_NAMES`. The flag of a field without such a name is `--no-NAME` for a switch that is on by default, and otherwise
-`--NAME`. Fields that no command line can give, such as functions, and the fields in `_WITHOUT_FLAG`, are not flags.
+`_NAMES`. For any other field, the flag is `--no-NAME` if the field is a switch that is on by default, and `--NAME`
+otherwise. Fields that no command line can give, such as functions, and the fields in `_WITHOUT_FLAG`, are not flags.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Field -> flag default that differs from the field's default: Megatron-LM's default, or local layers."""
+"""Field -> default of its flag, if different from the field's own default: Megatron-LM's default, or one for local
+layers."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "normalization": ("LayerNorm", "RMSNorm"),

@@ -21,7 +21,7 @@ def check_data(args: Arguments, vocab_size: int | None = None) -> None:
     """Check every data file without communication, on any rank; `checks.py` must have checked the flags before.
 
     Args:
-        vocab_size: number of tokens of the tokenizer, with which token ids in the files are compared.
+        vocab_size: number of tokens of the tokenizer; the token ids in the files must be smaller.
 
     Raises:
         ValueError: a file or a flag is wrong; the message is one line.

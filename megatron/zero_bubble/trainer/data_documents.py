@@ -1,4 +1,4 @@
-"""Datasets whose samples differ in length, because each document is a sample."""
+"""Datasets in which each document is one sample, so that the samples have different lengths."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     signal handler refers to the iterator, and Python waits for these workers before it exits.
 
     If a worker has failed, for example because the system killed it, the next failed read raises a `SessionError` that
-    names the worker. Any other error inside the `with` block then becomes the same `SessionError`. torch's SIGCHLD
-    handler is not installed: when a worker ends, that handler raises an error at an arbitrary instruction of the
-    training process, and the error can be lost or leave a lock taken.
+    names the worker. In that case, any other error inside the `with` block also becomes this `SessionError`. torch's
+    SIGCHLD handler is not installed: when a worker ends, that handler raises an error at an arbitrary instruction of
+    the training process, and the error can be lost or leave a lock taken.
     """
 
     def __init__(self, loader: DataLoader) -> None:

@@ -12,7 +12,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 
 def completed(args: Arguments, environment: Mapping[str, str], has_cuda: bool) -> Arguments:
-    """Fill in the rank from `environment`, and the defaults that depend on other flags or on the machine.
+    """Set the rank from `environment`, and the defaults that depend on other flags or on the machine.
 
     Raises:
         ValueError: a default cannot be derived from the other flags.

@@ -18,8 +18,8 @@ class ExitReasons:
     """Decides after each iteration whether training stops; all ranks make the same decision.
 
     Args:
-        waits: whether the decision waits for the votes of all ranks on this iteration; otherwise the decision uses the
-            ranks' votes on the previous iteration.
+        waits: whether the decision uses the votes of all ranks on this iteration, and waits for these votes; otherwise
+            the decision uses the votes on the previous iteration.
     """
 
     def __init__(self, args: Arguments, *, waits: bool) -> None:

@@ -117,7 +117,7 @@ def build_hybrid_stage(
 
 @contextmanager
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """Give a model that is built in the `with` block the layers `symbols`, instead of megatron-core's own selection.
+    """In the `with` block, build hybrid models with the layers `symbols` instead of megatron-core's own selection.
 
     The model gets layers of multi-token prediction if its pattern contains such layers.
     """

@@ -46,13 +46,14 @@ class StepResult:
     num_redone_forwards: int = 0
     """Number of forwards, on all ranks of a pipeline, that ran again because the optimizer step was amended."""
     has_waited: bool = False
-    """Whether the optimizer stepped only after validation, because recent steps were wrong (clipped or skipped)."""
+    """Whether the optimizer step was taken only after validation, because recent steps were amended (clipped or
+    skipped)."""
     further_losses: tuple[float, ...] = ()
     """Losses of multi-token prediction, on ranks with `lm_loss`; empty without multi-token prediction."""
     was_skipped: bool = False
     """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
     is_local: bool = False
-    """Whether the replica took this step without the other replicas, so that losses and norm are the replica's own."""
+    """Whether the replica took this step without the other replicas; losses and norm are then the replica's own."""
     waits: Waits | None = None
     """How long replicas waited for each other since the last log line; None without a log line or with one replica."""
     orders: OrderTimes | None = None
@@ -65,7 +66,7 @@ class TrainingLog:
     """Collects the results of iterations and prints one line every `--log-interval` iterations.
 
     Args:
-        log_rank: the global rank that holds the loss and prints.
+        log_rank: global rank that has the loss and prints the log lines.
     """
 
     def __init__(self, args: Arguments, progress: Progress, log_rank: int) -> None:
@@ -170,7 +171,7 @@ class TrainingLog:
             self._say(self._summary.line)
 
     def record_validation(self, lm_loss: float | None) -> None:
-        """Print the validation loss in Megatron-LM's words, which users search for; print nothing for None."""
+        """Print the validation loss in Megatron-LM's format, for which users search; print nothing for None."""
         if lm_loss is None:
             return
         perplexity = math.exp(min(20.0, lm_loss)) if math.isfinite(lm_loss) else lm_loss

@@ -55,7 +55,7 @@ class TrainingData(NamedTuple):
 class Trainer:
     """Trains until the last iteration, an exit interval, a time limit or a signal.
 
-    With post-validation, the outcome of an iteration becomes known during the next iteration, and is logged then.
+    With post-validation, the result of an iteration becomes known, and is logged, during the next iteration.
 
     Args:
         session: the started session, which runs the steps.

@@ -141,7 +141,7 @@ def build_stage(
     symbols: str | None = None,
     first_layer: int = 0,
 ) -> Any:
-    """Build one stage of the model; the caller later splits its linear layers and wraps the stage in DDP.
+    """Build one stage of the model, without split linear layers and without DDP, which the caller adds later.
 
     Args:
         embeds: whether the stage begins with the embedding.
@@ -197,7 +197,7 @@ _PATTERNS = {
     "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
     "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
 }
-"""For each flag with one value per layer, a function that returns a layer's value if the flag is a single number."""
+"""Flag with one value per layer -> function that returns a layer's value if the flag is a single number."""
 
 
 def layer_kinds(args: Arguments) -> list[int]:

@@ -252,7 +252,7 @@ def _parameters(model: torch.nn.Module) -> Parameters:
 
 
 def _whole_parameters(args: Arguments, model: Any) -> tuple[int, int]:
-    """Count a unit's distinct parameters on all ranks: (without multi-token prediction, in multi-token prediction)."""
+    """Return a unit's distinct parameters on all ranks: (number outside, number inside of multi-token prediction)."""
     experts, tensor = expert_parameters(model), args.tensor_model_parallel_size
     whole = further = 0
     for name, parameter in model.named_parameters():

@@ -114,7 +114,7 @@ def _iteration_of(line: str) -> float | None:
 
 
 class RunSummary:
-    """Averages all log lines since the schedule was last planned except the first line, whose time includes planning.
+    """Averages all log lines since the schedule was last planned, except the first line, whose time includes planning.
 
     Attributes:
         line: the text of the summary; None until the second log line after the first plan.

@@ -225,7 +225,7 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingF
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn any error, also a bare `Exception` of `tokenizers`, into a `ValueError` whose message begins with `what`."""
+    """Turn any error, even a bare `Exception` of `tokenizers`, into a `ValueError` whose message begins with `what`."""
     try:
         yield
     except Exception as error:

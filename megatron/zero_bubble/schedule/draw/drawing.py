@@ -23,7 +23,7 @@ LEFT, RIGHT, TOP = 76, 60, 82
 CURVE_HEIGHT, CURVE_GAP = 72, 42
 _SMALLEST_TYPE, _LARGEST_TYPE = 6, 11
 _LABEL_MARGIN = 2
-"""Pixels of an operation's width that a label on the operation leaves free."""
+"""Width in pixels that is left free on an operation next to its label."""
 _SHORTEST_WITH_LABEL = 0.1
 """Labels of operations shorter than this fraction of the longest operation do not affect the width of a drawing."""
 
@@ -43,7 +43,7 @@ class Drawing:
     width: float
     """Width of the drawing in pixels."""
     duration: float
-    """Time from the left to the right end of the lanes."""
+    """Time that the width of the drawing, without its margins, represents."""
 
     @property
     def num_lanes(self) -> int:
@@ -72,7 +72,7 @@ class Drawing:
 
     @property
     def right(self) -> float:
-        """The x coordinate of the right end of the lanes, in pixels."""
+        """The x coordinate, in pixels, of the right end of the ranks' rows."""
         return self.width - RIGHT
 
     @cached_property
@@ -142,7 +142,7 @@ class Drawing:
 
     @property
     def width_for_labels(self) -> float:
-        """Width of the drawing with which nine of ten labels fit in the largest font; short operations do not count."""
+        """Width at which nine of ten labels fit in the largest font; labels of short operations do not count."""
         labels = [(time, width) for _, time, width in self._labels()]
         shortest = _SHORTEST_WITH_LABEL * max((time for time, _ in labels), default=0)
         scales = sorted((_LARGEST_TYPE * width + _LABEL_MARGIN) / time for time, width in labels if time > shortest)

@@ -1,4 +1,4 @@
-"""The lanes of a drawing: operations, bubble rates of the ranks, messages, and the critical path."""
+"""The rows of the ranks in a drawing: operations, bubble rates, messages, and the critical path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _ARROW_HEAD = 5
 
 
 def lanes(drawing: Drawing) -> Iterator[str]:
-    """Yield the SVG elements of all lanes. Hovering over an operation shows the messages of its microbatch."""
+    """Yield the SVG elements of the rows of all ranks.
+
+    Hovering over an operation shows the messages of its microbatch.
+    """
     for rank, bubble in enumerate(bubbles(drawing.timeline)):
         yield from _frame(drawing, rank, bubble)
     for elements_of_lane in (_operations, _copies):
@@ -59,7 +62,7 @@ def style(drawing: Drawing) -> str:
 
 
 def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
-    """Yield the background of a lane, the rank's name, and the idle time in percent with a tooltip of its causes."""
+    """Yield the background of a rank's row, the rank's name, and its idle time in percent with a tooltip of causes."""
     timeline = drawing.timeline
     top, height = drawing.lane_top(rank), drawing.lane_height
     size = max(8, min(11, height - 3))
@@ -78,14 +81,14 @@ def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
 
 
 def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
-    """Yield (microbatch, SVG element) for every operation of a lane that takes time."""
+    """Yield (microbatch, SVG element) for every operation in a rank's row, except operations that take no time."""
     timeline, schedule = drawing.timeline, drawing.timeline.schedule
     unit, lane, in_pairs = drawing.time_unit, timeline.lanes[rank], forwards_in_pairs(schedule, rank)
     memory = timeline.memory_held(rank)
     for position, ((op, start, stop), (_, during, _)) in enumerate(zip(lane, memory, strict=True)):
         top, height = drawing.lane_top(rank), drawing.lane_height
         if op in in_pairs or op.kind in PAIRED:
-            # The forward of a pair is in the upper half of the lane, the backward in the lower half.
+            # The forward of a pair is in the upper half of the row, the backward in the lower half.
             top += height / 2 * (op.kind in PAIRED)
             start, stop, height = *lane[position + (op in in_pairs)][1:], height / 2
         elif _is_mark(op, start, stop) or op.kind in COPIES:
@@ -108,7 +111,7 @@ def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
 
 
 def _copies(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
-    """Yield (microbatch, SVG element) for every copy on the host link of a rank, at the bottom of the rank's lane."""
+    """Yield (microbatch, SVG element) for every copy on the host link of a rank, at the bottom of the rank's row."""
     timeline = drawing.timeline
     height = max(2, drawing.lane_height / 6)
     top = drawing.lane_top(rank) + drawing.lane_height - height
@@ -128,7 +131,7 @@ def _is_mark(op: Op, start: float, stop: float) -> bool:
 
 
 def _marks(drawing: Drawing, rank: int) -> Iterator[str]:
-    """Yield the marks of STEP, VALIDATE and operations that take no time, drawn over all other operations of a lane."""
+    """Yield the marks of STEP, VALIDATE and operations that take no time, drawn over the other operations of a row."""
     in_pairs = forwards_in_pairs(drawing.timeline.schedule, rank)
     for op, start, stop in drawing.timeline.lanes[rank]:
         if op not in in_pairs and op.kind not in COPIES and _is_mark(op, start, stop):

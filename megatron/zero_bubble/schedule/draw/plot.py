@@ -1,4 +1,4 @@
-"""Line plots as SVG, such as bubble rate over memory limit."""
+"""Line plots as SVG, such as a plot of the bubble rate against the memory limit."""
 
 from __future__ import annotations
 

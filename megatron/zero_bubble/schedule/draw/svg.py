@@ -1,4 +1,4 @@
-"""A timeline as SVG: a lane for each rank, and below the lanes the number of idle ranks and the memory over time."""
+"""A timeline as SVG: a row for each rank, and below the rows the number of idle ranks and the memory over time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _figures(picture: Drawing) -> str:
 
 
 def _grid(picture: Drawing) -> Iterator[str]:
-    """Yield vertical grid lines from the bottom of the lanes through the curves, and the time label of each line."""
+    """Yield vertical grid lines from the bottom of the ranks' rows through the curves, each with a time label."""
     bottom = picture.curve_top(picture.num_curves - 1) + CURVE_HEIGHT
     for time in canvas.ticks(picture.duration, max(4, int(picture.width / 120))):
         x = picture.x(picture.start + time)

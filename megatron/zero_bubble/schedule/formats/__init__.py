@@ -1,4 +1,4 @@
-"""Schedules and costs as text: JSON, a CSV grid for readers and spreadsheets, and PyTorch's CSV dialect."""
+"""Schedules and costs as text: JSON, a CSV grid for people and spreadsheets, and PyTorch's CSV dialect."""
 
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.formats.grid import schedule_from_csv, schedule_to_csv, schedule_to_grid
@@ -45,7 +45,7 @@ def schedule_from_text(text: str, name: str) -> Schedule:
 
     Args:
         text: JSON, a CSV grid, or PyTorch's CSV.
-        name: name of a schedule that is read from PyTorch's CSV, because this CSV contains no name.
+        name: name to give to a schedule from PyTorch's CSV, which contains no name.
 
     Raises:
         ScheduleError: the text is neither JSON, nor a CSV grid, nor PyTorch's CSV.

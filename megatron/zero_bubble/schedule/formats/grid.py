@@ -1,7 +1,7 @@
-"""Schedules as a grid for readers and spreadsheets: a row for each rank, a column for each time slot.
+"""Schedules as a grid for people and spreadsheets: a row for each rank, a column for each time slot.
 
-F, B, W and R take one time slot each, and BW (fused backward) takes two time slots. In a pair of a forward and a
-backward that run as one operation, the backward takes the time slots of both. Cells of idle time slots are empty.
+F, B, W and R take one time slot each, and BW (fused backward) takes two time slots. If a forward and a backward run as
+one operation (a pair), the backward takes the time slots of both operations. Cells of idle time slots are empty.
 Operations that take no time, such as STEP and D, have columns of their own between two time slots. If stages recompute
 activations in groups of layers, the first two lines of the CSV have another column with the number of groups of each
 stage. The grid contains no sends, receives or collectives; `lower` adds this communication again.

@@ -38,7 +38,8 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
     PyTorch reads the CSV of a lowered schedule as "compute_comms", and the CSV of other schedules as "compute_only".
 
     Raises:
-        ScheduleError: the schedule has an operation, such as STEP, or groups that PyTorch's CSV cannot represent.
+        ScheduleError: PyTorch's CSV cannot represent an operation of the schedule, such as STEP, or the schedule's
+            groups of recomputed layers.
     """
     nameless = [kind for kind, facts in KINDS.items() if kind in schedule.kinds and facts.makes and not facts.pytorch]
     if nameless:
@@ -66,7 +67,7 @@ def schedule_to_pytorch_csv(schedule: Schedule) -> str:
 def schedule_from_pytorch_csv(text: str, name: str = "pytorch") -> Schedule:
     """Read a schedule from the CSV of PyTorch's `_dump_csv`; the schedule is not validated.
 
-    The schedule has no sends or receives. A rank has every stage that occurs in the actions of the rank's row.
+    The schedule has no sends or receives. Each rank has exactly the stages that occur in the actions of the rank's row.
 
     Args:
         text: the CSV.

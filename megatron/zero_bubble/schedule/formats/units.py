@@ -1,4 +1,4 @@
-"""Costs of a model's units (embedding, layers, output) as JSON, which jobs write and `zero-bubble plan` reads."""
+"""Costs of a model's units (embedding, layers, output) as JSON, written by trainings and read by `zero-bubble plan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
 _NAMES = tuple(field.name for field in fields(UnitCosts))
 _MEASURED = ("time_exchange", "time_collective", "latency_collective", "time_between", "spread", "fused_backward")
-"""Fields of `ModelCosts` that a job measures; zeros by default."""
+"""Fields of `ModelCosts` that a training job measures; zeros by default."""
 _MAY_BE_NEGATIVE = ("memory_b", "memory_w")
 _LARGEST = 1e20
 
