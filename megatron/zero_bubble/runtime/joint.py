@@ -25,7 +25,7 @@ def jointly(action: Callable[[], T]) -> T:
     outcome, error = attempt(action)
     errors: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    raise_first(errors)
+    raise_first(errors, error)
     return cast(T, outcome)
 
 
@@ -34,7 +34,7 @@ def on_rank(rank: int, action: Callable[[], T]) -> T:
     outcome: list[Any] = [attempt(action) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]
-    raise_first([error])
+    raise_first([error], error)
     return value
 
 
@@ -46,11 +46,11 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def raise_first(errors: Iterable[Exception | None]) -> None:
-    """Raise the error of the first rank that has an error, if there is such a rank."""
+def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
+    """Raise the first error in `errors`, if any; as ranks do not send causes, the error gets the cause of `own`."""
     for error in errors:
         if error is not None:
-            raise error
+            raise error from (own and own.__cause__)
 
 
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
