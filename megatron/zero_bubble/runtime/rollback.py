@@ -221,11 +221,12 @@ def _invert(
 def settings_of(groups: Sequence[dict[str, Any]], names: Collection[str] | None = None) -> list[dict[str, Any]]:
     """Return the settings of parameter groups (by default, all); tensors are copied, as a scheduler may change them."""
     return [
-        {name: _copied(group[name]) for name in names or group.keys() - {"params"} if name in group} for group in groups
+        {name: _clone_of_tensor(group[name]) for name in names or group.keys() - {"params"} if name in group}
+        for group in groups
     ]
 
 
-def _copied(value: Any) -> Any:
+def _clone_of_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -246,7 +247,7 @@ def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[s
         for group, earlier in zip(groups, settings, strict=True)
     ]
     now = [
-        {name: (group[name], _copied(group[name])) for name in names}
+        {name: (group[name], _clone_of_tensor(group[name])) for name in names}
         for group, names in zip(groups, changed, strict=True)
     ]
     for group, earlier in zip(groups, changed, strict=True):
