@@ -23,10 +23,15 @@ def jointly(action: Callable[[], T]) -> T:
             failed rank.
     """
     outcome, error = attempt(action)
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    raise_first(errors, error)
+    raise_first(from_all_ranks(error), error)
     return cast(T, outcome)
+
+
+def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of `group`, by default of the whole job, in order; a collective call."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
