@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
+from tests.runtime.in_memory import InMemoryNetwork
 
 Result = TypeVar("Result")
 

@@ -27,10 +27,10 @@ from benchmarks.emulation.link import EmulatedLink
 from benchmarks.emulation.sleeping import Emulation, await_arrival
 from benchmarks.emulation.worker import StepRecord
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.schedule import Placement, StageCosts, simulate, with_post_validation
 from megatron.zero_bubble.schedule.formats import profile_from_json
 from tests.mistakes import one_line_mistake
+from tests.runtime.in_memory import InMemoryNetwork
 
 ROOT = Path(__file__).parents[2]
 

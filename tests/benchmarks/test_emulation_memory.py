@@ -13,11 +13,10 @@ from benchmarks.emulation.sleeping import Emulation, StageTimes, time_of_pair
 from benchmarks.emulation.variants import contestants
 from megatron.zero_bubble.cli.invocation import read_flags
 from megatron.zero_bubble.planner import generate, placement_for
-from megatron.zero_bubble.runtime.collectives import InMemoryCollectives
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, Timeline, lower
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
+from tests.runtime.in_memory import InMemoryCollectives, InMemoryNetwork
 
 COSTS = StageCosts.uniform(3, 0.1, 0.1, 0.1, 0, 1, -0.4, -0.6, 0.1, 0.9)
 

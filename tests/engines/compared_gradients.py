@@ -29,7 +29,7 @@ def compare(flags: str) -> dict[str, list[str]]:
     from megatron.zero_bubble.planner import generate
     from megatron.zero_bubble.runtime.communicator import Arrived, PendingReceive, TensorSpec
     from megatron.zero_bubble.runtime.executor import Executor
-    from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
+    from megatron.zero_bubble.runtime.made_up_neighbours import MadeUpNeighbours
     from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
     from megatron.zero_bubble.schedule import Placement, lower
 

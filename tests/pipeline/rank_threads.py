@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble import Pipeline, PipelineOptions
-from megatron.zero_bubble.runtime.collectives import InMemoryCollectives
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
+from tests.runtime.in_memory import InMemoryCollectives, InMemoryNetwork
 
 
 @dataclass

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron.zero_bubble.runtime.collectives import Collectives, InMemoryCollectives, TorchCollectives
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
+from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
+from tests.runtime.in_memory import InMemoryCollectives, InMemoryNetwork
 from tests.runtime.messages import CPU
 
 TIMEOUT = timedelta(seconds=60)

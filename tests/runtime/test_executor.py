@@ -8,10 +8,10 @@ from toy_pipeline import BATCH, LAYERS, WIDTH, Problem, ToyStage, on_threads, ov
 
 from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.runtime.executor import Executor, LeftoverError
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, StageCosts, lower, simulate, validate
 from megatron.zero_bubble.schedule.tail import reorder_tail, run_together
+from tests.runtime.in_memory import InMemoryNetwork
 
 
 def chunk_after_chunk(placement: Placement, num_microbatches: int, *backwards: OpKind) -> Schedule:

@@ -11,8 +11,8 @@ import torch.multiprocessing
 from megatron.zero_bubble.runtime.communicator import (
     TensorSpec,
 )
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.schedule import Placement
+from tests.runtime.in_memory import InMemoryNetwork
 from tests.runtime.messages import CPU, SPEC, exchange, message
 
 

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime import message_times
-from megatron.zero_bubble.runtime.collectives import InMemoryCollectives
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.exchange_lane import ThreadLane
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
 from megatron.zero_bubble.schedule import Placement
+from tests.runtime.in_memory import InMemoryCollectives, InMemoryNetwork
 
 SPEC = TensorSpec((2, 3), torch.float32, torch.device("cpu"))
 

@@ -12,7 +12,6 @@ from toy_pipeline import WIDTH, Pipeline, Problem, Threads, ToyStage
 
 from megatron.zero_bubble.planner import generate, names
 from megatron.zero_bubble.runtime.communicator import TensorSpec
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.variable_shapes import (
     AnnouncedSpec,
     AnswerSpec,
@@ -20,6 +19,7 @@ from megatron.zero_bubble.runtime.variable_shapes import (
     refuse_one_queue,
 )
 from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, lower
+from tests.runtime.in_memory import InMemoryNetwork
 
 CPU = torch.device("cpu")
 SHAPED = AnnouncedSpec(torch.float32, CPU)

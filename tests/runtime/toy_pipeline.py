@@ -15,10 +15,10 @@ from torch.nn.functional import linear
 
 from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.recorder import HostClock, OpRecorder
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule
+from tests.runtime.in_memory import InMemoryNetwork
 
 WIDTH, BATCH, LAYERS = 8, 3, 2
 """The width of a message, the samples of a microbatch, and the layers of a stage."""

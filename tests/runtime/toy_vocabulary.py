@@ -12,14 +12,14 @@ import torch
 from torch.nn.functional import cross_entropy, embedding, linear
 from toy_pipeline import BATCH, LAYERS, WIDTH, SplitLinear, Threads, ToyStage, run_stage
 
-from megatron.zero_bubble.runtime.collectives import Collectives, InMemoryCollectives
+from megatron.zero_bubble.runtime.collectives import Collectives
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.exchange_lane import ThreadLane
 from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Schedule
 from megatron.zero_bubble.schedule.graph import Node, dependencies, nodes_of
+from tests.runtime.in_memory import InMemoryCollectives, InMemoryNetwork
 
 ROWS = 5
 """Rows of the vocabulary that each rank has."""

@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.kinds import VOCABULARY
 from megatron.zero_bubble.schedule.memory import peak_memory
 from megatron.zero_bubble.schedule.recomputation import Recompute
-from megatron.zero_bubble.schedule.shard_ops import with_vocabulary, without_vocabulary
+from megatron.zero_bubble.schedule.shard_ops import with_vocabulary
 
 QUICK = [name for name in names() if not ENTRIES[name].is_slow and not ENTRIES[name].has_pairs]
 
@@ -49,9 +49,9 @@ def test_every_schedule_can_spread_the_vocabulary(name, num_ranks, num_microbatc
         assert {op for op in ops if op.kind in VOCABULARY} == {
             Op(kind, microbatch) for kind in kinds for microbatch in range(num_microbatches)
         }
-    rest = without_vocabulary(schedule)
+    rest = schedule.without(VOCABULARY)
     validate(rest)
-    assert rest.op_sets == without_vocabulary(generate(name, num_ranks, num_microbatches)).op_sets
+    assert rest.op_sets == generate(name, num_ranks, num_microbatches).without(VOCABULARY).op_sets
 
 
 @pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.PLANNED])
@@ -98,7 +98,7 @@ def test_the_delay_of_one_microbatch_keeps_the_rhythm_of_1f1b():
     [schedule] = with_vocabulary(generate("1f1b", 4, 12), costs, [4])
     validate(schedule)
     first_backward = [
-        next(k for k, op in enumerate(without_vocabulary(schedule).ops[rank]) if op.kind is OpKind.BW)
+        next(k for k, op in enumerate(schedule.without(VOCABULARY).ops[rank]) if op.kind is OpKind.BW)
         for rank in range(4)
     ]
     assert first_backward == [5, 4, 3, 2]

@@ -21,11 +21,10 @@ from megatron.zero_bubble.schedule import (
     validate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.kinds import RECEIVES
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, RECEIVES
 from megatron.zero_bubble.schedule.step_ops import (
     before_validation,
     num_forwards_before_validation,
-    without_post_validation,
 )
 
 STEP, VALIDATE = Op(OpKind.STEP, 0), Op(OpKind.VALIDATE, 0)
@@ -46,22 +45,22 @@ def test_every_schedule_of_the_registry_can_be_post_validated(name, p, m):
     schedule, _ = made(name, p, m)
     validate(schedule)
     validate(lower(schedule))
-    assert without_post_validation(schedule) == generate(name, p, m)
+    assert schedule.without(POST_VALIDATION) == generate(name, p, m)
 
 
 @pytest.mark.parametrize("name", PARALLELOGRAMS)
 def test_a_parallelogram_repeats_without_a_gap(name):
     """The next iteration of a rank begins when its last one ends: iterations take the span, not the makespan."""
     schedule, costs = made(name)
-    once = simulate(without_post_validation(schedule), costs)
+    once = simulate(schedule.without(POST_VALIDATION), costs)
     assert iteration_time(schedule, costs) == once.cost < once.makespan
-    assert iteration_time(without_post_validation(schedule), costs) == once.makespan
+    assert iteration_time(schedule.without(POST_VALIDATION), costs) == once.makespan
 
 
 @pytest.mark.parametrize("name", TRAPEZOIDS)
 def test_a_trapezoid_gains_nothing(name):
     schedule, costs = made(name)
-    assert iteration_time(schedule, costs) == simulate(without_post_validation(schedule), costs).makespan
+    assert iteration_time(schedule, costs) == simulate(schedule.without(POST_VALIDATION), costs).makespan
 
 
 @pytest.mark.parametrize("comm", [0, 0.25])
@@ -91,7 +90,7 @@ def test_few_forwards_stand_before_validation_and_fewer_on_later_ranks():
         (Op(OpKind.F, 0),),
     ]
     assert num_forwards_before_validation(schedule) == 4 + 3 + 2 + 1
-    assert num_forwards_before_validation(without_post_validation(schedule)) == 0
+    assert num_forwards_before_validation(schedule.without(POST_VALIDATION)) == 0
 
 
 # Receives of dualpipe-v are posted early: a message that comes before a VALIDATE is received before it.

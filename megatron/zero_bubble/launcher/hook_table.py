@@ -119,8 +119,8 @@ class ScriptHooks:
                 versions=versions,
             )
         for name, handle in (
-            ("first", lambda run, call: run.stages.is_first_stage(call)),
-            ("last", lambda run, call: run.stages.is_last_stage(call)),
+            ("first", lambda run, call: run.stages.is_stage(call, 0)),
+            ("last", lambda run, call: run.stages.is_stage(call, -1)),
         ):
             yield Hook(
                 f"megatron.core.parallel_state:is_pipeline_{name}_stage",

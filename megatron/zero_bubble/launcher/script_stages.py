@@ -98,14 +98,9 @@ class ScriptStages:
     def _stage_of(self, chunk: int) -> int:
         return self._placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), chunk)
 
-    def is_first_stage(self, call: Call) -> bool:
-        return self._is_stage(call, 0)
-
-    def is_last_stage(self, call: Call) -> bool:
-        return self._is_stage(call, self._placement.num_stages - 1)
-
-    def _is_stage(self, call: Call, wanted: int) -> bool:
-        """Whether stage `wanted` is the running stage of a V or, if no stage runs, the stage of the call's chunk."""
+    def is_stage(self, call: Call, wanted: int) -> bool:
+        """Whether stage `wanted` (-1: the last) runs in a V or, if no stage runs, is the stage of the call's chunk."""
+        wanted %= self._placement.num_stages
         if self._running is not None:
             return self._running == wanted
         if not self.is_v or call["ignore_virtual"] or call["vp_stage"] is None:

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import common as common_strategies
@@ -35,7 +34,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from megatron.zero_bubble.mcore.replaced import replaced
-from megatron.zero_bubble.runtime.joint import jointly
+from megatron.zero_bubble.runtime.joint import from_all_ranks, jointly
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -144,9 +143,7 @@ def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str,
 
 def _refuse_unused(metadata: Metadata, asked: set[str]) -> None:
     """Raise `CheckpointError` on every rank, if the checkpoint has tensors of the model that no rank asks for."""
-    of_ranks: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, asked)
-    names = set().union(*of_ranks)
+    names = set().union(*from_all_ranks(asked))
     modules = {name.split(".")[0] for name in names} - {"optimizer"}
     unused = [
         name

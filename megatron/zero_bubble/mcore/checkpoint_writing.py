@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, first_sentence
 from megatron.zero_bubble.mcore.replaced import replaced
-from megatron.zero_bubble.runtime.joint import jointly
+from megatron.zero_bubble.runtime.joint import jointly, raise_first
 
 _ONLY_ON_RANK_0 = (
     # `save_common` is a method up to megatron-core 0.16 and a function up to 0.18; later versions write no `common.pt`.
@@ -42,30 +42,24 @@ def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) 
             dist_checkpointing.save(state, str(folder), content_metadata=content_metadata)
         except CheckpointException as error:
             # The error is raised on every rank, because the ranks have exchanged the errors of their writers.
-            failures += [_reason(failure) for failure, _ in error.failures.values()]
-    jointly(lambda: _raise_first(failures))
+            failures += [_failure(failed) for failed, _ in error.failures.values()]
+    jointly(lambda: raise_first(failures, None))
 
 
-def _reason(error: BaseException) -> str:
-    """Describe why a write failed, with the operating system's message if torch and megatron-core pass it on."""
+def _failure(error: BaseException) -> CheckpointError:
+    """Say why a write failed, with the operating system's message if torch and megatron-core pass it on."""
     text = first_sentence(error).removeprefix("Worker failure: ")
-    if "inline_container.cc" in text:
-        return "a write failed, as on a full disk"
-    return re.sub(r"^\[Errno \d+\] ", "", text)
-
-
-def _raise_first(failures: list[str]) -> None:
-    if failures:
-        raise CheckpointError(failures[0])
+    is_short = "inline_container.cc" in text
+    return CheckpointError("a write failed, as on a full disk" if is_short else re.sub(r"^\[Errno \d+\] ", "", text))
 
 
 @contextmanager
-def _failures_after_the_end() -> Iterator[list[str]]:
+def _failures_after_the_end() -> Iterator[list[CheckpointError]]:
     """Catch the errors in writing the files that only rank 0 writes, and collect these errors in the yielded list.
 
     If rank 0 left a save with an error, the other ranks would wait forever for rank 0 in the next collective call.
     """
-    failures: list[str] = []
+    failures: list[CheckpointError] = []
     with ExitStack() as stack:
         for owner, name in _ONLY_ON_RANK_0:
             if hasattr(owner, name):
@@ -73,13 +67,13 @@ def _failures_after_the_end() -> Iterator[list[str]]:
         yield failures
 
 
-def _noting(write: Callable[..., None], failures: list[str]) -> Callable[..., None]:
+def _noting(write: Callable[..., None], failures: list[CheckpointError]) -> Callable[..., None]:
     @functools.wraps(write)
     def write_or_note(*args: Any, **options: Any) -> None:
         try:
             write(*args, **options)
         except Exception as error:
-            failures.append(_reason(error))
+            failures.append(_failure(error))
 
     return write_or_note
 

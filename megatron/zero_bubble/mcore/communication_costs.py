@@ -15,6 +15,7 @@ from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, ope
 from megatron.zero_bubble.runtime.collectives import TorchCollectives
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.exchange_lane import new_lane
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
 from megatron.zero_bubble.schedule import Placement
 
@@ -105,6 +106,4 @@ def measure_beside_compute(
 
     milliseconds(communicates=True)
     rounds = [milliseconds(communicates=True) - milliseconds(communicates=False) for _ in range(_ROUNDS)]
-    everyone = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, statistics.fmean(rounds))
-    return max(0.0, statistics.median(everyone))
+    return max(0.0, statistics.median(from_all_ranks(statistics.fmean(rounds))))

@@ -122,12 +122,10 @@ def convolve_and_scan(
         [batch, length, heads x size].
     """
     size = D.shape[1] if headdim is None else headdim
-    heads, width = A.shape[0], conv1d_weight.shape[1]
+    heads = A.shape[0]
     inner = heads * size
     z, xbc, dt = zxbcdt.split([inner, conv1d_weight.shape[0], heads], dim=-1)
-    padded = torch.nn.functional.pad(xbc.transpose(1, 2), (width - 1, 0))
-    xbc = torch.nn.functional.conv1d(padded, conv1d_weight.unsqueeze(1), conv1d_bias, groups=conv1d_weight.shape[0])
-    xbc = torch.nn.functional.silu(xbc).transpose(1, 2)
+    xbc, _ = convolved(xbc, conv1d_weight, conv1d_bias, activation)
     of_group = (conv1d_weight.shape[0] - inner) // 2
     x, b, c = xbc.split([inner, of_group, of_group], dim=-1)
     x, z = (part.unflatten(-1, (heads, size)) for part in (x, z))

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import to_local_if_dtensor, unwrap_model
 
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule import Placement
 
 SWITCH_OFF = "--no-check-for-nan-in-loss-and-grad"
@@ -124,9 +125,7 @@ class FiniteCheck:
             self._end(occasion, self._find_weight() or self._find_loss())
 
     def _end(self, occasion: str, finding: _Finding | None, group: dist.ProcessGroup | None = None) -> NoReturn:
-        findings: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(findings, finding, group=group)
-        present = [finding for finding in findings if finding is not None]
+        present = [each for each in from_all_ranks(finding, group) if each is not None]
         what = f"{min(present).what} on rank {min(present).rank}" if present else "the norm of all gradients"
         raise self._error(
             f"{occasion}: {what} is not finite: the training ends before this changes parameters or a checkpoint; "

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 
 from megatron.zero_bubble.planner.step_plan import StepRules
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.look_ahead import LookAhead
 from megatron.zero_bubble.runtime.microbatch_sizes import size_of
 from megatron.zero_bubble.runtime.observer import StepObserver
@@ -75,8 +76,7 @@ class JobPeers:
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        replicas = [0] * dist.get_world_size()
-        dist.all_gather_object(replicas, parallel_state.get_data_parallel_rank())
+        replicas = from_all_ranks(parallel_state.get_data_parallel_rank())
         own = replicas[dist.get_rank()]
         self._timeout = timeout
         members = tuple(rank for rank, replica in enumerate(replicas) if replica == own)
@@ -109,9 +109,7 @@ class JobPeers:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in the order of ranks; a collective call of the job."""
-        values = [value] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+        return from_all_ranks(value)
 
     def highest(self, level: int) -> int:
         """Return the maximum of `StepDecision.level` over replicas; a collective call of the replicas' first ranks."""

@@ -26,6 +26,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule import Placement
 
 
@@ -82,8 +83,7 @@ def adopt_placement(placement: Placement) -> None:
     if choose is None:
         return
     own = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, own)
+    pipelines = from_all_ranks(own)
     parallel_state._EMBEDDING_GROUP = parallel_state._EMBEDDING_GLOBAL_RANKS = None
     for pipeline in sorted({tuple(ranks) for ranks in pipelines}):
         ranks = choose(list(pipeline), None)

@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.zero_bubble.mcore.optimizer import copy_to_model, parts, torch_optimizers
 from megatron.zero_bubble.mcore.placement import tied_weights
 from megatron.zero_bubble.runtime.group_averager import GroupAverager, groups_of_replicas
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 
@@ -125,9 +126,7 @@ class ReplicaAveraging:
 
 def _averaging_groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dist.ProcessGroup]:
     replicas = parallel_state.get_data_parallel_group()
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, dist.get_process_group_ranks(replicas))
-    places = sorted({tuple(ranks) for ranks in places})
+    places = sorted({tuple(ranks) for ranks in from_all_ranks(dist.get_process_group_ranks(replicas))})
     inner = [level.group_size for level in hierarchy.levels[:-1]]
     return {**groups_of_replicas(places, inner, timeout), hierarchy.num_replicas: replicas}
 

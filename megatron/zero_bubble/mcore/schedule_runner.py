@@ -23,6 +23,7 @@ from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.copy_lane import copy_lane
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.memory_meter import memory_meter
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
@@ -145,8 +146,7 @@ class ForwardBackward:
             mean_step: the result of `observer.take_mean()` on this rank; None calls `take_mean`.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
-        steps: list[StepTime] = [mean_step or self.observer.take_mean()] * group.size()
-        dist.all_gather_object(steps, steps[0], group=group)
+        steps = from_all_ranks(mean_step or self.observer.take_mean(), group)
         return PipelineTime(1e3 * max(step.span for step in steps), idle_share(steps))
 
     def prediction(self, num_microbatches: int) -> Prediction | None:

@@ -66,18 +66,15 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
         # With `use_cpu_initialization` megatron-core has replaced the bias that Transformer Engine had marked.
         getattr(module, name).skip_backward_post_hook = True
     parameters = [getattr(module, name) for name in deferred_parameters(module)]
-    of_b = {parameter: deque[torch.Tensor]() for parameter in parameters}
-    in_b = set[torch.Tensor]()
+    of_b: dict[torch.Tensor, deque[torch.Tensor]] = {}
 
     def compute_weight_grad() -> None:
-        for parameter, waiting in of_b.items():
+        for parameter in parameters:
             if is_in_main_grad(parameter):
                 parameter.grad = placeholder_gradient(parameter)
-            elif waiting:
-                parameter.grad = waiting.popleft()
-            elif parameter in in_b:
-                # B had one gradient for all uses of the module, and the first W has taken this gradient.
-                parameter.grad = placeholder_gradient(parameter)
+            elif parameter in of_b:
+                # B may have one gradient for all uses of the module, which the first W takes.
+                parameter.grad = of_b[parameter].popleft() if of_b[parameter] else placeholder_gradient(parameter)
         module.backward_dw()
 
     def on_backward(gradient: torch.Tensor) -> None:
@@ -90,8 +87,7 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
     def on_gradient_of_b(parameter: torch.Tensor) -> None:
         # For a weight whose W adds to `main_grad`, B's gradient is a dummy as large as the weight.
         if parameter.grad is not None and not is_in_main_grad(parameter):
-            of_b[parameter].append(parameter.grad)
-            in_b.add(parameter)
+            of_b.setdefault(parameter, deque()).append(parameter.grad)
         parameter.grad = None
 
     for parameter in parameters:

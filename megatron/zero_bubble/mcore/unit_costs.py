@@ -32,6 +32,7 @@ from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.mcore.unit_run import MeasuredUnit, UnitRun
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
 from megatron.zero_bubble.runtime.cold_caches import ColdCaches
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.pair_times import duration_ratio
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
 
@@ -78,8 +79,7 @@ def measure_model(
     """
     with _undisturbed():
         measured = _measure_units(models, _units(kinds), seconds, pairs=pairs)
-    everyone: list[list[MeasuredUnit]] = [measured] * dist.get_world_size()
-    dist.all_gather_object(everyone, measured)
+    everyone = from_all_ranks(measured)
     embedding, *of_layers, output = (
         _median([replica.costs for replica in replicas]) for replicas in zip(*everyone, strict=True)
     )

@@ -22,7 +22,7 @@ from megatron.zero_bubble.mcore.paired_stage import PairedStage, refuse_unpaired
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.cold_caches import ColdCaches
 from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
+from megatron.zero_bubble.runtime.made_up_neighbours import MadeUpNeighbours
 from megatron.zero_bubble.runtime.memory_meter import memory_meter
 from megatron.zero_bubble.runtime.pair_times import PairTime
 from megatron.zero_bubble.runtime.profiler import Profiler

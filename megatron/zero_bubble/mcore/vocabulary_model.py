@@ -31,6 +31,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule import Placement
 
 _NAME = "vocabulary_shard"
@@ -171,15 +172,12 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
     placement = placement or Placement("linear" if len(chunks) == 1 else "interleaved", group.size(), len(chunks))
     models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
     first, last = _model_of_stage(models, placement, 0), _model_of_stage(models, placement, placement.num_stages - 1)
-    refusals: list[str | None] = [None] * group.size()
-    dist.all_gather_object(refusals, _refusal(models, placement, first, last), group=group)
-    for refusal in filter(None, refusals):
+    for refusal in filter(None, from_all_ranks(_refusal(models, placement, first, last), group)):
         raise ValueError(refusal)
-    weights: list[dict[str, _Weight]] = [{}] * group.size()
     own = {} if first is None else {_EMBEDDING: first.embedding.word_embeddings.weight}
     if last is not None and not last.share_embeddings_and_output_weights:
         own[_OUTPUT] = last.output_layer.weight
-    dist.all_gather_object(weights, {name: _describe(weight) for name, weight in own.items()}, group=group)
+    weights = from_all_ranks({name: _describe(weight) for name, weight in own.items()}, group)
     tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
     index = parallel_state.get_tensor_model_parallel_rank() * group.size() + group.rank()
     device = next(models[0].parameters()).device

@@ -130,11 +130,6 @@ class Summary:
     num_parameters: int
     """The number of parameters of all ranks together."""
 
-    @property
-    def unsplit_share(self) -> float:
-        """The share of the model's parameters whose gradients are computed in B."""
-        return self.unsplit.total() / max(1, self.num_parameters)
-
     def text(self) -> str:
         """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
@@ -144,7 +139,8 @@ class Summary:
             which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
             load = f"{self.layout.loads[stage]:g} {self.layout.unit}"
             lines.append(f"  stage {stage} on rank {placement.rank_of(stage)}: {which}, {load}")
-        lines.append(f"  W is split off for {1 - self.unsplit_share:.1%} of the parameters")
+        split = 1 - self.unsplit.total() / max(1, self.num_parameters)
+        lines.append(f"  W is split off for {split:.1%} of the parameters")
         lines += [f"  W stays in B: {name}, {share} of the parameters" for name, share in self._unsplit_shares()]
         return "\n".join(lines)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar, cast
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
 from megatron.zero_bubble.runtime.communicator import Communicator, TorchCommunicator
-from megatron.zero_bubble.runtime.joint import attempt
+from megatron.zero_bubble.runtime.joint import attempt, raise_first
 from megatron.zero_bubble.schedule import Placement
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class Agreement:
         """
         outcome = attempt(action)
         outcomes = self.gather(outcome)
-        _raise_first((error for _, error in outcomes), outcome[1])
+        raise_first((error for _, error in outcomes), outcome[1])
         return [cast(T, result) for result, _ in outcomes]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -164,15 +164,8 @@ class Agreement:
 
     def raise_any(self, error: Exception | None) -> None:
         """If any rank passes an error, raise the error of the lowest such rank on every rank; a collective call."""
-        _raise_first(self.gather(error), error)
+        raise_first(self.gather(error), error)
 
     def on(self, rank: int, action: Callable[[], T]) -> T:
         """Run `action` on one rank and return the result on every rank; raises the same errors as `collect`."""
         return cast(T, self.collect(lambda: action() if self._collectives.rank == rank else None)[rank])
-
-
-def _raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
-    """Raise the first error in `errors`, if any, with the cause of `own`, because ranks do not send causes."""
-    for error in errors:
-        if error is not None:
-            raise error from (own and own.__cause__)

@@ -186,16 +186,13 @@ def _argument_texts(layers: Sequence[Any], others: Mapping[str, Any]) -> Words:
     words = {
         name: _schedule_words(value) if isinstance(value, Schedule) else repr(value) for name, value in others.items()
     }
-    return {**words, "layers": [_layer_words(layer) for layer in layers]}
+    texts = [words_of(layer) if isinstance(layer, nn.Module) else class_name_of(layer) for layer in layers]
+    return {**words, "layers": texts}
 
 
 def _schedule_words(schedule: Schedule) -> str:
     digest = hashlib.sha256(schedule_to_json(schedule).encode()).hexdigest()
     return f"{schedule.name} ({schedule.num_microbatches} microbatches, digest {digest[:8]})"
-
-
-def _layer_words(layer: Any) -> str:
-    return words_of(layer) if isinstance(layer, nn.Module) else class_name_of(layer)
 
 
 def _difference(first: str | list[str], other: str | list[str], rank: int) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import microbatches_of
-from megatron.zero_bubble.pipeline.gradients import LayerNorm, average_over, clip_grad_norm, own_norms
+from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, own_norms
 from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
 from megatron.zero_bubble.pipeline.late_steps import LateSteps, TrainingOutcome, take_step
@@ -96,7 +96,7 @@ class Pipeline(PartialModel):
         self._hold(self._steps.held, len(layers))
         self._late: LateSteps | None = None
         if options.post_validation:
-            self._late = self._steps.late_steps(self.own_parameters, self._own_norms)
+            self._late = self._steps.late_steps(self.own_parameters, lambda: own_norms(self._counted()))
         own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((self._steps.held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
@@ -235,9 +235,6 @@ class Pipeline(PartialModel):
         """Return this rank's parameters without a copy on an earlier stage, each with its layer's index."""
         copies = {parameter for tied in self._steps.tied for parameter in tied.parameters_beyond_first}
         return [(layer_of(name), own) for name, own in self.own_named_parameters().items() if own not in copies]
-
-    def _own_norms(self) -> list[LayerNorm]:
-        return own_norms(self._counted())
 
     def summary(self) -> str:
         """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""

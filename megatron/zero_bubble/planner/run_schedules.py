@@ -16,9 +16,10 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement, PlacementKind, Schedule
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION
 from megatron.zero_bubble.schedule.lower import lower
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
-from megatron.zero_bubble.schedule.step_ops import with_post_validation, without_post_validation
+from megatron.zero_bubble.schedule.step_ops import with_post_validation
 from megatron.zero_bubble.schedule.tail import reorder_tail
 from megatron.zero_bubble.schedule.validate import validate
 
@@ -172,7 +173,7 @@ class RunSchedules:
             )
         if schedule.has_post_validation:
             validate(schedule)
-            schedule = without_post_validation(schedule)
+            schedule = schedule.without(POST_VALIDATION)
         if schedule.recomputes and self.recompute is Recompute.NONE:
             raise ScheduleError(f"schedule {self.name} has recomputations (R), but the model keeps all activations")
         if not schedule.recomputes and self.recompute is Recompute.FULL:

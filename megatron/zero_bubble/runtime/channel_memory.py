@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.communicator import HostCommunicator, TorchCommunicator, channels
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.variable_shapes import HEADER, VariableCommunicator, refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
 
@@ -64,9 +65,7 @@ def open_channels(
     if free is not None:
         taken = free - (_free_bytes(device) or 0)
         num_channels = sum(group.rank() in ends for ends in channels(placement))
-        gathered = [ChannelMemory(num_channels, taken)] * group.size()
-        dist.all_gather_object(gathered, gathered[0], group=group)
-        report(max(gathered))
+        report(max(from_all_ranks(ChannelMemory(num_channels, taken), group)))
     if not shapes_vary:
         return opened
     return VariableChannels(opened, TorchCommunicator(ranks, group.rank(), placement, HEADER.device, timeout))

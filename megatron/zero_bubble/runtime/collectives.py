@@ -3,8 +3,6 @@
 All ranks of a group call the same collectives in the same order. A collective blocks its thread on a CPU, and the
 current stream on a GPU. Collectives that should run beside the computation are therefore called inside an
 `ExchangeLane`.
-
-`TorchCollectives` runs on torch.distributed, `InMemoryCollectives` between threads of one process.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.communicator import TensorSpec
-from megatron.zero_bubble.runtime.in_memory import InMemoryNetwork
 from megatron.zero_bubble.runtime.process_group import Membership, connect
 
 
@@ -118,50 +114,6 @@ class TorchCollectives:
         if self._group is not None:
             self._group.shutdown()
         self._group = None  # gloo closes its connections when the group is deleted
-
-
-class InMemoryCollectives:
-    """Collectives between threads of one process.
-
-    Args:
-        network: the channels of the group; no other code may use these channels.
-        rank: this thread's index in the group.
-        size: the number of ranks in the group.
-    """
-
-    def __init__(self, network: InMemoryNetwork, rank: int, size: int) -> None:
-        self._network, self._end = network, network.communicator(rank)
-        self.rank, self.size = rank, size
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        if self.rank == root:
-            self._send_all([tensor] * self.size)
-        tensor.detach().copy_(self._receive(tensor, root))
-
-    def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
-        self._send_all([tensor] * self.size)
-        for source, part in enumerate(gathered):
-            part.copy_(self._receive(tensor, source))
-
-    def sum_to(self, tensor: torch.Tensor, root: int) -> None:
-        self._end.send(tensor, root)
-        if self.rank == root:
-            sum_in_order([self._receive(tensor, source) for source in range(self.size)], tensor)
-
-    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
-        if parts is not None:
-            self._send_all(parts)
-        part.copy_(self._receive(part, root))
-
-    def close(self) -> None:
-        self._network.close(ConnectionError(f"rank {self.rank} has left the group of collectives"))
-
-    def _send_all(self, tensors: Sequence[torch.Tensor]) -> None:
-        for destination, tensor in enumerate(tensors):
-            self._end.send(tensor, destination)
-
-    def _receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
-        return self._end.receive(source, TensorSpec(tuple(like.shape), like.dtype, like.device)).wait()
 
 
 def sum_in_order(parts: Sequence[torch.Tensor] | torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Each ordered pair of ranks that exchange messages is a *channel*: a message on o
 for a message on another, and messages of one channel arrive in the order in which they were sent. Sender
 and receiver take the order of their messages from the lowered schedule.
 
-`TorchCommunicator` runs on torch.distributed; `in_memory.py` connects threads of one process.
+`TorchCommunicator` runs on torch.distributed.
 """
 
 from __future__ import annotations

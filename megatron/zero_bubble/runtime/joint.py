@@ -23,10 +23,15 @@ def jointly(action: Callable[[], T]) -> T:
             failed rank.
     """
     outcome, error = attempt(action)
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    raise_first(errors)
+    raise_first(from_all_ranks(error), error)
     return cast(T, outcome)
+
+
+def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of `group`, by default of the whole job, in order; a collective call."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
@@ -34,7 +39,7 @@ def on_rank(rank: int, action: Callable[[], T]) -> T:
     outcome: list[Any] = [attempt(action) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]
-    raise_first([error])
+    raise_first([error], error)
     return value
 
 
@@ -46,11 +51,11 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def raise_first(errors: Iterable[Exception | None]) -> None:
-    """Raise the error of the first rank that has an error, if there is such a rank."""
+def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
+    """Raise the first error in `errors`, if any; as ranks do not send causes, the error gets the cause of `own`."""
     for error in errors:
         if error is not None:
-            raise error
+            raise error from (own and own.__cause__)
 
 
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:

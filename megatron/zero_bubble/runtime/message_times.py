@@ -10,11 +10,11 @@ import statistics
 import time
 
 import torch
-import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.collectives import Collectives
 from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule import Placement
 
 _IDLE_TRIPS = 7
@@ -127,9 +127,7 @@ def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: Tenso
         else:
             _compute(spec.device)
             pending.wait()
-    everyone: list[list[float]] = [waits] * dist.get_world_size()
-    dist.all_gather_object(everyone, waits)
-    return statistics.fmean(wait for each in everyone for wait in each)
+    return statistics.fmean(wait for each in from_all_ranks(waits) for wait in each)
 
 
 def _compute(device: torch.device) -> None:

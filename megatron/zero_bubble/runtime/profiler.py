@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch.distributed as dist
-
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.pair_times import NO_PAIRS, PairTime, PairTimes, duration_ratio
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
@@ -186,10 +185,7 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
     The times of a stage are maxima over its data- and tensor-parallel replicas, because the pipeline waits for the
     slowest replica. The memory of a stage after F, after B and after W is the maximum over the stage's replicas.
     """
-    everyone: list[tuple[Sequence[ChunkCosts], Mapping[int, float]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (chunks, edges))
-    gathered = [entry for entry in everyone if entry is not None]
-    return combine_costs(placement, gathered)
+    return combine_costs(placement, from_all_ranks((chunks, edges)))
 
 
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:

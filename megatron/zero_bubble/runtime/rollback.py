@@ -224,11 +224,12 @@ def settings_of(groups: Sequence[dict[str, Any]], names: Collection[str] | None 
     Tensors are copied, because a scheduler may change them.
     """
     return [
-        {name: _copied(group[name]) for name in names or group.keys() - {"params"} if name in group} for group in groups
+        {name: _clone_of_tensor(group[name]) for name in names or group.keys() - {"params"} if name in group}
+        for group in groups
     ]
 
 
-def _copied(value: Any) -> Any:
+def _clone_of_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -250,7 +251,7 @@ def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[s
         for group, earlier in zip(groups, settings, strict=True)
     ]
     now = [
-        {name: (group[name], _copied(group[name])) for name in names}
+        {name: (group[name], _clone_of_tensor(group[name])) for name in names}
         for group, names in zip(groups, changed, strict=True)
     ]
     for group, earlier in zip(groups, changed, strict=True):

@@ -111,10 +111,7 @@ def check_copies(schedule: Schedule, rank: int) -> None:
 
 def without_copies(schedule: Schedule) -> Schedule:
     """The given schedule without communication and without offload: every F keeps its activations on the device."""
-    if not schedule.offloads:
-        return schedule
-    ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
-    return replace(schedule, ops=tuple(tuple(op for op in ops if op.kind not in COPIES) for ops in ranks))
+    return schedule.without(COPIES) if schedule.offloads else schedule
 
 
 def with_copies_everywhere(schedule: Schedule) -> Schedule:
@@ -167,3 +164,8 @@ def _host_memory(schedule: Schedule, costs: StageCosts, rank: int) -> float:
 def num_offloaded(schedule: Schedule) -> int:
     """The number of offloads (D) on all ranks of a schedule."""
     return sum(op.kind is OpKind.D for ops in schedule.ops for op in ops)
+
+
+def offloaded_share(schedule: Schedule) -> float:
+    """Number of copies to the host (D), divided by the product of the numbers of stages and microbatches."""
+    return num_offloaded(schedule) / (schedule.num_stages * schedule.num_microbatches)

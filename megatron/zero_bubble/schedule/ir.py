@@ -7,7 +7,7 @@ computes times and bubbles.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -231,11 +231,14 @@ class Schedule:
         """The operations of `rank` without communication."""
         return (op for op in self.ops[rank] if op.kind not in COMMUNICATION)
 
+    def without(self, kinds: Set[OpKind]) -> Schedule:
+        """The given schedule without communication and without operations of these kinds."""
+        left_out = COMMUNICATION | kinds
+        return replace(self, ops=tuple(tuple(op for op in ops if op.kind not in left_out) for ops in self.ops))
+
     def without_communication(self) -> Schedule:
         """The schedule before lowering, that is, without sends, receives and collectives."""
-        if not self.is_lowered:
-            return self
-        return replace(self, ops=tuple(tuple(self.compute_ops(rank)) for rank in range(self.num_ranks)))
+        return self.without(COMMUNICATION) if self.is_lowered else self
 
     def forward_only(self) -> Schedule:
         """The schedule of an evaluation: only the forwards of this schedule, in the same order."""

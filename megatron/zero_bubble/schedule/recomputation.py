@@ -64,9 +64,7 @@ def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
 
 def without_recomputation(schedule: Schedule) -> Schedule:
     """The given schedule without communication and without recomputation: every F keeps its activations."""
-    ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
-    kept = tuple(tuple(op for op in ops if op.kind is not OpKind.R) for ops in ranks)
-    return replace(schedule, ops=kept, groups=())
+    return replace(schedule.without({OpKind.R}), groups=())
 
 
 def num_recomputed(schedule: Schedule) -> int:

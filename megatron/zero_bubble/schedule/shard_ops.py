@@ -50,7 +50,7 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
         given_delays: delays of backwards and W, one for each schedule. With a delay below `shortest_delay(costs)` the
             ranks may deadlock.
     """
-    schedule = apart(without_vocabulary(schedule))
+    schedule = apart(schedule.without(VOCABULARY))
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
     return [_in_order(_Times(timeline, costs, delay)) for delay in given_delays]
 
@@ -84,12 +84,6 @@ def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[floa
 def _in_order(times: _Times) -> Schedule:
     ranks = (tuple(op for *_, op in sorted(times.of_rank(rank))) for rank in range(times.schedule.num_ranks))
     return replace(times.schedule, ops=tuple(ranks))
-
-
-def without_vocabulary(schedule: Schedule) -> Schedule:
-    """The given schedule without communication and without operations on vocabulary shards."""
-    ranks = (schedule.compute_ops(rank) for rank in range(schedule.num_ranks))
-    return replace(schedule, ops=tuple(tuple(op for op in ops if op.kind not in VOCABULARY) for ops in ranks))
 
 
 _Timed = tuple[float, int, int, Op]

@@ -113,7 +113,7 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
         schedule: schedule of one iteration.
         costs: costs of the stages, from which the arrival time of the norm of all gradients is simulated.
     """
-    schedule = without_post_validation(schedule)
+    schedule = schedule.without(POST_VALIDATION)
     stepped = replace(schedule, ops=tuple((*ops, _STEP) for ops in schedule.ops))
     lanes = simulate(repeat(stepped, 2), costs).lanes
     lengths = [len(ops) for ops in stepped.ops]
@@ -131,14 +131,6 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
         stepped,
         ops=tuple((*ops[:count], _VALIDATE, *ops[count:]) for ops, count in zip(stepped.ops, counts, strict=True)),
     )
-
-
-def without_post_validation(schedule: Schedule) -> Schedule:
-    """The given schedule without communication, STEP and VALIDATE."""
-    ops = (
-        tuple(op for op in schedule.compute_ops(r) if op.kind not in POST_VALIDATION) for r in range(schedule.num_ranks)
-    )
-    return replace(schedule, ops=tuple(ops))
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:

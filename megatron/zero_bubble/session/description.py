@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.mcore.linear import Gradients, count_gradients
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.session.environment import describe_hosts, environment_warnings, host_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import layers_of_layout
@@ -26,7 +25,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
             given. With `--zero-bubble-strict`, the same holds for every module. All ranks raise the error.
     """
     flags, plan = job.flags, job.plan
-    ranks = _gather(flags.world_size, count_gradients(model))
+    ranks = _gather(count_gradients(model))
     print_rank_0(parameter_line(ranks))
     if plan is not None:
         unsplit = unsplit_modules(ranks)
@@ -48,9 +47,8 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
     print_rank_0(f" > pipeline schedule: {plan.name if plan else megatrons}{chunks}")
     for warning in environment_warnings(flags, os.environ, torch.cuda.is_available()):
         print_rank_0(f" > WARNING: {warning}")
-    places: list[Any] = [None] * flags.world_size
-    dist.all_gather_object(places, (parallel_state.get_pipeline_model_parallel_rank(), host_name(os.environ)))
-    pipeline_ranks, hosts = zip(*places, strict=True)
+    own_place = parallel_state.get_pipeline_model_parallel_rank(), host_name(os.environ)
+    pipeline_ranks, hosts = zip(*from_all_ranks(own_place), strict=True)
     if len(set(hosts)) > 1:
         for line in describe_hosts(job.placement, pipeline_ranks, hosts):
             print_rank_0(f" > {line}")
@@ -79,9 +77,7 @@ def _refuse_unsplit(flags: JobFlags, ranks: Mapping[ModelRank, Gradients], unspl
         )
 
 
-def _gather(world_size: int, gradients: Gradients) -> dict[ModelRank, Gradients]:
+def _gather(gradients: Gradients) -> dict[ModelRank, Gradients]:
     """Gather the gradient counts of every (tensor-parallel rank, pipeline rank) on all ranks; a collective call."""
     rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    ranks: list[Any] = [None] * world_size
-    dist.all_gather_object(ranks, (rank, gradients))
-    return dict(sorted(ranks, key=lambda entry: entry[0]))
+    return dict(sorted(from_all_ranks((rank, gradients)), key=lambda entry: entry[0]))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import TimedOp, Timeline
@@ -58,8 +59,7 @@ class TimelineWriter:
         if self._offset is None:
             self._offset = clock_offset(group) - self._source.observer.lag()
         lane = [TimedOp(m.op, (m.start - self._offset) * 1000.0, (m.end - self._offset) * 1000.0) for m in self._ops]
-        lanes: list[list[TimedOp]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(lanes, lane, group=group)
+        lanes = from_all_ranks(lane, group)
         if dist.get_rank() == 0:
             schedule = self._source.schedule(num_microbatches).without_communication()
             profile = self._source.profile
@@ -93,9 +93,7 @@ def clock_offset(group: dist.ProcessGroup) -> float:
     for _ in range(_CLOCK_ROUNDS):
         dist.barrier(group=group)
         now = time.perf_counter()
-        clocks: list[float] = [0.0] * group.size()
-        dist.all_gather_object(clocks, now, group=group)
-        differences.append(now - clocks[0])
+        differences.append(now - from_all_ranks(now, group)[0])
     return statistics.median(differences)
 
 

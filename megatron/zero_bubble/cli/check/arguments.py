@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.zero_bubble.cli.check.matrix import NAMES, cells
+from megatron.zero_bubble.cli.check.matrix import names
 from megatron.zero_bubble.cli.check.models import REPEATABLE_ATTENTION, SIZES
 from megatron.zero_bubble.cli.invocation import at_least, positive
 from megatron.zero_bubble.cli.shared_flags import CommandFlags
@@ -31,7 +31,7 @@ class CheckFlags(CommandFlags):
     )
     model: str | None = flag("measure a stage of this model only", None, metavar="NAME")
     cell: list[str] | None = flag(
-        "run this training of the part ranks only; repeat for more (default: all)", None, repeat=True, choices=NAMES
+        "run this training of the part ranks only; repeat for more (default: all)", None, repeat=True, choices=names()
     )
     rounds: int = flag("timed steps of a stage", 5, parse=at_least(1), metavar="N")
     time_limit: float = flag(
@@ -47,13 +47,12 @@ class CheckFlags(CommandFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = [model.name for model in SIZES[self.size]]
-        if self.model is not None and self.model not in names:
-            raise ValueError(f"argument --model: {self.model} is not one of {', '.join(names)}")
+        models = [model.name for model in SIZES[self.size]]
+        if self.model is not None and self.model not in models:
+            raise ValueError(f"argument --model: {self.model} is not one of {', '.join(models)}")
         if self.device == "cpu" and self.transformer_impl != "local":
             raise ValueError(f"argument --transformer-impl: {self.transformer_impl} needs --device cuda")
-        offered = {cell.name for cell in cells(self.size, Path(), self.transformer_impl)}
-        if missing := [name for name in self.cell or () if name not in offered]:
+        if missing := [name for name in self.cell or () if name not in names(self.transformer_impl)]:
             raise ValueError(f"argument --cell: {missing[0]} needs --transformer-impl local")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch finds no CUDA device here; --device cpu --size tiny tries the check on a CPU")

@@ -128,8 +128,9 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
     return [Cell(cell.layout, cell.name, (*common, *cell.flags), cell.compares) for cell in trainings]
 
 
-NAMES = tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path()) if cell.is_ours))
-"""Names that `--cell` accepts."""
+def names(transformer_impl: str = "local") -> tuple[str, ...]:
+    """Return the names that `--cell` accepts with this implementation of the layers."""
+    return tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path(), transformer_impl) if cell.is_ours))
 
 
 def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:

@@ -16,7 +16,7 @@ from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.in_memory import MadeUpNeighbours
+from megatron.zero_bubble.runtime.made_up_neighbours import MadeUpNeighbours
 from megatron.zero_bubble.runtime.memory_meter import memory_meter
 from megatron.zero_bubble.runtime.profiler import Profiler
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock

@@ -9,6 +9,7 @@ from megatron.zero_bubble.cli.estimate.results import Results
 from megatron.zero_bubble.cli.estimate.schedule_estimate import Estimate, gib
 from megatron.zero_bubble.cli.output import percent, table
 from megatron.zero_bubble.planner.choice import SIMPLER
+from megatron.zero_bubble.schedule.host_link import offloaded_share
 from megatron.zero_bubble.session.features import awaited_by_the_first_stage
 from megatron.zero_bubble.session.flags import flags_text, limit_flag
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -124,7 +125,7 @@ def _schedules(results: Results, *, markdown: bool) -> str:
         "to 1F1B": lambda each: f"{results.baseline.iteration_ms / each.iteration_ms:.3f}" if results.baseline else "",
     }
     if any(each.schedule.offloads for each in results.estimates):
-        columns["offloaded"] = lambda each: percent(each.offloaded)
+        columns["offloaded"] = lambda each: percent(offloaded_share(each.schedule))
         columns["host (GiB)"] = lambda each: gib(max(each.host_bytes))
     rows = [[cell(each) for cell in columns.values()] for each in results.estimates]
     return table(list(columns), rows, markdown=markdown)

@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule import (
     simulate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
+from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import PlacementKind
 from megatron.zero_bubble.session.features import awaited_by_the_first_stage, plans_offload
 from megatron.zero_bubble.session.flags import flags_text, limit_flag
@@ -86,11 +86,6 @@ class Estimate:
         return f"{gib(needed)} of {gib(available)} GiB"
 
     @property
-    def offloaded(self) -> float:
-        """Number of copies to the host (D), divided by the product of the numbers of stages and microbatches."""
-        return num_offloaded(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
-
-    @property
     def host_bytes(self) -> tuple[float, ...]:
         """Peak host memory of every rank, in bytes."""
         return tuple(map(float, host_memory(self.schedule, self.timeline.costs)))
@@ -145,7 +140,7 @@ class Estimate:
             "activation_bytes": list(self.activation_bytes),
             "total_bytes": list(self.total_bytes),
             "activation_limit_bytes": self.limit,
-            "offloaded": self.offloaded,
+            "offloaded": offloaded_share(self.schedule),
             "host_bytes": list(self.host_bytes),
             **self.timeline.idle.as_json(),
             "makespan_ms": float(self.timeline.makespan),

@@ -30,6 +30,7 @@ from megatron.zero_bubble.schedule.formats import (
     schedule_to_json,
     schedule_to_pytorch_csv,
 )
+from megatron.zero_bubble.schedule.host_link import offloaded_share
 from megatron.zero_bubble.schedule.step_ops import operation_name
 
 
@@ -105,7 +106,7 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
     if any(figures.schedule.offloads for figures in all_figures):
         heads += ("offloaded", "host memory (M_B)")
         rows = [
-            (*row, percent(figures.offloaded), f"{max(figures.host_memory):.4g}")
+            (*row, percent(offloaded_share(figures.schedule)), f"{max(figures.host_memory):.4g}")
             for row, figures in zip(rows, all_figures, strict=True)
         ]
     if any(figures.schedule.has_post_validation for figures in all_figures):

@@ -29,15 +29,15 @@ from megatron.zero_bubble.schedule import (
 from megatron.zero_bubble.schedule.costs import SMALLEST
 from megatron.zero_bubble.schedule.default_costs import DROPPED, with_host_link
 from megatron.zero_bubble.schedule.formats import costs_from_text, is_profile
-from megatron.zero_bubble.schedule.host_link import host_memory, num_offloaded
+from megatron.zero_bubble.schedule.host_link import host_memory, offloaded_share
 from megatron.zero_bubble.schedule.ir import check_size
-from megatron.zero_bubble.schedule.kinds import SENDS
+from megatron.zero_bubble.schedule.kinds import POST_VALIDATION, SENDS
 from megatron.zero_bubble.schedule.recomputation import (
     num_recomputed,
     with_recomputation,
     without_recomputation,
 )
-from megatron.zero_bubble.schedule.step_ops import operation_name, without_post_validation
+from megatron.zero_bubble.schedule.step_ops import operation_name
 from megatron.zero_bubble.session.flags import flag_name
 
 
@@ -77,11 +77,6 @@ class ScheduleFigures:
         return num_recomputed(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
 
     @property
-    def offloaded(self) -> float:
-        """Number of copies to the host (D), divided by the product of the numbers of stages and microbatches."""
-        return num_offloaded(self.schedule) / (self.schedule.num_stages * self.schedule.num_microbatches)
-
-    @property
     def host_memory(self) -> list[float]:
         """Peak host memory of every rank, in M_B."""
         return [float(peak) for peak in host_memory(self.schedule, self.timeline.costs)]
@@ -114,7 +109,7 @@ class ScheduleFigures:
             **timeline.idle.as_json(),
             "recomputed": self.recomputed,
             "lost": self.lost,
-            "offloaded": self.offloaded,
+            "offloaded": offloaded_share(self.schedule),
             "host_memory": self.host_memory,
             "cost_in_backward": self.cost_in_backward,
             "lower_bound": self.lower_bound,
@@ -162,7 +157,7 @@ def simulated_figures(
             f"--steps {steps} needs --post-validation: otherwise an iteration starts when the previous one has ended"
         )
     check_size(schedule.placement, schedule.num_microbatches * steps)
-    schedules = [schedule, without_post_validation(schedule)]
+    schedules = [schedule, schedule.without(POST_VALIDATION)]
     if queues is not None:
         schedules = [schedule if schedule.is_lowered else lower(schedule, costs=costs) for schedule in schedules]
     overlap = flags.overlap_communication

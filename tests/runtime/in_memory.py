@@ -1,16 +1,19 @@
-"""Sends messages within one process: between threads that form a pipeline, or from simulated neighbours."""
+"""Messages and collectives between the threads of one process, which form a pipeline."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # from Python 3.11 on, the builtin TimeoutError
 from dataclasses import dataclass
 
 import torch
 
-from megatron.zero_bubble.runtime.communicator import Arrived, PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.collectives import sum_in_order
+from megatron.zero_bubble.runtime.communicator import PendingReceive, PendingSend, TensorSpec
+from megatron.zero_bubble.runtime.made_up_neighbours import Delivered
 
 
 class InMemoryNetwork:
@@ -93,22 +96,11 @@ class InMemoryCommunicator:
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         self.network.put(self.rank, destination, tensor.detach().clone())
-        return _Delivered()
+        return Delivered()
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
         message = self.network.post(source, self.rank)
         return _InMemoryReceive(message, spec, f"rank {self.rank}: no message from rank {source}", self.network.timeout)
-
-
-@dataclass(frozen=True)
-class _Delivered:
-    """A send that is complete at once."""
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
 
 
 @dataclass(frozen=True)
@@ -128,18 +120,45 @@ class _InMemoryReceive:
         return tensor
 
 
-class MadeUpNeighbours:
-    """A communicator that drops all sent tensors and returns random tensors from every receive at once.
+class InMemoryCollectives:
+    """Collectives between threads of one process.
 
-    With this communicator, a process runs one stage of a pipeline as in training, without the other ranks.
+    Args:
+        network: the channels of the group; no other code may use these channels.
+        rank: this thread's index in the group.
+        size: the number of ranks in the group.
     """
 
-    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
-        return _Delivered()
+    def __init__(self, network: InMemoryNetwork, rank: int, size: int) -> None:
+        self._network, self._end = network, network.communicator(rank)
+        self.rank, self.size = rank, size
 
-    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
-        return Arrived(spec.empty().normal_(std=_SCALE))
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        if self.rank == root:
+            self._send_all([tensor] * self.size)
+        tensor.detach().copy_(self._receive(tensor, root))
 
+    def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
+        self._send_all([tensor] * self.size)
+        for source, part in enumerate(gathered):
+            part.copy_(self._receive(tensor, source))
 
-_SCALE = 0.1
-"""Standard deviation of the random tensors that `MadeUpNeighbours` returns as messages."""
+    def sum_to(self, tensor: torch.Tensor, root: int) -> None:
+        self._end.send(tensor, root)
+        if self.rank == root:
+            sum_in_order([self._receive(tensor, source) for source in range(self.size)], tensor)
+
+    def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
+        if parts is not None:
+            self._send_all(parts)
+        part.copy_(self._receive(part, root))
+
+    def close(self) -> None:
+        self._network.close(ConnectionError(f"rank {self.rank} has left the group of collectives"))
+
+    def _send_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        for destination, tensor in enumerate(tensors):
+            self._end.send(tensor, destination)
+
+    def _receive(self, like: torch.Tensor, source: int) -> torch.Tensor:
+        return self._end.receive(source, TensorSpec(tuple(like.shape), like.dtype, like.device)).wait()

@@ -1,0 +1,37 @@
+"""Stands in for the neighbours of a pipeline rank, so that one process runs one stage as in training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.zero_bubble.runtime.communicator import Arrived, PendingReceive, PendingSend, TensorSpec
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """A send that is complete at once."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class MadeUpNeighbours:
+    """A communicator that drops all sent tensors and returns random tensors from every receive at once.
+
+    With this communicator, a process runs one stage of a pipeline as in training, without the other ranks.
+    """
+
+    def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
+        return Delivered()
+
+    def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
+        return Arrived(spec.empty().normal_(std=_SCALE))
+
+
+_SCALE = 0.1
+"""Standard deviation of the random tensors that `MadeUpNeighbours` returns as messages."""
