@@ -40,7 +40,11 @@ class Interconnect(Protocol):
         ...
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives for tensors on `device`; a collective call of the ranks `members`, in ascending order."""
+        """Open collectives for tensors on `device`; a collective call of the ranks `members`.
+
+        Args:
+            members: ranks in ascending order.
+        """
         ...
 
     def close(self) -> None:
@@ -172,7 +176,11 @@ class Agreement:
 
 
 def _raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
-    """Raise the first error in `errors`, if any, with the cause of `own`, because ranks do not send causes."""
+    """Raise the first error in `errors`, if there is one.
+
+    The raised error gets the `__cause__` of `own`, this rank's error, because errors from other ranks arrive without
+    causes.
+    """
     for error in errors:
         if error is not None:
             raise error from (own and own.__cause__)
