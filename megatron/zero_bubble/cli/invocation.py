@@ -100,7 +100,7 @@ def read_flags(arguments: type[T], argv: Sequence[str], prog: str, description: 
 
 @contextmanager
 def reading(name: str, path: Path) -> Iterator[None]:
-    """Add the names of flag and file to an error that reading the file in the `with` block raises.
+    """Add the names of the flag and of the file to the error if the `with` block fails to read the file.
 
     Args:
         name: the flag, such as `--costs`.

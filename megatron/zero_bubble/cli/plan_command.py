@@ -7,10 +7,10 @@
 
 The file of --costs has the costs of the embedding, of every layer and of the output (docs/commands.md); a training
 writes this file with --zero-bubble-unit-costs-output. The table shows the chosen plan first, then the best plan of
-every other combination of placement, recomputation and vocabulary sharding. The last rows show Megatron's split of the
-layers, with a schedule of this planner and with megatron-core's own schedule. With --own-layers, your own layout
-replaces Megatron's split, and is chosen unless another layout is at least 2% faster. Times and memory have the units of
-the file of costs. `zero-bubble plan` trains nothing and does not need torch.
+every other combination of placement, recomputation and vocabulary sharding. The last rows of the table show Megatron's
+split of the layers, with a schedule of this planner and with megatron-core's own schedule. With --own-layers, your own
+layout replaces Megatron's split, and is chosen unless another layout is at least 2% faster. Times and memory have the
+units of the file of costs. `zero-bubble plan` trains nothing and does not need torch.
 
 A mistake in the flags ends the command with a one-line message and exit status 2.
 """

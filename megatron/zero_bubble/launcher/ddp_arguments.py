@@ -1,8 +1,8 @@
 """Changes the arguments that a script passes to megatron-core's DDP.
 
 From megatron-core 0.18 on, a script with a distributed optimizer computes each parameter's position in DDP's buffers
-before it wraps the model. Sharding the vocabulary replaces parameters, so the vocabulary is sharded before the
-positions are computed.
+before the script wraps the model in DDP. Sharding the vocabulary replaces parameters, so the vocabulary is sharded
+before the script computes the positions of parameters in DDP's buffers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
     """Shard the vocabulary of a model, and pass the new parameters to a call of `compute_full_param_layout`.
 
     Args:
-        call: the call of `compute_full_param_layout`; changed only if its parameters are a chunk's trainable
-            parameters.
+        call: the call of `compute_full_param_layout`. The argument `params` of the call is replaced if `params` is the
+            list of trainable parameters of one of `chunks`; otherwise, the call is not changed.
         chunks: the model's chunks on this rank.
         shard: shards the vocabulary of `chunks`; a collective call of the pipeline's ranks.
     """

@@ -69,7 +69,8 @@ class LoopRun:
         return sum(model.session.num_steps for model in self._models)
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of a model: check the model's configuration, and prepare it for the schedule.
+        """Hook around the constructor of a model: check the model's configuration, and adapt the configuration to the
+        schedule.
 
         Raises:
             SessionError: the configuration has a setting that no zero-bubble schedule supports.
@@ -104,7 +105,7 @@ class LoopRun:
         return _Model(session, flags, call.get("vocab_size") or 0)
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk."""
+        """Hook around the constructor of DDP: split the backward of the chunk's linear layers into B and W."""
         inner = unwrap_model(call["module"])
         model = next((model for model in self._models if any(inner is chunk for chunk in model.built)), None)
         if model is not None:
@@ -124,7 +125,8 @@ class LoopRun:
         return call.proceed()
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Hook around `get_forward_backward_func`: return a function that runs the schedule of its argument `model`."""
+        """Hook around `get_forward_backward_func`: return a function that runs the given model under the model's
+        schedule."""
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:
@@ -175,7 +177,8 @@ def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
 
 
 def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
-    """The job's flags from a model's configuration, the process groups and the launcher's flags."""
+    """Return the job's flags, which combine a model's configuration, the sizes of process groups and the launcher's
+    flags."""
     num_ranks, group_size = config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage
     return flags_of(
         config,

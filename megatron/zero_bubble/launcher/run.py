@@ -84,7 +84,8 @@ class Run:
         """Hook around `initialize_model_parallel`: make the schedules, and the process groups for their placement.
 
         Raises:
-            SessionError: no schedule exists for some number of microbatches, or no schedule fits the memory limit.
+            SessionError: no schedule exists for one of the job's numbers of microbatches, or no schedule fits the
+                memory limit.
         """
         with users_mistakes():
             self.session.make_schedules()
@@ -132,7 +133,7 @@ class Run:
         return self.stages.select(call)
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Hook around the constructor of megatron-core's DDP: split the linear layers of the wrapped chunk.
+        """Hook around the constructor of DDP: split the backward of the chunk's linear layers into B and W.
 
         Scripts wrap model chunks in DDP after building all chunks.
         """

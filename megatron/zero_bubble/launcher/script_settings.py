@@ -39,7 +39,8 @@ def take_over_overlap(script: Namespace) -> None:
     """Let the zero-bubble schedule, in place of megatron-core, overlap messages between experts.
 
     megatron-core's overlap needs several chunks a rank. The script's `--overlap-moe-expert-parallel-comm` and
-    `--delay-wgrad-compute` are switched off, because the schedule itself overlaps these messages and defers W.
+    `--delay-wgrad-compute` are switched off, because the zero-bubble schedule itself overlaps the messages between
+    experts and defers W.
     """
     if getattr(script, _OVERLAP, False):
         setattr(script, _TAKEN_OVER, True)
@@ -140,7 +141,8 @@ def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
     Megatron-LM divides a pattern without `|` into one chunk a rank, all with the same number of layers.
 
     Raises:
-        SessionError: the pattern would be divided, but other arguments also set the number of layers of a rank.
+        SessionError: the schedule needs a layer pattern that is divided by `|`, but other arguments also set the number
+            of layers of a rank.
     """
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
     num_chunks = 1 if entry is None else entry.num_chunks

@@ -21,8 +21,8 @@ from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 class ScriptStages:
     """Hooks that put the stages of a script's model on the ranks of a placement.
 
-    A V placement has the first and the last stage on rank 0. A script's forward step reads data if megatron-core says
-    that its stage is the first or the last one. A script logs the losses on the last rank.
+    A V placement has the first and the last stage on rank 0. The forward step of a script reads data if megatron-core
+    says that the current stage is the first or the last stage. A script logs the losses on the last rank.
 
     Args:
         layout: the layers of each stage, in model order, in megatron-core's notation; None if the script's own
@@ -54,12 +54,15 @@ class ScriptStages:
         self.configure(config)
 
     def configure_old(self, call: Call) -> Any:
-        """Hook around functions that read a layout: give the layout to a configuration made before the layout."""
+        """Hook around functions that read a configuration's layout: first give the layout to the configuration.
+
+        A configuration that was made before the layout was chosen does not have the layout yet.
+        """
         self.configure(call["config"])
         return call.proceed()
 
     def configure(self, config: Any) -> None:
-        """Give `config` the layout, unless `config` has the layout already or belongs to another pipeline size."""
+        """Give `config` the layout if `config` lacks the layout and has the placement's number of pipeline ranks."""
         if self._layout is not None and self._is_to_place(config):
             rank = parallel_state.get_pipeline_model_parallel_rank()
             config.pipeline_model_parallel_layout = PlacedLayout(self._layout, self._placement, rank)
@@ -99,7 +102,12 @@ class ScriptStages:
         return self._placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), chunk)
 
     def is_stage(self, call: Call, wanted: int) -> bool:
-        """Whether stage `wanted` (-1: the last) runs in a V or, if no stage runs, is the stage of the call's chunk."""
+        """Answer a call that asks whether the current stage is the stage `wanted`, where -1 is the last stage.
+
+        In a V, the current stage is the stage whose forward step runs or, if no forward step runs, the stage of the
+        chunk that the call names. Without a V, and if the call names no chunk or ignores virtual stages, megatron-core
+        answers the call.
+        """
         wanted %= self._placement.num_stages
         if self._running is not None:
             return self._running == wanted
@@ -127,7 +135,7 @@ class ScriptStages:
     def to_last_rank(self, losses: list[Any]) -> list[Any]:
         """In a V, copy the loss function's results to the last rank, which logs the losses; a collective call.
 
-        The losses of multi-token prediction, which megatron-core sums in a global variable, are also copied.
+        The last rank also gets the losses of multi-token prediction, which megatron-core sums in a global variable.
 
         Args:
             losses: one entry of tensors and plain values for each microbatch; only the entries on the last stage's rank

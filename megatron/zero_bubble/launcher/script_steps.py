@@ -1,14 +1,14 @@
 """Handles a script's calls of `optimizer.step()` under post-validation and hierarchical SGD.
 
 Under post-validation the schedule has already taken the step when the script calls `optimizer.step()`. The hooked
-`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. The hooked
-`optimizer.step()` validates the step and returns the norm of the gradients only in the first and the last iteration and
-in iterations that the script logs. Gradients are zeroed when the step is validated. A save or an evaluation first
+`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. In the first and
+the last iteration, and in iterations that the script logs, the hooked `optimizer.step()` also validates the step and
+returns the norm of the gradients. Gradients are zeroed when the step is validated. A save or an evaluation first
 validates a step that is not validated yet.
 
-Megatron-LM reduces each iteration's loss over all replicas, so that replicas would wait for each other in every
-iteration. Under hierarchical SGD, Megatron-LM gets this replica's own loss in a form that Megatron-LM does not reduce.
-The sums of losses are reduced before a log line is printed.
+Megatron-LM reduces each iteration's loss over all replicas, and this reduction makes all replicas wait for each other.
+Under hierarchical SGD, Megatron-LM gets this replica's own loss in a form that Megatron-LM does not reduce, so that
+replicas do not wait for each other. The sums of losses are reduced before a log line is printed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ScriptPostValidation:
 
 
 def needed_for_post_validation() -> Iterator[Needed]:
-    """Functions of megatron-core that post-validation calls to take a step, compute the norm and amend a step."""
+    """Yield the functions of megatron-core by which post-validation takes, checks and corrects an optimizer step."""
     gradients, group = "returns the gradients for the norm", "returns the ranks over which the norm is summed"
     again = "gives the model its old parameters after a step was undone"
     random = "saves and restores the random state, for forwards that run again"
@@ -132,7 +132,7 @@ def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[H
 
 
 class ScriptReplicas:
-    """Handles the replicas of a script's model; does nothing with a single replica."""
+    """Averages parameters and logged losses over the replicas of a script's model under hierarchical SGD."""
 
     def __init__(self, script: Namespace, session: Session) -> None:
         self._script = script

@@ -1,8 +1,9 @@
-"""Measures the costs of a script's model before the script builds it, unit by unit.
+"""Measures the costs of each unit of a script's model, before the script builds the model.
 
 A unit is the embedding, a layer, or all modules after the layers. The script's own code builds the units: for every
-unit, the script begins to build its model, as a pipeline of one rank. A hook around the model's constructor then builds
-the unit in place of the model, and a hook around DDP's constructor raises an exception to leave the script's code.
+unit, the script begins to build its model, as a pipeline of one rank. A hook around the model's constructor builds one
+unit in place of the model. A hook around DDP's constructor wraps the unit, and raises an exception to leave the
+script's code.
 """
 
 from __future__ import annotations
@@ -193,7 +194,10 @@ class ScriptUnits:
         return list(call["main_pattern"]), 0
 
     def wrap_in_ddp(self, call: Call) -> None:
-        """Hook around the constructor of DDP: while a unit is built, split and wrap the unit; raise `_HasBuilt`."""
+        """Hook around the constructor of DDP, called while a unit is built: wrap the unit, and raise `_HasBuilt`.
+
+        Before the unit is wrapped, the backward of the unit's linear layers is split into B and W.
+        """
         split_weight_gradients([call["module"]], self._store)
         # During the measurement, replicas neither gather parameters nor reduce gradients.
         defer_in_ddp(call, overlap_grad_reduce=False, overlap_param_gather=False)

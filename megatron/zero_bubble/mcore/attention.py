@@ -156,7 +156,11 @@ class TorchAttention(LocalAttention):
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Let each tensor-parallel rank draw its own dropout mask; megatron-core does so under sequence parallelism."""
+        """Return a context in which each tensor-parallel rank draws its own dropout mask.
+
+        Under sequence parallelism the context changes nothing, because megatron-core then forks the random state
+        itself.
+        """
         if self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()

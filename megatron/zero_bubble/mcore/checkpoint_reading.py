@@ -192,7 +192,10 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Describe an error in reading a file in one line, without torch's advice to set `weights_only=False`."""
+    """Return a one-line description of an error that occurred when a file was read.
+
+    The description leaves out torch's advice to set `weights_only=False`.
+    """
     if isinstance(error, pickle.UnpicklingError):
         if name := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {name[1]}, which does not belong in a checkpoint and could run code"
@@ -275,7 +278,11 @@ def _restricted(metadata: Metadata, asked: set[str]) -> Iterator[None]:
 
 
 def _common_reader() -> tuple[Any, str]:
-    """Return the class or module, and the name, of megatron-core's function that loads a checkpoint's shared part."""
+    """Find megatron-core's function that loads the shared part of a checkpoint.
+
+    Returns:
+        The class or module that has the function, and the function's name.
+    """
     # The loader is a method up to megatron-core 0.16, a function from 0.17 on, and another function from 0.19 on.
     owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
     return owner, "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"

@@ -1,10 +1,11 @@
 """Separates R, which runs the forward of a fully recomputed block again, from the block's backward.
 
 megatron-core checkpoints blocks of whole layers: the forward of a block keeps only the block's input, and the block's
-backward first runs the forward again. megatron-core recomputes with `CheckpointFunction`, which `split_checkpoints`
-replaces while an F of the executor runs. With the replacement, a block either keeps its activations, or drops them and
-hands its recomputation to the `RecomputationStore`. The backward of a block that dropped its activations uses the
-autograd graph that R has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
+backward first runs the forward again. megatron-core recomputes with `CheckpointFunction`. While an F of the executor
+runs, `split_checkpoints` replaces `CheckpointFunction`, so that a block either keeps its activations, or drops its
+activations and hands its recomputation to the `RecomputationStore`. The backward of a block that dropped its
+activations uses the autograd graph that R has made. Outputs, random states and gradients are bitwise equal to
+megatron-core's.
 
 Activation checkpoints inside of a block and Transformer Engine's checkpoints (fp8 and fp4) are not replaced.
 """
@@ -29,7 +30,7 @@ from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, Recomp
 
 
 def checkpoint_every_layer(config: Any) -> None:
-    """Let a model with this megatron-core config recompute any of its layers, each as a separate block.
+    """Change `config`, a megatron-core config, so that a model can recompute any of its layers as a separate block.
 
     The config is changed after its construction, because the schedule, not the user's flags, chooses the recomputed
     layers.

@@ -26,8 +26,8 @@ _ROUNDS, _CALLS, _PRODUCTS = 12, 4, 2
 def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
 
-    The returned time belongs to the slowest pair of neighbouring ranks. If the schedule were planned with the time of a
-    faster pair, the slowest pair would wait at every message.
+    The returned time belongs to the slowest pair of neighbouring ranks. If the schedule were planned with the message
+    time of a faster pair of ranks, the slowest pair of ranks would wait at every message.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     slowest = torch.zeros(1, device=torch.cuda.current_device())

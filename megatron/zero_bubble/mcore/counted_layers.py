@@ -2,11 +2,11 @@
 
 Layers that this module does not replace are counted as megatron-core implements them. The counted layers are
 megatron-core's local layers, also for a job with Transformer Engine, because the layers of Transformer Engine 2.x keep
-the same tensors (see its `pytorch/module/`). Transformer Engine's fused norm and linear layer saves the input and the
-output of the norm, and a statistic for each token (`layernorm_linear.py`). Transformer Engine's linear layer saves its
-input (`linear.py`). Attention saves queries, keys, values, its output and the logarithm of the softmax's sums
-(`attention/dot_product_attention/`). Unfused attention saves the scores, before and after dropout, and dropout's mask.
-The counted memory leaves out norm statistics.
+the same tensors (see its `pytorch/module/`). `LayerNormLinear`, which is Transformer Engine's norm fused with a linear
+layer, saves the input and the output of the norm, and a statistic for each token (`layernorm_linear.py`). Transformer
+Engine's linear layer saves its input (`linear.py`). Attention saves queries, keys, values, its output and the logarithm
+of the softmax's sums (`attention/dot_product_attention/`). Unfused attention saves the scores, before and after
+dropout, and dropout's mask. The counted memory leaves out norm statistics.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Make a model's local layers, except the projections, count as much memory and work as a GPU's kernels."""
+    """Change a model's local layers so that their counted memory and work are the memory and work of a GPU's kernels.
+
+    The projections are not changed, and are counted as megatron-core implements them.
+    """
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
             vars(module)["forward"] = partial(_norm, module)
@@ -132,13 +135,14 @@ def rotated(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 class CountedAttention(torch.nn.Module):
-    """Core attention that keeps the tensors of one kernel and counts the kernel's operations.
+    """Core attention that keeps the same tensors as the attention kernel `kernel`, and counts the kernel's operations.
 
     A fused kernel skips the pairs of query and key that a causal mask forbids, unless the kernel gets the mask as a
     tensor. The backward of a fused kernel computes one of the two matrix products of the forward again.
 
     Args:
         own: the layer's local attention, which the `CountedAttention` replaces.
+        kernel: the attention kernel whose memory and operations are counted.
     """
 
     def __init__(self, own: Any, kernel: AttentionKernel) -> None:

@@ -1,7 +1,7 @@
 """Kernels of Mamba and of gated delta nets in plain PyTorch, for machines without CUDA.
 
 The functions of this module replace the kernels of `mamba_ssm` and `fla` in megatron-core. Mamba's scan runs over the
-whole sequence at once and not chunk by chunk. The scan's memory is therefore quadratic in the sequence's length. The
+whole sequence at once and not chunk by chunk, so that the memory of the scan is quadratic in the sequence's length. The
 gated delta rule is megatron-core's own implementation, which megatron-core otherwise uses only in deterministic mode.
 """
 

@@ -1,9 +1,9 @@
 """Ends the training when a loss, gradient or weight is not finite, and names the first non-finite value.
 
-megatron-core's own check of gradients waits for the device twice for each bucket. The check of this module costs
-nothing while all values are finite. The optimizer reduces the norm of all gradients over all ranks before its step, and
-the norm is finite only if every gradient is finite. If the norm of all gradients is not finite, all ranks notice in the
-same step, and together look for the first non-finite value.
+megatron-core's own check of gradients waits for the device twice for each bucket. In a training step, `FiniteCheck`
+reads only the norm of all gradients from the device as long as this norm is finite. The optimizer reduces the norm of
+all gradients over all ranks before its step, and the norm is finite only if every gradient is finite. If the norm of
+all gradients is not finite, all ranks notice in the same step, and together look for the first non-finite value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """A value that is not finite; of several such values, the first in sort order is the likeliest cause."""
+    """A value that is not finite. Of several values that are not finite, the first in sort order probably caused the
+    others."""
 
     kind: int
     """Kind of the value: 0 for a weight, 1 for a loss, 2 for a gradient."""

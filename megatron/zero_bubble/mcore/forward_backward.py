@@ -166,7 +166,10 @@ class MegatronStage:
             )
 
     def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
-        """Return the user's forward step or, with vocabulary shards, its replacement on the first or the last stage."""
+        """Return the forward step of a chunk: the user's forward step, unless vocabulary shards need a replacement.
+
+        With vocabulary shards, the forward steps of the first and of the last stage are replaced.
+        """
         stage = self.placement.stage_of(self.rank, chunk)
         if self.vocabulary is not None and stage == 0:
             return self.vocabulary.begin_first_stage(microbatch).forward_step
@@ -211,7 +214,7 @@ class MegatronStage:
         self.vocabulary.exchange(op)
 
     def _embed(self, microbatch: int) -> None:
-        """Run the embedding E; before that, the rank of the first stage reads the microbatch for its E and F."""
+        """Run the embedding E. Before E, the rank of the first stage reads the data of the microbatch for E and F."""
         assert self.vocabulary is not None
         if self.rank == self.placement.rank_of(0):
             chunk = self.placement.chunk_of(0)
@@ -263,7 +266,8 @@ class MegatronStage:
             chunk.before_gradients(is_fused=OpKind.W in KINDS[op.kind].makes)
 
     def message_spec(self, op: Op) -> TensorSpec:
-        """Describe a message to this rank. All messages have the same shape unless `shapes_vary` is set."""
+        """Return the spec of a message that this rank receives. All messages have the same shape unless `shapes_vary`
+        is set."""
         if not self.shapes_vary:
             return self.usual_message
         spec: AnnouncedSpec | AnswerSpec = AnnouncedSpec(self.usual_message.dtype, self.device)

@@ -2,9 +2,10 @@
 
 The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
 the layer's backward, and reduces the gradients there. In a zero-bubble schedule, W computes the gradients of weights
-later and outside of autograd. In this module, FSDP2 only accumulates gradients in backward. The gradients of a layer
-are reduced explicitly after the layer's last W of a step, as torch's pipelines reduce them after the last backward.
-The reduced gradients equal the gradients of DDP, because FSDP2 and DDP sum gradients in the same order.
+later and outside of autograd. If B and W are separate operations, FSDP2's backward of a layer accumulates the layer's
+gradients without reducing them. The gradients of a layer are reduced explicitly after the layer's last W of a step, as
+torch's pipelines reduce them after the last backward. The reduced gradients equal the gradients of DDP, because FSDP2
+and DDP sum gradients in the same order.
 """
 
 from __future__ import annotations
@@ -133,7 +134,11 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """Accumulate a weight's gradient from W; if due, start the reduction of the layer after the layer's last W."""
+        """Accumulate a weight's gradient from W, and reduce a layer's gradients after the last W of the layer.
+
+        A layer's gradients are reduced only in the last microbatch of a step or, with `reduces_every_microbatch`, in
+        every microbatch.
+        """
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
         if parameter.unsharded_accumulated_grad is None:

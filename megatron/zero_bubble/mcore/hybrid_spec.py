@@ -3,7 +3,8 @@
     pretrain_hybrid.py --spec megatron.zero_bubble.mcore.hybrid_spec stack_spec --transformer-impl local
 
 The spec has the layers of `LOCAL_LAYERS` that the installed megatron-core has, and multi-token prediction. On a CPU,
-`cpu.py` substitutes the kernels of Mamba and gated delta nets, and the norm after the last layer.
+`cpu.py` puts other code in place of the kernels of Mamba and gated delta nets, and in place of the norm after the last
+layer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from megatron.zero_bubble.mcore.decoder_models import HYBRID_RECOMPUTES, STACK_M
 from megatron.zero_bubble.mcore.layer_spec import LocalNorm, allow_local_latent_attention
 
 _SOME = 8
-"""An arbitrary number of experts: for any number but None, megatron-core returns the spec of a layer with experts."""
+"""An arbitrary number of experts. megatron-core returns the spec of a layer with experts if the number of experts is
+not None, whatever the number is."""
 LOCAL_LAYERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "*": ("attention_layer", "attention"),

@@ -58,7 +58,7 @@ class LocalNorm:
     megatron-core's wrapper refuses weights stored as differences from 1 (`--apply-layernorm-1p`) and sequence
     parallelism. Under sequence parallelism, each tensor-parallel rank normalises its slice of the sequence, so the
     gradients of the norm's parameters are partial. The norm's parameters are marked `sequence_parallel`, so that
-    megatron-core sums these gradients over the tensor-parallel ranks at the end of a step.
+    megatron-core sums the gradients of the norm's parameters over the tensor-parallel ranks at the end of a step.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
@@ -76,8 +76,8 @@ def _needs_local_norm(config: TransformerConfig) -> bool:
 def allow_local_latent_attention() -> None:
     """Let megatron-core build latent attention where Transformer Engine is not installed.
 
-    megatron-core tests only whether its adapter of Transformer Engine can be imported. The import of the adapter
-    succeeds even without Transformer Engine.
+    megatron-core tests only whether its adapter of Transformer Engine can be imported. The adapter of Transformer
+    Engine can be imported even if Transformer Engine is not installed.
     """
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False

@@ -2,8 +2,8 @@
 
 `split_weight_gradients` binds another `_forward_impl` to each ColumnParallelLinear and RowParallelLinear *instance* of
 a model; nothing is patched globally. The forward of a linear layer is megatron-core's own. Inside
-`WeightGradStore.deferring()`, backward computes only the gradients of the input and of the bias (a sum), and puts into
-the store a function that computes the weight's gradient. Outside of `WeightGradStore.deferring()`, megatron-core's own
+`WeightGradStore.deferring()`, backward computes only the gradients of the input and of the bias, and puts into the
+store a function that computes the weight's gradient. Outside of `WeightGradStore.deferring()`, megatron-core's own
 fused backward runs.
 
 Modules of Transformer Engine defer W themselves; `transformer_engine.py` runs their W in the order of the store.
@@ -74,9 +74,9 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
 def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the output layer if it multiplies with the weight of the embedding on the same stage, else None.
 
-    With multi-token prediction, the last stage has a copy of the embedding. A tied output layer then multiplies with
-    the copy's weight and leaves its own weight unused. Autograd adds up the gradient of a shared weight in B, so a tied
-    output layer is not split.
+    With multi-token prediction, the last stage has a copy of the embedding. A tied output layer on this stage
+    multiplies with the weight of the copy of the embedding, and leaves its own weight unused. Autograd adds up the
+    gradient of a shared weight in B, so the backward of a tied output layer is not split into B and W.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
@@ -124,8 +124,9 @@ def _forward_impl(
 ) -> torch.Tensor:
     """Replaces `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`.
 
-    megatron-core 0.19 and 0.20 pass `gtp_remat_size` for weights sharded layer by layer, and `output_dtype` for logits
-    of another type. A layer that sets `gtp_remat_size` or `output_dtype` is not split.
+    megatron-core 0.19 and 0.20 pass `gtp_remat_size`, which shards weights layer by layer, and `output_dtype`, which
+    sets the type of the logits. `split_weight_gradients` refuses layers with a `gtp_remat_size` above 1, and does not
+    split the backward of layers that set `output_dtype`.
     """
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"
@@ -169,7 +170,7 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute B of one layer, the gradients of the layer's input and bias, and put the layer's W into the store."""
+    """Run B of one layer: return the gradients of the layer's input and bias, and put the layer's W into the store."""
     saved_input, weight = ctx.saved_tensors
     grad_input = grad_output.matmul(weight)
     handle = None

@@ -1,6 +1,6 @@
 """Builds and runs models of megatron-core on torch's meta device, as one rank of a job of any size.
 
-On the meta device, tensors have shapes and no data, and collectives do nothing. One process can therefore count the
+On the meta device, tensors have shapes and no data, and collectives do nothing, so that one process can count the
 memory and the work of one rank of a large job.
 """
 

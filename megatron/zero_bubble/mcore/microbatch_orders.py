@@ -52,7 +52,10 @@ class StepData:
         return [size_of(item) for item in source.peek(self._count)] if isinstance(source, LookAhead) else []
 
     def ordered(self, decision: StepDecision) -> list[Iterator[Any] | None]:
-        """Return iterators over microbatches in planned order, or in the data's order if the data has too few."""
+        """Return iterators over the microbatches in the planned order.
+
+        An iterator keeps the order of the data if the data ends before the last microbatch of the step.
+        """
         return [
             None
             if items is None
@@ -112,7 +115,10 @@ class JobPeers:
         return from_all_ranks(value)
 
     def highest(self, level: int) -> int:
-        """Return the maximum of `StepDecision.level` over replicas; a collective call of the replicas' first ranks."""
+        """Return the maximum of `level` over all replicas; a collective call of the replicas' first ranks.
+
+        A higher level is a schedule that needs less memory (see `StepDecision`).
+        """
         if self._firsts is None:
             return level
         highest = torch.tensor([level])

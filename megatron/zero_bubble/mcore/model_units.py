@@ -1,4 +1,7 @@
-"""The units of a model: the embedding, each layer, and all modules after the layers. Also their builder and data."""
+"""Describes and builds the units of a model, and provides the data with which units are measured.
+
+The units of a model are the embedding, each layer, and all modules after the layers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Unit(NamedTuple):
     """A part of a model that is built as a separate stage."""
 
     layer: int | None = None
-    """Index of the layer in a model that has one layer of each kind; None for a unit of the model without layers."""
+    """Index of the unit's layer in a model that has one layer of each kind; None if the unit contains no layer."""
     embeds: bool = False
     is_last: bool = False
     """Whether all parts after the layers are included: multi-token prediction, final norm, output layer and loss."""
@@ -29,8 +32,8 @@ class UnitModels:
     """Builds the units of a model, and provides their data.
 
     Attributes:
-        build: makes a unit of the model for a pipeline of one rank. The unit defers W to the given store and is wrapped
-            in megatron-core's DDP.
+        build: makes a unit of the model for a pipeline of one rank. The unit puts W into the `WeightGradStore` that
+            `build` gets, and is wrapped in megatron-core's DDP.
         forward_step: the forward step of the training, as megatron-core takes it.
         data: an endless iterator over microbatches for `forward_step`.
         message: shape, type and device of the tensor that passes between stages.
@@ -78,8 +81,9 @@ def release(chunks: Sequence[torch.nn.Module]) -> None:
     """Let the garbage collector free models that are no longer used, and the process groups that the models hold.
 
     The hooks of megatron-core's DDP refer to the model and its configuration. Autograd graphs refer to the hooks, by
-    references that Python's collector does not see. The configuration refers to the optimizer, whose shards are views
-    of parameters. Some modules, such as the dispatcher of experts, keep a tensor and the graph of the last forward.
+    references that Python's collector does not see. The model's configuration refers to the optimizer, which keeps the
+    parameters in memory, because the optimizer's shards are views of parameters. Some modules, such as the dispatcher
+    of experts, keep a tensor and the graph of the last forward.
 
     Args:
         chunks: this rank's chunks of the model, with their wrappers.

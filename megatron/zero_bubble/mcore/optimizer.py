@@ -159,7 +159,11 @@ Norm = float | torch.Tensor
 
 
 def norm_groups(optimizer: MegatronOptimizer) -> list[tuple[list[MegatronOptimizer], dist.ProcessGroup]]:
-    """Return, for each gradient norm that megatron-core computes, the optimizers it covers and its process group."""
+    """Return one entry for each gradient norm that megatron-core computes.
+
+    An entry contains the optimizers whose gradients the norm includes, and the process group over which the norm is
+    reduced.
+    """
     if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
         return [(parts(optimizer), optimizer.get_grad_stats_parallel_group())]
     return [([part], part.get_grad_stats_parallel_group()) for part in parts(optimizer)]

@@ -1,12 +1,12 @@
 """Builds models and reduces gradients for placements that megatron-core does not have, such as a V.
 
 megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the odd chunks run
-from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. Chunk 1 gets a
-substitute for the pipeline group. The substitute for the pipeline group has only a rank and a size, because
-megatron-core reads nothing else. In a V, rank 0 has both the first and the last stage. If the last stage of a V also
-uses the embedding, in a tied output layer or for multi-token prediction, rank 0 has two copies of the embedding. The
-gradients of the two copies are added locally; megatron-core itself would all-reduce these gradients between the first
-and the last rank.
+from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. While chunk 1 is
+built, a `StagePosition` with the rank `p - 1 - r` takes the place of the pipeline's process group. `StagePosition` has
+only a rank and a size, because megatron-core reads nothing else of the process group. In a V, rank 0 has both the first
+and the last stage. If the last stage of a V also uses the embedding, in a tied output layer or for multi-token
+prediction, rank 0 has two copies of the embedding. The gradients of the two copies of the embedding are added locally,
+whereas megatron-core would all-reduce the gradients between the first and the last rank.
 """
 
 from __future__ import annotations

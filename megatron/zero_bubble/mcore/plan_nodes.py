@@ -1,7 +1,9 @@
-"""Completes megatron-core's schedule plans, to compute the same results as the model's and the layers' forwards.
+"""Completes megatron-core's schedule plans so that a plan computes the same results as the model's forward.
 
-A schedule plan calls the parts of a layer and not the layer itself. A schedule plan therefore omits the hooks of
-layers, the random state in which layers draw under sequence parallelism, and the final norm after a dense layer.
+A schedule plan of megatron-core calls the parts of a layer and not the layer itself, so that hooks of the layer do not
+run. Under sequence parallelism, a schedule plan of megatron-core does not give layers the random state in which each
+tensor-parallel rank draws its own dropout. If the last layer is dense, a schedule plan of megatron-core leaves out the
+norm after the last layer.
 """
 
 from __future__ import annotations

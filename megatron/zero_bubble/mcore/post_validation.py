@@ -43,7 +43,7 @@ class StepOutcome:
     num_redone_forwards: int = 0
     """Number of forwards that are run again after a wrong step, on all ranks of a pipeline together."""
     has_waited: bool = False
-    """Whether the step was taken after its validation, because too many steps before it were wrong."""
+    """Whether the optimizer step waited for its validation, because too many of the previous steps were wrong."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class PostValidation:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last optimizer step awaits validation, so that parameters and the loss scale may still change."""
+        """Whether the last optimizer step awaits validation, which may still change parameters and the loss scale."""
         return self._pending is not None
 
     @property

@@ -44,7 +44,8 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """Condition: a number of weight shards exceeds the setting `name`, which is a number of tensor-parallel ranks."""
+    """Condition: the value, a number of weight shards, exceeds the number of tensor-parallel ranks in the setting
+    `name`."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 

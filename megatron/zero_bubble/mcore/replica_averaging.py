@@ -25,7 +25,9 @@ from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 
 class ReplicaAveraging:
-    """Averages this rank's parameters, in place of gradients, over replicas; created before the first step.
+    """Averages this rank's parameters, in place of gradients, over replicas.
+
+    Create a `ReplicaAveraging` before the first training step.
 
     Args:
         optimizer: the optimizer that `get_megatron_optimizer` has made.

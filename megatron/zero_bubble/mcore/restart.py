@@ -31,7 +31,8 @@ class RewindableIterator:
         return item
 
     def rewind(self) -> None:
-        """Go back to the first item; allowed once, because later items are not kept."""
+        """Go back to the first item. A second call is not allowed, because the iterator stops keeping items at the
+        first call."""
         assert self._kept is not None
         self._again.extend(self._kept)
         self._kept = None

@@ -143,7 +143,8 @@ class ForwardBackward:
         """Return the measured time of a step and the pipeline's idle share; a collective call of the pipeline's ranks.
 
         Args:
-            mean_step: the result of `observer.take_mean()` on this rank; None calls `take_mean`.
+            mean_step: the result of `observer.take_mean()` on this rank; by default, `measured_time` calls
+                `take_mean()`.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         steps = from_all_ranks(mean_step or self.observer.take_mean(), group)
@@ -164,7 +165,7 @@ class ForwardBackward:
         return self._connections.shapes_vary
 
     def take_order_times(self) -> OrderTimes | None:
-        """Return the predicted times of the steps with a planned order of microbatches, since the last call."""
+        """Return predicted times of the steps since the last call in which microbatches had a planned order."""
         return self._step_plans.take_times()
 
     def __call__(self, **arguments: Any) -> list[Any]:

@@ -76,12 +76,14 @@ def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFacto
 
 
 def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: int) -> tuple[list[int], int]:
-    """Return the positions of a replica's pieces in a gated layer's unsharded weight, counted in pieces of equal size.
+    """Return the positions of a replica's rows in the unsharded weight of a gated layer.
+
+    The rows of the unsharded weight are divided into pieces of equal size; the positions are numbers of pieces.
 
     The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
     tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. The rows
-    of a tensor-parallel rank are divided among this rank's replicas. The second value returned is the total number of
-    pieces.
+    of a tensor-parallel rank are divided among this rank's replicas. The function returns the numbers of the replica's
+    pieces, and the number of all pieces of the unsharded weight.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2

@@ -1,8 +1,9 @@
 """Runs the deferred W of Transformer Engine's modules in the order of the weight-gradient store.
 
 Transformer Engine itself defers the weight gradient of a module that was built with `delay_wgrad_compute`. The backward
-of a module with `delay_wgrad_compute` puts the inputs of W into a queue. `backward_dw()` then runs the oldest W and
-calls the hooks that DDP registered. Zero bubble only decides when `backward_dw()` is called.
+of a module with `delay_wgrad_compute` puts the inputs of W into a queue. A later call of the module's `backward_dw()`
+runs the oldest W of the queue and calls the hooks that DDP registered. Zero bubble only decides when `backward_dw()` is
+called.
 """
 
 from __future__ import annotations
@@ -57,10 +58,13 @@ def deferred_parameters(module: torch.nn.Module) -> list[str]:
 
 
 def put_into_store(module: Any, store: WeightGradStore) -> None:
-    """Make each backward of `module` put its W into `store`, or run W at the end of a fused backward.
+    """Make each backward of `module` put its W into `store`.
 
-    In fp8, and where the caller adds the bias, B may compute the gradient of the bias. The bias gradient is kept until
-    the W of the same microbatch adds it to `main_grad`, because `backward_dw()` takes one gradient for each W.
+    If `store` is not deferring, W runs at the end of the backward.
+
+    B may compute the gradient of the bias in two cases: in fp8, and if the caller of the module adds the bias. A bias
+    gradient that B has computed is kept until the W of the same microbatch, because each call of `backward_dw()` lets
+    DDP's hook add only one microbatch's gradient to `main_grad`.
     """
     for name in getattr(module, "bias_names", ()) if module.use_bias else ():
         # With `use_cpu_initialization` megatron-core has replaced the bias that Transformer Engine had marked.

@@ -1,8 +1,8 @@
 """Measures the costs of each unit of a model on this process's device, before the model is built.
 
 A unit is the embedding, one layer, or all modules after the layers. Each unit of the model is built as a pipeline stage
-of its own, which the executor runs with random tensors in place of received messages. F, B and W of a unit of the model
-are therefore the same as in training, and are measured in the same way.
+of its own, which the executor runs with random tensors in place of received messages. The executor runs and measures F,
+B and W of a unit of the model in the same way as in training.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def measure_model(
     the end, `measure_model` restores the random states.
 
     Args:
-        kinds: for each layer of the model, the `Unit.layer` with the same costs.
+        kinds: for each layer of the model, the number of the layer's kind. Layers of one kind have the same costs. The
+            number of a kind is the `Unit.layer` of the unit that is measured for the kind.
         communicator: the class of the channels over which a message is measured.
         timeout: time limit for one message.
         seconds: time for building and measuring all units; each unit is timed at least once, even if that takes longer.

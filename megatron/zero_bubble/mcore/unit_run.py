@@ -37,7 +37,10 @@ class MeasuredUnit(NamedTuple):
 
     costs: UnitCosts
     spread: float
-    """Largest relative spread of an operation's duration: half the interquartile range divided by the median."""
+    """Relative spread of the durations of an operation: the maximum over all operations whose time is not negligible.
+
+    The relative spread is half the interquartile range, divided by the median.
+    """
     time_between: float
     """Median milliseconds from the end of an operation to the start of the next operation."""
     fused_backward: float
@@ -137,7 +140,8 @@ class UnitRun:
     def _run(self, recorder: OpRecorder, executor: Executor) -> None:
         """Run F, B and W of one microbatch, or of two microbatches if pairs are measured.
 
-        The stage expects one more microbatch than it runs, because DDP reduces gradients only in the last microbatch.
+        The stage gets a number of microbatches that is too large by one, so that the stage never runs a last
+        microbatch, in which DDP would reduce gradients.
         """
         stage_class = partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
         stage = stage_class(

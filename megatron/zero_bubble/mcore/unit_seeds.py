@@ -30,9 +30,10 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_pg
 from megatron.zero_bubble.mcore.replaced import replaced
 
 _MICROBATCH = "zero-bubble-microbatch"
-"""Name of the running microbatch's seed among the random states that megatron-core tracks.
+"""Name of the running microbatch's seed in megatron-core's tracker of random states.
 
-megatron-core saves and restores all random states for recomputation, which therefore repeats the forward's draws."""
+For recomputation, megatron-core saves and restores all entries of the tracker, so that recomputation draws the same
+random numbers as the forward."""
 
 
 _DEFAULT = "default-rng"
@@ -87,7 +88,10 @@ class _Construction:
     def around(
         self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]
     ) -> AbstractContextManager[None]:
-        """Let each constructor call of `owner` begin a unit of the model, except inside another unit's construction."""
+        """Return a context in which the construction of each object of class `owner` begins a unit of the model.
+
+        An object that is constructed inside of another unit begins no unit.
+        """
         original = owner.__init__
         signature = inspect.signature(original)
 

@@ -1,9 +1,9 @@
 """Cuts a model's embedding and output layer into vocabulary shards, one shard of equal size for each rank.
 
-`shard_vocabulary` changes model chunks that megatron-core has built, before `split_weight_gradients` and DDP. All ranks
-of the pipeline then compute embedding and output layer together, as operations of the schedule (see
-`vocabulary_stage.py`). The first stage begins with the sum of the ranks' embeddings, and the last stage ends with the
-hidden states.
+Call `shard_vocabulary` after megatron-core has built the model chunks, and before `split_weight_gradients` and DDP. In
+a model with a sharded vocabulary, all ranks of the pipeline compute embedding and output layer together, as operations
+of the schedule (see `vocabulary_stage.py`). The first stage begins with the sum of the ranks' embeddings, and the last
+stage ends with the hidden states.
 
 With p pipeline ranks and t tensor ranks, each rank has the shard with the number `tensor rank * p + pipeline rank`, of
 p * t shards in all. Thus the part of the vocabulary that Megatron gives to a tensor rank is spread over the pipeline of
@@ -72,7 +72,11 @@ class VocabularyShard(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return the shard's rows as parts of the tensors that megatron-core's own layers save and load."""
+        """Return the shard's rows for a checkpoint.
+
+        In the checkpoint, the rows are parts of the same tensors that megatron-core's own embedding and output layer
+        save and load.
+        """
         assert not sharded_offsets, "the shard is outside of the layers"
         group = (metadata or {}).get("dp_cp_group") or parallel_state.get_data_parallel_group(
             with_context_parallel=True
@@ -264,7 +268,7 @@ def _describe(weight: torch.Tensor) -> _Weight:
 def _scatter(
     whole: torch.Tensor | None, weight: _Weight, source: int, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor:
-    """Return this rank's part of a weight's rows, all of which are on the pipeline rank `source`."""
+    """Scatter the rows of a weight from the pipeline rank `source`, which has all rows; return this rank's rows."""
     rows, hidden = weight.shape
     part = torch.empty(rows // group.size(), hidden, dtype=weight.dtype, device=device)
     # The rows are sent as bytes, because gloo does not support every type.

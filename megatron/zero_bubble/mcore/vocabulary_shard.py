@@ -9,17 +9,21 @@ and z_d, the label's logit if the label's row is in the shard, else 0. The m_d, 
 
     M = max m_d,   S = sum s_d exp(m_d - M),   Z = sum z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
 
-With g = dLoss/dl of each token, and with G_d = 1 at the label's row if the shard has this row, and G_d = 0 elsewhere,
+Let g = dLoss/dl be the gradient of the training loss with respect to the loss l of each token. Let G_d be 1 at the
+label's row, if the shard has this row, and 0 at all other rows. The gradients of X and of W_d are
 
     dX = g sum_d (alpha_d P_d - G_d) W_d,   dW_d = (g (alpha_d P_d - G_d))^T X.
 
 The computation is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288). The product with W_d needs no
-data of other shards, and is computed before the shards exchange statistics. This module writes the difference as
+data of other shards, and is computed before the shards exchange statistics. This module writes the difference in dX
+and dW_d as
 
     alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d   with   D_d = P_d - G_d,
 
-and computes the product D_d W_d. Where the model is sure of a label, alpha_d P_d is almost G_d, and rounding to 16 bits
-would lose most of their difference; alpha_d D_d and (alpha_d - 1) G_d are both small there.
+and computes the product D_d W_d. If the model predicts a label with high probability, alpha_d P_d almost equals G_d.
+If alpha_d P_d almost equals G_d, rounding alpha_d P_d to 16 bits would lose most of the difference alpha_d P_d - G_d.
+If the model predicts a label with high probability, the two terms alpha_d D_d and (alpha_d - 1) G_d are small, so that
+rounding D_d to 16 bits loses little.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ class Rows:
         """Return every token's row in this shard, and whether the token is in this shard; tokens of other shards get
         arbitrary rows.
 
-        The tokens of other shards are spread over all rows, because a GPU adds the gradients of one row sequentially.
+        The tokens of other shards get rows that are spread over the whole shard. If the tokens of other shards shared
+        one row, a GPU would add the gradients of these tokens, which are zeros, to this row one after the other.
         """
         row = tokens - self.first
         return torch.remainder(row, self.count), (row >= 0) & (row < self.count)
@@ -118,7 +123,7 @@ def softmax(
 ) -> ShardSoftmax:
     """Compute the softmax of a shard, and the values that its gradients need.
 
-    The logits are computed in the type of the weights and used in `statistics_type`, as in megatron-core.
+    As in megatron-core, the logits are computed in the type of the weights and then converted to `statistics_type`.
 
     Args:
         weight: [rows of the shard, hidden].
@@ -239,9 +244,9 @@ class ShardWeight(torch.nn.Module):
     def _sum_of_embedding(self) -> torch.Tensor:
         """Return the tensor in which the gradients of the embedding are added up.
 
-        Tied weights have a buffer for embedding gradients, because schedules interleave gradients of embedding and
-        output layer differently, and bits must not depend on the schedule. With a 16-bit `main_grad`, embedding
-        gradients have a separate buffer, too.
+        Tied weights have a separate buffer for embedding gradients, because schedules interleave gradients of embedding
+        and output layer differently, and bits must not depend on the schedule. If `main_grad` has 16 bits, the
+        embedding gradients of untied weights also have a separate buffer, in fp32.
         """
         total = self._total()
         if self.num_uses == 1 and total.dtype is torch.float32:
@@ -258,7 +263,10 @@ class ShardWeight(torch.nn.Module):
         return self.weight.grad
 
     def complete(self) -> None:
-        """Record that one use of the weight (embedding or output) has all gradients; notify DDP after the last use."""
+        """Record that the embedding or the output layer has added all its gradients of this step to the weight.
+
+        After the last layer that uses the weight has added its gradients, `complete` calls DDP's hook.
+        """
         self._num_complete += 1
         if self._num_complete < self.num_uses:
             return

@@ -1,7 +1,7 @@
 """Computes W, the deferred weight gradients, for megatron-core's linear layers and hands these gradients to DDP.
 
-W ends by calling a hook of megatron-core's DDP. The hook adds `param.grad` to `main_grad`, and starts the reduction of
-a bucket once the bucket is complete. Weight gradients are therefore added in the same order as with autograd. DDP gives
+W ends by calling a hook of megatron-core's DDP, which adds `param.grad` to `main_grad` and starts the reduction of a
+bucket once the bucket is complete. Weight gradients are therefore added in the same order as with autograd. DDP gives
 its hook to modules that have `register_wgrad_accumulation_and_reduce_hooks`, if the config of DDP sets
 `delay_wgrad_compute`.
 """
@@ -72,8 +72,8 @@ class LayerWeightGrad:
 class MicrobatchSum:
     """Sums the terms of one microbatch's weight gradient: one term for each time that the forward uses the layer.
 
-    Multi-token prediction uses the output layer several times in a forward. Terms are added in the order of B, as
-    autograd does.
+    Multi-token prediction uses the output layer several times in a forward. The terms of a weight gradient are added in
+    the order in which B reaches the uses of the layer; autograd adds the terms in the same order.
     """
 
     def __init__(self) -> None:
@@ -92,9 +92,9 @@ class MicrobatchSum:
 class DeferredWeightGrad:
     """W of one layer for one microbatch.
 
-    With sequence parallelism, only this rank's slice of the input is kept, and the buffer that megatron-core gathers
-    into is overwritten before W. W therefore gathers the input again over `gather_group`, while the previous W
-    computes.
+    With sequence parallelism, W gathers the whole input again over `gather_group`, while the previous W computes. The
+    forward keeps only this rank's slice of the input, and megatron-core's buffer for the gathered input is overwritten
+    before W.
     """
 
     def __init__(

@@ -29,7 +29,11 @@ class Autocast:
         return torch.autocast(device_type, enabled=False)
 
     def forward(self, *, keeps_casts: bool = True) -> torch.autocast:
-        """Return an autocast context with these settings; pass `keeps_casts=False` for a forward without gradients."""
+        """Return an autocast context with the settings of this `Autocast`.
+
+        Args:
+            keeps_casts: whether the context may cache cast weights; False for a forward without gradients.
+        """
         return torch.autocast(self.device_type, self.dtype, self.is_enabled, cache_enabled=self.caches and keeps_casts)
 
     @contextmanager

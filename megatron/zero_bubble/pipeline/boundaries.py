@@ -1,4 +1,8 @@
-"""Decides which layers each stage gets: cuts the list of layer weights so that the largest sum of a part is minimal."""
+"""Divides a model's layers among stages so that the largest load of a stage is minimal.
+
+The weight of a layer is a number that measures the layer's load, such as its time. The load of a stage is the sum of
+the weights of the stage's layers.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,17 @@ Boundaries = tuple[int, ...]
 def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """Split `weights` into consecutive non-empty parts so that the largest sum of a part is as small as possible.
 
-    Among such partitions, the function chooses the partition with the smallest sum of the parts' squared weights. If
-    several partitions still tie, the function chooses the partition with the smallest sum of the parts' squared
-    lengths.
+    If several partitions have the smallest possible largest sum, the function chooses the partition in which the sums
+    of the parts, squared and added up, give the smallest total. If several partitions have the same largest sum and the
+    same total of squared sums, the function chooses the partition in which the lengths of the parts, squared and added
+    up, give the smallest total.
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
-    """Number n of layers -> smallest possible largest sum of a part, if the first n layers are cut into the current
-    number of parts."""
+    """`smallest[n]` is the minimum, over all partitions of the first n layers, of the largest sum of a part.
+
+    After k passes of the loop below, `smallest` describes partitions into k + 1 parts.
+    """
     for _ in range(num_parts - 1):
         smallest = [
             min((max(smallest[first], total - before[first]) for first in range(end)), default=math.inf)
@@ -31,11 +38,19 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
 
 
 def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
-    """Return the most even partition in which no part's sum exceeds `limit`, by dynamic programming over part ends."""
+    """Return the most even partition in which no part's sum exceeds `limit`.
+
+    The most even partition has the smallest total of the parts' squared sums. Among partitions with the same total of
+    squared sums, the most even partition has the smallest total of the parts' squared lengths. The function extends
+    partitions part by part, by dynamic programming.
+    """
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
-    """Number k of parts -> number n of layers -> best partition of the first n layers into k parts: its sum of squared
-    weights, its sum of squared lengths, and the first layer of its last part."""
+    """`best[k][n]` describes the most even partition of the first n layers into k parts.
+
+    The description is the total of the parts' squared sums, the total of the parts' squared lengths, and the first
+    layer of the last part.
+    """
     for part in range(num_parts):
         ends: dict[int, tuple[float, float, int]] = {}
         for first, (squares, lengths, _) in best[-1].items():

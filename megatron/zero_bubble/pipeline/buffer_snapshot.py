@@ -36,7 +36,7 @@ class BufferSnapshot:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of an expanded tensor with each element in memory once; return other tensors unchanged."""
+    """Return a view of an expanded tensor that has each element of the memory once; return other tensors unchanged."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]

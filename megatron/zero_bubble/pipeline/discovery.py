@@ -90,7 +90,12 @@ class StepMessages:
         return self._trained_form is not None
 
     def _describe(self, load: Callable[[], Microbatches], autocast: Autocast) -> tuple[str, bool]:
-        """Set the stage's data; return a text of all that messages depend on, and whether microbatch shapes differ."""
+        """Set the stage's data, and describe the data.
+
+        Returns:
+            A text that contains everything on which the specs of messages depend, and True if microbatches differ in
+            shape, otherwise False.
+        """
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])
         self._stage.begin(microbatches, autocast)

@@ -20,7 +20,7 @@ Layer = Callable[[Any], Any]
 
 
 class DroppingLayer:
-    """Runs a checkpointed layer, which drops or keeps its activations as `mode` of the recomputation store requires."""
+    """Runs a checkpointed layer; `RecomputationStore.mode` says whether an F drops or keeps the layer's activations."""
 
     def __init__(self, layer: Layer, store: RecomputationStore, device: torch.device) -> None:
         self._layer, self._store, self._device = layer, store, device
@@ -42,9 +42,11 @@ class DroppingLayer:
         return call.returned.value_of(outputs)
 
     def _probe(self, value: Any) -> Any:
-        """Run the layer outside of F; a layer that changes its input in place gets a copy of its input from now on.
+        """Run the layer outside of any F of the schedule, and find out whether the layer changes its input in place.
 
-        R needs the input of F, and autograd refuses in-place changes of R's input.
+        If the layer changes its input in place, all later calls of the layer get a copy of the input. Without a copy of
+        the input, F would overwrite the input from which R runs the layer again, and R would fail, because autograd
+        refuses in-place changes of a leaf tensor that requires a gradient.
         """
         before = versions_of(value)
         output = self._layer(value)

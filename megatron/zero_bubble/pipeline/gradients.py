@@ -23,8 +23,9 @@ class TiedLayer:
     Creating a `TiedLayer` is a collective call of the ranks that hold a copy of the layer.
 
     Args:
-        stages: the stages with a copy, ascending; several may be on one rank.
-        own: stage -> the copy's module, for the stages of this rank.
+        stages: the stages that have a copy of the layer, in ascending order; several of these stages may be on one
+            rank.
+        own: stage -> the module of the layer's copy, for the stages of this rank.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class TiedLayer:
 
     @property
     def _own(self) -> dict[int, list[torch.nn.Parameter]]:
-        """The present parameters of each copy; `load_state_dict(..., assign=True)` replaces parameters."""
+        """The current parameters of each copy of the layer, by stage.
+
+        The parameters are read at each access, because `load_state_dict(..., assign=True)` replaces parameters.
+        """
         return {stage: list(module.parameters()) for stage, module in self._modules.items()}
 
     @torch.no_grad()
@@ -75,7 +79,7 @@ class TiedLayer:
     def end_step(self) -> None:
         """Give every copy the sum of all copies' gradients of this step, added in the order of the stages.
 
-        A parameter for which no copy has a gradient of this step keeps its gradient of earlier steps, if it has one.
+        If no copy has a gradient of this step for a parameter, the parameter keeps its gradient of earlier steps.
         """
         for k, has_gradient in enumerate(self._has_gradient()):
             if has_gradient:
@@ -104,7 +108,10 @@ class TiedLayer:
         return [bool(has) for has in of_ranks.any(0).tolist()]
 
     def _contiguous_copy(self, stage: int, k: int, *, of_gradient: bool = False) -> torch.Tensor:
-        """Return parameter `k` of a stage's copy, or that parameter's gradient; zeros if this rank lacks the tensor."""
+        """Return a contiguous copy of parameter `k` on a stage or, with `of_gradient`, of the parameter's gradient.
+
+        If this rank does not have the stage or the gradient, the result is zeros.
+        """
         result = torch.zeros_like(next(iter(self._own.values()))[k], memory_format=torch.contiguous_format)
         if stage in self._own:
             value = self._own[stage][k].grad if of_gradient else self._own[stage][k]

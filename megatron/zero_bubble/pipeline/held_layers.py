@@ -126,7 +126,7 @@ class Summary:
     layout: StageLayout
     num_microbatches: int
     unsplit: Unsplit
-    """Module class -> number of parameters on all ranks whose W stays in B."""
+    """Module class -> number of parameters whose gradients are computed in B, on all ranks together."""
     num_parameters: int
     """The number of parameters of all ranks together."""
 

@@ -40,7 +40,11 @@ class Interconnect(Protocol):
         ...
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives for tensors on `device`; a collective call of the ranks `members`, in ascending order."""
+        """Open collectives for tensors on `device`; a collective call of the ranks `members`.
+
+        Args:
+            members: ranks in ascending order.
+        """
         ...
 
     def close(self) -> None:

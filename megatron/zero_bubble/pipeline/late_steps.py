@@ -4,8 +4,8 @@ Once its gradients are complete, a rank takes the optimizer's step, sends its gr
 background, and goes on with the forwards of the next training step. Before the first backward of the next step, the
 rank waits for the norms of all ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips,
 steps again, and runs the forwards of the next step again. Parameters, losses and norms are the same, bit by bit, as if
-each optimizer step were taken after the norm of all gradients is known. While many steps have to be clipped, each
-optimizer step does wait for this norm (see `RecentSteps`).
+each optimizer step were taken after the norm of all gradients is known. While the gradients of many steps have to be
+clipped, each optimizer step is taken only after the norm of all gradients is known (see `RecentSteps`).
 """
 
 from __future__ import annotations
@@ -104,9 +104,11 @@ class LateSteps:
     """Runs the training steps of one rank, and validates each optimizer step later, at the latest in the next step.
 
     Args:
-        agreement: an agreement of all ranks that only this object uses, because a background thread calls it.
+        agreement: exchanges values between all ranks. No other object may use the same `Agreement`, because a
+            background thread calls the `Agreement`.
         executor: the executor of a schedule with post-validation.
-        parameters: returns this rank's present parameters; `load_state_dict(..., assign=True)` replaces parameters.
+        parameters: returns the parameters that this rank has at the time of the call, because `load_state_dict(...,
+            assign=True)` replaces parameters.
         norms: returns the norms of this rank's gradients.
     """
 
@@ -138,8 +140,8 @@ class LateSteps:
     def run(self, load: Callable[[], Microbatches], optimizer: torch.optim.Optimizer) -> None:
         """Run the forwards and backwards of a step, and validate the previous step before the first backward.
 
-        If the previous optimizer step was delayed until all ranks' norms are known, it is validated before the first
-        forward.
+        If the previous optimizer step is waiting for the norms of all ranks, that step is validated before the first
+        forward of the new step.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
@@ -171,7 +173,8 @@ class LateSteps:
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """Take the optimizer's step unless it is delayed or known to be wrong; send a `StepReport` in the background.
 
-        The next step needs all reports before its first backward or, if this step is delayed, before its first forward.
+        The next training step needs the reports of all ranks before its first backward. If the optimizer's step is
+        delayed, the next training step needs the reports of all ranks before its first forward.
         """
         assert self._pending is None, "the last step has to be validated first"
         norms = self._norms()
@@ -196,7 +199,8 @@ class LateSteps:
 
         Raises:
             ValueError: on all ranks, if a forward of the step or an optimizer's step has failed, or the step has to be
-                amended but its gradients have changed. Ranks that have taken the optimizer's step undo the step.
+                amended but its gradients have changed. Before the error is raised, every rank that took the optimizer's
+                step before validation undoes this step.
         """
         if self._pending is None:
             return False

@@ -46,8 +46,8 @@ class Failure(NamedTuple):
 class LayerStage:
     """Computes F and B of the layers of one rank; implements `Stage` with `StageMessage` in place of tensors.
 
-    The error of a failed forward is recorded, and zeros replace the forward's output. The step continues to its end, so
-    that no rank hangs and all ranks can raise the same error.
+    The error of a failed forward is recorded, and zeros replace the forward's output. After a failed forward, the step
+    continues to its end, so that no rank waits forever and all ranks can raise the same error.
 
     Args:
         chunks: the layers of each of the rank's stages.
@@ -92,7 +92,7 @@ class LayerStage:
         return self._microbatches.inputs
 
     def reorder(self, places: Sequence[int]) -> None:
-        """Reorder the step's microbatches: microbatch k of the schedule becomes number `places[k]` of the data."""
+        """Reorder the step's microbatches: the schedule's microbatch k is the data's microbatch number `places[k]`."""
         self._places = places
         if self._microbatches.targets:
             inputs, targets = self._microbatches

@@ -42,7 +42,8 @@ class MessageSpec:
         return pytree.tree_flatten(self.template)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the two fields, without cached properties, because specs are sent to other ranks."""
+        """Pickle only `template` and `needs_gradient`, and no cached properties, because specs are sent to other
+        ranks."""
         return MessageSpec, (self.template, self.needs_gradient)
 
     @cached_property
@@ -79,7 +80,10 @@ class MessageSpec:
         return replace(self, template=tuple(later(k) for k in range(len(self.tensors))))
 
     def has_form_of(self, other: MessageSpec, *, shapes_vary: bool = False) -> bool:
-        """Tell whether a receiver that expects `other` can receive this message; `shapes_vary` allows other shapes."""
+        """Tell whether a receiver that expects a message of the spec `other` can receive a message of this spec.
+
+        If `shapes_vary` is set, the shapes of the two specs may differ.
+        """
         ours, theirs = (each.announced().template if shapes_vary else each.template for each in (self, other))
         return bool(ours == theirs or _with_one_nan(ours) == _with_one_nan(theirs))
 
@@ -125,7 +129,7 @@ class StageMessage:
         """Make a message for the next stage.
 
         Raises:
-            ValueError: the output holds something that cannot be sent, no tensor, or a sparse tensor.
+            ValueError: the output contains a sparse tensor or a value that cannot be sent, or contains no tensor.
         """
         message = cls.of(value)
         for layout in (tensor.layout for tensor in message.tensors):
@@ -153,7 +157,7 @@ class StageMessage:
                 tensor.requires_grad_()
 
     def detach(self) -> StageMessage:
-        """Return a message with the same values but without autograd graph, for a stage on the same rank."""
+        """Return a message with the same values but without an autograd graph, for a stage on the same rank."""
         return StageMessage(self.spec, [tensor.detach() for tensor in self.tensors])
 
     def release(self) -> None:

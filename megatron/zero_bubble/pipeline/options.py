@@ -28,20 +28,21 @@ class PipelineOptions:
     Args:
         partition: which layers a stage gets. "uniform" balances the number of layers, "parameters" the number of
             parameters, "type:REGEX" the number of layers whose class matches, and "profile" the measured times of the
-            layers. A list gives the first layer of every stage except the first stage.
+            layers. If `partition` is a list, the list has the first layer of every stage except the first stage.
         example: inputs and targets of one microbatch, for the partition "profile".
         num_chunks: number of stages per rank; by default the schedule's own number.
-        memory_limit: largest activation memory of a rank, in units of one microbatch's activations on all stages of a
-            rank; one number for all ranks, or one per rank. The default is the memory that the named schedule needs.
+        memory_limit: limit for the activation memory of a rank, in units of one microbatch's activations on all stages
+            of a rank; one number for all ranks, or one per rank. The default of `memory_limit` is the memory that the
+            named schedule needs.
         offload: speed of a rank's host link in each direction, as the number of microbatches whose activations are
-            copied in the time of one forward. If a number is given, a planned schedule copies activations to the host
-            and back where this makes the schedule faster under `memory_limit`, and microbatches keep the order of the
-            data. None disables copies to the host.
+            copied in the time of one forward. If `offload` is a number, a planned schedule copies activations to the
+            host and back where the copies make the schedule faster under `memory_limit`, and microbatches keep the
+            order of the data. If `offload` is None, nothing is copied to the host.
         checkpoint: whether all layers drop their activations in F and run again in R. The argument `checkpoint` of a
-            `LayerSpec` does the same for one layer.
+            `LayerSpec` makes one layer drop its activations in F and run again in R.
         split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
         variable_shapes: whether layers can return different shapes for two microbatches with equal input shapes, as a
-            layer that drops padding does. Microbatches with different input shapes do not need this option.
+            layer that drops padding does. Microbatches with different input shapes do not need `variable_shapes`.
         microbatch_order: "planned" runs microbatches of different shapes in the order with the least time, predicted
             from the measured times of the first steps in which shapes differ; "data" keeps the order of the data.
         post_validation: whether `train_step` takes the optimizer's step before the norm of all gradients is known.
@@ -124,7 +125,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_types(layers: Any, loss_fn: Any, options: Any) -> None:
-    """Check the arguments of a `Pipeline` that its ranks do not compare.
+    """Check the types of the arguments that the ranks of a `Pipeline` do not compare with each other.
 
     Raises:
         ValueError: an argument has a wrong type.

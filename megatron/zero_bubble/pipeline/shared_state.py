@@ -23,8 +23,8 @@ def refuse_shared(layers: Sequence[Any], stages: Boundaries) -> None:
 
     Raises:
         ValueError: layers on two stages share a parameter or a persistent buffer without a `TiedLayerSpec`; layers with
-            one key differ in class or shapes; or a layer that is tied over stages has persistent buffers, `max_norm` or
-            `sparse=True`.
+            the same key differ in class or shapes; or a layer that is tied over stages has persistent buffers,
+            `max_norm` or `sparse=True`.
     """
     stage_of = {index: stage for stage, (first, end) in enumerate(pairwise(stages)) for index in range(first, end)}
     owners: dict[torch.Tensor, int] = {}
@@ -94,7 +94,8 @@ def _check_tie(key: str, specs: dict[int, LayerSpec], is_on_stages: bool) -> Non
 def _untied_state(module: nn.Module) -> str | None:
     """Name the part of a module that would differ between the module's copies on several stages; None if there is none.
 
-    With `max_norm`, a lookup changes the weights of one copy only. Sparse gradients of the copies are not summed.
+    With `max_norm`, a lookup in one copy scales weights of this copy only, so that the copies would differ. Sparse
+    gradients of the copies are not summed.
     """
     if any(kind == "buffer" for kind, _ in _state_of(module)):
         return "buffers"
@@ -105,7 +106,7 @@ def _untied_state(module: nn.Module) -> str | None:
 
 
 def parameters_behind(value: Any, seen: set[Any]) -> Iterator[nn.Parameter]:
-    """Yield the parameters from which autograd has computed the tensors in `value`.
+    """Yield the parameters in the autograd graph of the tensors in `value`.
 
     Args:
         seen: graph nodes to skip; every visited node is added to this set.

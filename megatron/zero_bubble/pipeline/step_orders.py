@@ -25,7 +25,7 @@ logger = logging.getLogger("megatron.zero_bubble")
 
 
 class _Peers:
-    """Implements `Peers` of a `StepPlanner` for the ranks of a pipeline."""
+    """Lets a `StepPlanner` communicate with the ranks of a pipeline; implements the protocol `step_planner.Peers`."""
 
     def __init__(self, agreement: Agreement, first_rank: int) -> None:
         self._agreement, self._first_rank = agreement, first_rank
@@ -37,12 +37,12 @@ class _Peers:
         return self._agreement.gather(value)
 
     def highest(self, level: int) -> int:
-        """Return `level`, because a pipeline has no memory limit in bytes and therefore one schedule for all steps."""
+        """Return `level` unchanged: a pipeline has no memory limit in bytes, so all steps run the same schedule."""
         return level
 
 
 class StepOrders:
-    """Orders the microbatches of training steps whose shapes vary.
+    """Orders the microbatches of a training step if the microbatches differ in shape.
 
     Args:
         schedule: the schedule of a training step.

@@ -35,8 +35,8 @@ SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose3d,
     nn.Embedding,
 )
-"""Torch's layers whose forward calls one function with the layer's weight. A subclass of a class in `SPLIT_LAYERS` is
-split, too, if it inherits the forward."""
+"""Torch's layers whose forward uses the weight in a single operation. A subclass of a class in `SPLIT_LAYERS` is split,
+too, if it inherits the forward."""
 
 _KEY_VALUE_BIASES = {"bias_k", "bias_v"}
 """Parameters of `nn.MultiheadAttention` that are appended to keys and values; no matrix product uses them."""
@@ -66,12 +66,12 @@ def split_modules(
     """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
 
     A layer that shares a parameter with another layer is not split, because autograd adds up the gradients of both
-    layers in B. A layer is not split either if `forward` was set on the instance, as adapters do. A layer that an
-    earlier call has split is split again.
+    layers in B. A layer with a `forward` that was set on the instance, for example by an adapter, is not split. A new
+    call of `split_modules` replaces the splits of earlier calls.
 
     Args:
         others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep its
-            output. Modules inside of these layers are not split separately.
+            output. Modules inside of a layer of a class in `others` are not split separately.
 
     Returns:
         The parameters whose gradients are now computed in W.

@@ -38,11 +38,15 @@ class Backend:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Training flags that our schedules need over this backend."""
+        """Flags that a training under a zero-bubble schedule needs with this `Backend`."""
         return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
 
     def environment(self) -> dict[str, str]:
-        """Return the ranks' environment: this process's variables, defaults for missing variables, and `one_queue`."""
+        """Return the environment variables of the ranks.
+
+        The ranks get the variables of this process, and default values for some variables that this process lacks. With
+        `one_queue`, the ranks get CUDA_DEVICE_MAX_CONNECTIONS=1.
+        """
         environment = {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
             # All ranks are on this machine, which may have no network.
@@ -71,7 +75,7 @@ class Limits:
 
     training: float
     start_up: float = 300.0
-    """Limit for starting the ranks, each of which imports torch and megatron-core."""
+    """Time limit for starting the ranks, each of which imports torch and megatron-core."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class RankStart:
     """Module that every rank runs."""
 
     def run(self, trainings: Mapping[str, Sequence[str] | None]) -> dict[str, Ended]:
-        """Run all trainings, even if some fail, and return title of a training -> outcome.
+        """Run all trainings, even if some fail; return the outcome of each training, by the training's title.
 
         Args:
             trainings: title -> flags of the training; None instead of flags runs a single all-reduce.

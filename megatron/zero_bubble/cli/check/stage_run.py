@@ -34,10 +34,12 @@ class StageProfile:
     """Measurements of a stage: times in milliseconds, and the memory of one microbatch in bytes."""
 
     times: Mapping[OpKind, Sequence[float]]
-    """Kind of operation -> measured times: F, B, W with split backward, and BW, megatron-core's fused backward."""
+    """Kind of operation -> measured times. F, B and W are measured in steps with a split backward; BW is measured in
+    steps with megatron-core's fused backward."""
     memory: Mapping[OpKind, float]
     temporary: float
-    """Largest temporary memory of an operation: its peak beyond the memory in use before and after the operation."""
+    """Largest temporary memory of an operation. The temporary memory is the peak during the operation, minus the memory
+    in use before or after the operation, whichever is larger."""
 
     def time(self, kind: OpKind) -> float:
         return median(self.times[kind])
@@ -91,7 +93,11 @@ class MiddleStage:
         self._whole = rank_model(self._args, self._placement, RANK, None)
 
     def profile(self, rounds: int) -> StageProfile:
-        """Time steps with split and with fused backward in turn for `rounds` rounds, after one unmeasured round."""
+        """Measure the times of operations with a split and with a fused backward, and the memory of operations.
+
+        Steps with a split backward and steps with a fused backward alternate for `rounds` measured rounds. Before the
+        measured rounds, one round runs unmeasured.
+        """
         split, whole = (lower(generate(name, NUM_RANKS, NUM_MICROBATCHES)) for name in ("zb-h1", "1f1b"))
         times: dict[OpKind, list[float]] = {}
         for number in range(1 + rounds):

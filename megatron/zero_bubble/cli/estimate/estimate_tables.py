@@ -70,7 +70,10 @@ def _lines(lines: Iterator[str]) -> str:
 
 
 def _shown(results: Results) -> Estimate:
-    """Return the estimate for the head of the output: the first schedule's or, without schedules, the layout's."""
+    """Return the estimate of the first schedule or, if no schedule is estimated, the estimate of the layout.
+
+    The first lines of the output describe the returned estimate.
+    """
     shown = results.estimates[0] if results.estimates else results.layout
     assert shown is not None
     return shown

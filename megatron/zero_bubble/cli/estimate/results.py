@@ -27,7 +27,8 @@ from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons
 SMALL_JOB = 1000
 """Smallest product of pipeline ranks and microbatches for which schedules are estimated in several processes."""
 LARGE_JOB = 2000
-"""Smallest product of pipeline ranks and microbatches for which, without --schedule, planning takes little effort."""
+"""Smallest product of pipeline ranks and microbatches at which the effort of planning is reduced, unless --schedule is
+given."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
 """Keys for the two layout searches in dictionaries that otherwise have names of schedules as keys."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
@@ -112,7 +113,10 @@ def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
 
 
 def _refusal(names: str, reason: str) -> str:
-    """Return an error message: the reason, after `--schedule NAMES:` if `names` has names of schedules."""
+    """Return an error message with `reason`.
+
+    The message begins with `--schedule NAMES:` if `names` contains names of schedules.
+    """
     schedules = [name for name in names.split(", ") if name in ENTRIES]
     return f"--schedule {', '.join(schedules)}: {reason}" if schedules else reason
 
@@ -131,7 +135,11 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
 
 
 def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
-    """Estimate schedules, and a layout if no flag fixes it; `frees_layout` adds one without Megatron's layout flags."""
+    """Estimate the schedules `names`, and the job's layout if no flag fixes the layout.
+
+    If `frees_layout` is set, the results also contain the layout that the training would choose without Megatron's
+    layout flags.
+    """
     for name in names:
         entry_of(name)
     tasks: dict[str, Callable[[], Estimate]] = {}

@@ -43,11 +43,14 @@ class Estimate:
     limit: float | None = None
     """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit.
 
-    A schedule exceeds this limit only if the limit is `auto` and no plan fits; the schedule is then the plan with the
-    least memory.
+    If the memory limit of the flags is `auto` and no plan fits in `limit`, the schedule is the plan with the least
+    memory. In all other cases, the schedule's activations do not exceed `limit`.
     """
     without_pairs: Timeline | None = None
-    """The same schedule planned without pairs of F and B; None if the schedule is not planned with pairs."""
+    """The timeline of the schedule planned without pairs; None if the schedule is not planned with pairs.
+
+    A pair runs a forward and a backward as one operation.
+    """
 
     @property
     def schedule(self) -> Schedule:
@@ -94,8 +97,8 @@ class Estimate:
     def reduction_ms(self) -> float:
         """Time on the slowest rank in which replicas exchange gradients and sharded parameters without computing.
 
-        This time is 0 with --overlap-grad-reduce and with --use-torch-fsdp2, because exchanges overlap with
-        computation.
+        `reduction_ms` is 0 with --overlap-grad-reduce and with --use-torch-fsdp2, because the replicas' exchanges then
+        overlap with computation.
         """
         args = self.job.args
         if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
@@ -109,7 +112,10 @@ class Estimate:
 
     @property
     def gain_of_pairs(self) -> float | None:
-        """Speedup from pairs of F and B over a plan without pairs; None if the schedule is not planned with pairs."""
+        """Speedup of an iteration from planning pairs; None if the schedule is not planned with pairs.
+
+        A pair runs a forward and a backward as one operation.
+        """
         return None if self.without_pairs is None else self._time_of(self.without_pairs) / self.iteration_ms
 
     def _time_of(self, timeline: Timeline) -> float:

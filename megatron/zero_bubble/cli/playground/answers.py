@@ -75,7 +75,11 @@ def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
 
 
 def saved_file(words: Words, kind: str) -> dict[str, str]:
-    """Return the name and the text of a file to save; `kind` is `json`, `csv` (PyTorch's), `svg` or `trace`."""
+    """Return the name and the text of a file to save.
+
+    Args:
+        kind: `json`, `csv`, `svg` or `trace`. The `csv` file has the format of torch.distributed.pipelining.
+    """
     flags = _flags(words)
     figures = figures_of_source(flags)
     writers: dict[str, tuple[str, Callable[[], str]]] = {

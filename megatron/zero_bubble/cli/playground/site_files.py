@@ -26,7 +26,8 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 """The files of the npm package pyodide that a browser loads."""
 
 PYODIDE = _HERE / "npm" / "node_modules" / "pyodide"
-"""Folder into which `make playground` installs the npm package pyodide; a wheel that is built later contains it."""
+"""Folder into which `make playground` installs the npm package pyodide. A wheel that is built afterwards contains the
+npm package."""
 
 START: dict[str, Any] = {
     "shared": {
@@ -39,7 +40,8 @@ START: dict[str, Any] = {
     },
     "panes": [{"schedule": "1f1b"}, {"schedule": "auto", "memory-limit": "6"}],
 }
-"""The page's initial flags: the flags that both schedules share, and the flags of each schedule."""
+"""The initial flags of the page, which shows two schedules: flags that the two schedules share, and flags of each
+schedule."""
 
 
 def write_site(folder: Path, pyodide: Path) -> None:
@@ -63,7 +65,7 @@ def _write_snapshot(folder: Path, pyodide: Path) -> None:
 
     Node, which npm requires, makes the snapshot within ten seconds. A copy of the snapshot is kept in the folder of
     Pyodide, so that a wheel contains the snapshot. Without a snapshot, and in browsers that cannot load a snapshot,
-    Python starts seconds later.
+    Python takes seconds longer to start.
     """
     written, kept = folder / "python.snapshot", pyodide / f"snapshot-{_digest()}"
     if kept.is_file():

@@ -216,7 +216,8 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     def first(self) -> float:
         """The curve's smallest memory limit, in units of 1F1B's peak memory (pipeline size times M_B).
 
-        With recomputation the default is smaller, because plans then need less memory.
+        By default, the smallest memory limit is 0.5 or, if plans may recompute activations or --dial is given, 0.125.
+        Plans that recompute activations or copy activations to the host need less memory.
         """
         if self.from_ is not None:
             return self.from_

@@ -116,7 +116,11 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
 
 
 def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
-    """Return table cells: recomputed share, share of bubble and R, cost with R inside B, and gain from R outside B."""
+    """Return the table cells about recomputation.
+
+    The cells are the share of forwards that are recomputed, the share of the cost that the bubble and R take together,
+    the cost if R runs inside of B, and the gain from running R outside of B.
+    """
     inside = figures.cost_in_backward
     apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / figures.timeline.cost - 1))
     return percent(figures.recomputed), percent(figures.lost), *apart

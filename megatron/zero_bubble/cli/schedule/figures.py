@@ -206,7 +206,7 @@ _DEFAULTS = {
     "memory_w": -0.5,
 }
 _ROUNDING = 1e-6
-"""Tolerance for rounding: B and W may release more memory than F allocates by this share of M_B."""
+"""Tolerance for rounding errors, as a share of M_B: B and W may release this much more memory than F allocates."""
 BYTES_PER_MS = 1e6
 """Bytes that a link of 1 GB/s sends in a millisecond."""
 _PARTS_OF_F = {

@@ -29,13 +29,18 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "both": {"recompute": "planned", "offload": "auto"},
     }
 )
-"""Name of a curve of --dial -> the flags of its plans: keep activations, recompute, copy to the host, or both."""
+"""Name of a curve of --dial -> the flags of its plans.
+
+The plans of the four curves keep all activations, recompute activations, copy activations to the host, or both
+recompute and copy.
+"""
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
 """Largest relative time that the plot of --dial shows, so that short times can be distinguished."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Shares of the fastest plan's memory; for each share, the text has times under the largest limit up to this share."""
+"""Shares of the fastest plan's memory. For each share, the printed text has times under the largest memory limit that
+does not exceed this share of the fastest plan's memory."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,11 @@ def memory_curve(flags: CurveFlags) -> None:
 
 
 def curve_limits(flags: CurveFlags) -> list[float]:
-    """Return the limits from --from to --to, in units of 1F1B's peak; raise `ScheduleError` for none or over 1000."""
+    """Return the memory limits from --from to --to, in units of 1F1B's peak.
+
+    Raises:
+        ScheduleError: --to is below --from, or there would be more than 1000 limits.
+    """
     first, last, step = flags.first, flags.to, flags.step
     if last < first:
         raise ScheduleError(f"--to {last:g} is below --from {first:g}")
@@ -133,7 +142,12 @@ def _curves_as_text(flags: CurveFlags, limits: Sequence[float], curves: Sequence
 def _sentences(
     flags: CurveFlags, limits: Sequence[float], curves: Sequence[_Curve], fastest: ScheduleFigures
 ) -> Iterator[str]:
-    """Yield sentences about the fastest time (1 in the table), and about relative times under smaller memory limits."""
+    """Yield the sentences that are printed below the table.
+
+    The sentences give the time of the fastest plan, which the table shows as 1, and the relative times under smaller
+    memory limits. The last sentence names the curves that are left out because the file of costs lacks costs for these
+    curves.
+    """
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"
     nearest = (max((x for x in limits if x <= part * memory), default=0.0) for part in _PARTS)
