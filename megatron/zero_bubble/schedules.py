@@ -40,7 +40,7 @@ def get_forward_backward_func(
         store: the store that was given to `split_weight_gradients` together with the model.
         timeout: longest wait for one message between two stages.
         recompute: "full" for a model with `recompute_granularity="full"`: the schedule then recomputes activations in a
-            separate operation R, and not within B. None stands for the recomputation that `schedule` requests.
+            separate operation R, and not within B. If `recompute` is None, `schedule` determines the recomputation.
         vocabulary_parallel: whether `shard_vocabulary` has spread the model's vocabulary over the ranks.
         orders_microbatches: whether microbatches of different lengths run in an order that is planned for each step; by
             default only if `config.variable_seq_lengths` is on. Results of microbatches are returned in data order.

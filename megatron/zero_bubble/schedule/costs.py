@@ -43,8 +43,8 @@ class StageCosts:
     Offload: D releases `memory_d` after a copy to the host, and H allocates `memory_d` for the copy back. The copies
     occupy the link between the device and the host of the rank.
 
-    Vocabulary shards: a rank has one shard. In the fields for vocabulary shards, the entry of the stage of a rank's
-    first chunk is the cost of the rank's shard, and the entries of all other stages are zeros.
+    With vocabulary shards, every rank has one shard. In the fields for vocabulary shards, the first stage of every rank
+    has the cost of the rank's shard, and all other stages have zeros.
     """
 
     time_f: tuple[float, ...]
@@ -224,7 +224,10 @@ class StageCosts:
         return any(self.time_s)
 
     def with_shards(self, placement: Placement, shard: Mapping[str, float]) -> StageCosts:
-        """Return these costs with a vocabulary shard on every rank; `shard` has the `VOCABULARY_COSTS` of one shard."""
+        """Return these costs with a vocabulary shard on every rank.
+
+        `shard` maps names of fields for vocabulary shards to the costs of one shard.
+        """
         others = (0,) * (placement.num_stages - placement.num_ranks)
         return replace(
             self, **{name: (shard.get(name, 0),) * placement.num_ranks + others for name in VOCABULARY_COSTS}
@@ -233,9 +236,9 @@ class StageCosts:
     def with_whole_vocabulary(self) -> StageCosts:
         """Return these costs without vocabulary shards: the first stage has the embedding, the last the output layer.
 
-        S computes the forward and the input gradient of the output layer, which have the same number of
-        multiplications. Half of the total time of S is therefore added to F of the last stage, and half to B of the
-        last stage.
+        S computes the forward and the input gradient of the output layer. The forward and the input gradient have the
+        same number of multiplications, so that half of the time of S on all ranks is added to F of the last stage, and
+        half to B of the last stage.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
@@ -267,8 +270,8 @@ class StageCosts:
     def split_ranks(self, placement: Placement) -> StageCosts:
         """Divide these costs, which are the costs of whole ranks, equally among the chunks of `placement`.
 
-        A message between neighbouring ranks takes as long as in the costs of whole ranks. A message from the last rank
-        to the first, for which costs of whole ranks have no time, takes as long as the slowest message.
+        The time of a message between neighbouring ranks does not change. A message from the last rank to the first rank
+        takes as long as the slowest message between neighbouring ranks.
         """
         if placement.num_chunks == 1:
             return self

@@ -45,8 +45,8 @@ def with_host_link(costs: StageCosts, rate: float, stays: float | None = None) -
     Args:
         costs: costs of the stages. If `memory_d` is above zero on any stage, `memory_d` does not change.
         rate: memory that the host link copies per unit of time.
-        stays: memory of a stage's input for one microbatch. The input is never copied to the host. By default the
-            memory of the input is the fraction `1 - DROPPED` of the memory of F.
+        stays: memory of a stage's input for one microbatch. The input of a stage is never copied to the host. By
+            default the memory of the input is the fraction `1 - DROPPED` of the memory of F.
     """
     copied = costs.memory_d
     if not any(copied):

@@ -15,7 +15,8 @@ from megatron.zero_bubble.schedule.ir import MAX_STAGES, Op, Placement, Schedule
 from megatron.zero_bubble.schedule.kinds import COLLECTIVES, KINDS, MESSAGES, Need, OpKind, Place
 
 Node = tuple[OpKind, int, int]
-"""The result of an operation: (kind of result, stage, microbatch). `KindFacts.makes` lists the kinds of results."""
+"""The result of an operation: (kind of result, stage, microbatch). `KindFacts.makes` lists the results that the
+operations of a kind make."""
 
 
 class Arrival(NamedTuple):
@@ -50,7 +51,8 @@ class Source(NamedTuple):
     is_remote: bool
     """Whether the stage that makes the result is on another rank."""
     edge: int | None
-    """The number s if the result passes between stages s and s + 1, as in `Arrival.edge`; used only if `is_remote`."""
+    """The number s if a message between stages s and s + 1 carries the result; None if a collective carries the result.
+    The number has no meaning if the same rank makes and uses the result."""
 
 
 @lru_cache(maxsize=MAX_STAGES)
@@ -92,7 +94,10 @@ _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1
 
 
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
-    """The stages at `place`, which may be relative to `stage`; a rank is represented by its stage of chunk 0."""
+    """The numbers of the stages at `place`; a place such as `STAGE_BEFORE` is relative to `stage`.
+
+    For a place that is a rank, the result is the stage of chunk 0 of this rank.
+    """
     if place in _NEIGHBOURS:
         source = stage + _NEIGHBOURS[place]
         return [source] if 0 <= source < placement.num_stages else []

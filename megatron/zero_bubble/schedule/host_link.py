@@ -26,7 +26,8 @@ class LinkTimes:
 
     def __init__(self, schedule: Schedule, times: Mapping[tuple[OpKind, int], float], rank: int) -> None:
         self.copies: list[TimedOp] = []
-        """Copies to the host (D) and back to the device (H) with their times, in the order on the link."""
+        """Copies to the host (D) and back to the device (H) with their times, in the order in which the link runs the
+        copies."""
         self._times = times
         self._free: float = 0
         self._offloaded = frozenset((op.microbatch, op.chunk) for op in schedule.ops[rank] if op.kind is OpKind.D)
@@ -87,10 +88,14 @@ def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
 
 
 def check_copies(schedule: Schedule, rank: int) -> None:
-    """Check that every offload (D) has a reload (H), and that copied activations are not recomputed or in a pair.
+    """Check the offloads (D) of a rank.
+
+    Every offload (D) needs a reload (H). Offloaded activations must not be recomputed. The forward and the backward of
+    offloaded activations must not belong to pairs of a forward and a backward.
 
     Raises:
-        InvalidSchedule: a reload (H) is missing, or copied activations are recomputed or belong to a pair.
+        InvalidSchedule: an offload (D) has no reload (H), offloaded activations are recomputed, or the forward or the
+            backward of offloaded activations belongs to a pair.
     """
     if not schedule.offloads:
         return

@@ -27,11 +27,11 @@ from megatron.zero_bubble.schedule.kinds import (
 
 PlacementKind = Literal["linear", "interleaved", "v"]
 MAX_STAGES = 4096
-"""Largest number of stages. A limit is needed because the time to compute lower bounds grows with the square of the
-number of stages."""
+"""Largest number of stages. The number of stages is limited because the time to compute lower bounds grows with the
+square of the number of stages."""
 MAX_OPERATIONS = 4_000_000
-"""Largest total number of F, B and W in a schedule. Planning a schedule of this size takes about a minute and some
-gigabytes of memory."""
+"""Largest total number of F, B and W in a schedule. Planning a schedule with the largest number of operations takes
+about a minute and some gigabytes of memory."""
 
 _WORDS = {kind.value: kind for kind in OpKind} | {"WT": OpKind.W}
 """Word -> kind of operation. Release 0.1 wrote `WT` for a W after the last backward of a rank."""
@@ -156,7 +156,7 @@ class Schedule:
     """Rank -> its operations in order."""
     groups: tuple[int, ...] = ()
     """Stage -> number of groups of layers in which the stage recomputes activations; empty if each stage has one group.
-    In a stage with several groups, R (recomputation) recomputes the last group, and B recomputes every other group
+    In a stage with several groups, R (recomputation) recomputes the last group. B recomputes each of the earlier groups
     right before B computes the gradients of that group."""
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class OpKind(str, Enum):
     copy to the host starts when F ends, and runs on the host link of the rank while the rank computes."""
     H = "H"
     """Reload: allocates the activations that D has released, and starts their copy from the host to the device. The
-    backward waits for this copy."""
+    backward waits for the end of the copy to the device."""
     E = "E"
     """Embedding: looks tokens up in the vocabulary shard of this rank. E of the first rank also reads the
     microbatch."""
@@ -93,13 +93,13 @@ class Need(NamedTuple):
     """A result that an operation needs, if the stage that makes the result exists."""
 
     result: OpKind
-    """The needed result; its name is the kind of operation that makes only this result."""
+    """The needed result. For example, `OpKind.B` is the gradient of a stage's input, which a B or a BW makes."""
     place: Place
     """The stage or rank that makes the result."""
     num_before: int = 0
-    """Number of microbatches (for VALIDATE, of iterations) by which the result precedes the operation."""
+    """Operations of microbatch k need the result of microbatch k - `num_before`; VALIDATE counts iterations."""
     is_optional: bool = False
-    """Whether the result is needed only if a separate operation makes it for the same stage and microbatch."""
+    """Whether the result is needed only if the schedule has an operation of kind `result` for the microbatch."""
     only_at: Place | None = None
     """The stage, first or last, whose operations alone need the result; None if all stages need the result."""
 
@@ -136,7 +136,7 @@ class KindFacts:
     """Properties of one kind of operation: a row of `KINDS`."""
 
     makes: tuple[OpKind, ...] = ()
-    """The results of the operation. The name of a result is the kind of operation that makes only this result."""
+    """The results of the operation. For example, BW makes two results: the result of a B and the result of a W."""
     needs: tuple[Need, ...] = ()
     """The results that the operation needs at its start."""
     receives: OpKind | None = None
@@ -150,18 +150,18 @@ class KindFacts:
     time: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is the time of the operation; empty if the operation takes no time."""
     memory: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is the change of memory by the operation, without the memory of `frees`."""
+    """The fields of `StageCosts` whose sum, minus the sum of `frees`, is the change of memory by the operation."""
     frees: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is the memory that the operation releases."""
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation that allocates less memory if this operation follows for the same microbatch and
-    allocates the rest. For R (recomputation), the earlier operation is F."""
+    """Kind of an earlier operation that allocates less memory if this operation comes later and allocates the rest. For
+    example, an F allocates less memory if its microbatch has an R (recomputation)."""
     waiting: str = ""
     """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """Plural name of the result if it must be made once per microbatch, in microbatch order; otherwise empty."""
+    """Plural name of the results, if each microbatch must have one result, in microbatch order; otherwise empty."""
     pairs_with: OpKind | None = None
     """Kind of the preceding operation with which this operation runs as one (see `pairs`); None outside of pairs."""
     runs_on: Place = Place.SAME_STAGE
@@ -169,7 +169,7 @@ class KindFacts:
     adds_gradient: bool = False
     """Whether the operation adds to gradients. An operation that adds to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether a rank may run the operation long before its first forward; the span leaves out the time in between."""
+    """Whether the operation may run long before the rank's first forward; the rank's span leaves out the gap."""
     is_per_iteration: bool = False
     """Whether a rank runs the operation once an iteration; `Op.microbatch` is then the number of the iteration."""
     colour: str = ""

@@ -62,7 +62,7 @@ class Streams:
 
 
 class End:
-    """One rank's end of a stream of NCCL messages."""
+    """One rank's endpoint of an NCCL stream."""
 
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
@@ -73,15 +73,15 @@ class End:
 
 
 class StreamLaunch(NamedTuple):
-    """The launch of the operations of one kind and chunk: a computation, or one end of a message."""
+    """Properties that all launches of one kind of operation and one chunk share."""
 
     time: float
-    """Time of the computation or of the message."""
+    """Duration of the computation or of the message."""
     end: End | None
-    """Where a message, or the input message of a computation, is posted; None for a computation without an input
-    message."""
+    """This rank's endpoint of the stream that carries the message or, for a computation, the input message of the
+    computation. None for a computation without an input message."""
     computes: bool
-    """Whether the launch is a computation on the compute stream; otherwise the launch is one end of a message."""
+    """Whether the launch is a computation on the compute stream; otherwise it is a send, a receive or a collective."""
     indices: dict[int, int]
     """Microbatch -> number of the computation's input message on the stream of the message. A microbatch is in this
     mapping from the posting of its input message until its computation runs."""
@@ -94,7 +94,7 @@ class Host:
         self.schedule, self.rank, self.ops = schedule, rank, schedule.ops[rank]
         self._costs, self._streams = costs, streams
         self.reduction = End(streams.validation, sends=False)
-        """This rank's end of the stream that reduces the global gradient norm."""
+        """This rank's endpoint of the stream for the reduction of the global gradient norm."""
         self._ends: dict[Stream, End] = {}
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
         """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
@@ -123,11 +123,14 @@ class Host:
         return times_in_pairs(self.schedule, self._costs, self.rank)
 
     def sending(self) -> list[End]:
-        """Return the ends of streams with sends or collectives of this rank, for which the iteration's end waits."""
+        """Return this rank's endpoints of the streams on which the rank has posted sends or collectives.
+
+        The rank ends an iteration only after all of these sends and collectives are complete.
+        """
         return [end for end in self._ends.values() if end.sends and end.num_posted]
 
     def posted_by(self, op: Op) -> End | None:
-        """This rank's end of the stream on which `op` starts a message; None if `op` starts no message."""
+        """This rank's endpoint of the stream on which `op` starts a message; None if `op` starts no message."""
         if op.kind is OpKind.STEP:
             return self.reduction
         return self._end(op) if op.kind in COMMUNICATION else None

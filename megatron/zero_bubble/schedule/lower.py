@@ -39,13 +39,15 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     `place_collectives`).
 
     A receive is posted `receive_ahead` computations before its consumer, or earlier if the next receive of its channel
-    is posted earlier. If the ranks would deadlock with such receives, or lose time on GPUs with one hardware queue (see
-    `streams`), `lower` also tries the places of receives that `_between_makers` chooses, which exclude deadlocks.
-    `lower` then returns the faster of the two lowered schedules. A lowered schedule deadlocks only if the schedule
-    deadlocks even without communication.
+    is posted earlier. If receives `receive_ahead` computations before their consumers cause a deadlock or a longer
+    makespan on GPUs with one hardware queue (see `streams`), `lower` also tries the places of receives that
+    `_between_makers` chooses. The places that `_between_makers` chooses exclude deadlocks. Of two lowered schedules,
+    `lower` returns the schedule with the shorter makespan on GPUs with one hardware queue. A lowered schedule deadlocks
+    only if the schedule deadlocks even without communication.
 
     If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
-    VALIDATE of the same iteration. A failed validation repeats only the messages that were sent before VALIDATE.
+    VALIDATE of the same iteration. If the validation fails, the ranks repeat only the messages that were sent before
+    VALIDATE.
 
     Lowering is idempotent, because `lower` first removes existing communication.
 
@@ -106,8 +108,9 @@ class _Place(NamedTuple):
     """Position of the computation right before which the receive is posted."""
     turn: int
     """Sort key of receives that are posted before the same computation. The key of a receive is a number in the serial
-    order: the number of the computation that makes the previous message of the receive's channel. With this key, a rank
-    posts receives in the order in which their channels become free."""
+    order: the number of the computation that makes the previous message of the receive's channel. Sorted by the number
+    of the computation that makes the previous message of their channel, receives are in the order in which their
+    channels become free."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -207,7 +210,7 @@ def _with_communication(
 def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
     """Message -> number, in the serial order, of the computation that makes the previous message of the channel.
 
-    The value for the first message is -1.
+    The first message of the channel is mapped to -1.
     """
     return [-1, *(order.numbers[channel.source][message.maker] for message in channel.messages[:-1])]
 
@@ -216,7 +219,8 @@ def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_P
     """Place each receive `receive_ahead` computations before its consumer.
 
     If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. A
-    receive is posted earlier if the next receive of its channel is posted earlier.
+    receive is posted more than `receive_ahead` computations before its consumer if the next receive of its channel
+    would otherwise be posted first.
     """
     phases = order.phases[channel.destination]
     places: list[_Place] = []
@@ -232,12 +236,13 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
     Consider a run of all computations one at a time, in `order`. A receive is posted after the computation that makes
     the previous message of its channel, so that the receive blocks no launch of its own rank. A receive is posted
     before the computation that makes the next message of its channel, because the send of the next message waits for
-    the receive. When a computation starts, each channel therefore has at most one incomplete message, the last one
-    posted, and no earlier launch waits (by induction).
+    the receive. By induction, whenever a computation starts in a run of all computations one at a time, each channel
+    has at most one incomplete message, which is the last posted message of the channel, and no earlier launch waits.
 
-    The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later if
-    the previous message of its channel is still in flight, and earlier if the received tensor would otherwise arrive
-    too late.
+    The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later than
+    the preferred place if the previous message of its channel is still in flight at the preferred place. A receive is
+    posted earlier than the preferred place if a receive in the preferred place would delay the consumer of the tensor
+    or the next message of the channel.
     """
     source, rank, messages = channel
     starts, ends = order.starts[rank], order.ends[rank]

@@ -33,16 +33,17 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
     A collective is sorted by the place, in the serial order, of the last operation that contributes to the collective.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
-    rank joins a collective right before the computation that the rank would be running when the collective can start.
-    With one hardware queue, a rank that joins while the previous collective is in flight delays its own next
-    computation. A rank avoids this delay by joining after its next computation, unless the collective would lose more
-    time than the computation would gain.
+    rank joins a collective right before its first computation whose planned end is later than the planned start of the
+    collective. With one hardware queue, a rank that joins while the previous collective is in flight delays its own
+    next computation. To avoid a delay of its next computation, a rank joins the collective after that computation,
+    unless the collective would lose more time than the computation would gain.
 
     Collectives cannot cause a deadlock, however long the operations take. Consider a run of all computations one at a
     time, in `order`. Every rank joins a collective before the first operation that needs this collective or a later
-    collective. No rank joins a collective before all ranks have joined the previous collective. When a computation
-    starts, its inputs and the inputs of all earlier launches are therefore complete. Either all ranks join a collective
-    before VALIDATE, or all ranks join the collective after VALIDATE.
+    collective. No rank joins a collective before all ranks have joined the previous collective. Because all ranks join
+    collectives early enough and in the same order, the inputs of a computation and of all earlier launches are complete
+    when the computation starts. Either all ranks join a collective before VALIDATE, or all ranks join the collective
+    after VALIDATE.
 
     Args:
         schedule: schedule without communication.
@@ -74,11 +75,11 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 def joined_early(schedule: Schedule) -> Schedule:
     """Let every rank join each collective as early as possible.
 
-    Joining early delays no computation if a separate thread waits for the collectives. If a rank is late at the place
-    that `place_collectives` has chosen, the other ranks wait for this rank. With `joined_early`, a rank joins a
-    collective as soon as two conditions hold: the rank has joined the previous collective, and has run all of its own
-    operations that contribute to the collective. No collective moves across STEP or VALIDATE. The order of the
-    collectives stays the same, so that ranks cannot deadlock.
+    A rank that joins a collective early delays none of its computations if a separate thread waits for the collective.
+    If a rank is late at the place that `place_collectives` has chosen, the other ranks wait for this rank. With
+    `joined_early`, a rank joins a collective as soon as two conditions hold: the rank has joined the previous
+    collective, and has run all of its own operations that contribute to the collective. No collective moves across STEP
+    or VALIDATE. The order of the collectives stays the same, so that ranks cannot deadlock.
 
     Args:
         schedule: lowered schedule.
@@ -106,7 +107,9 @@ def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 
 
 def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, complete: float) -> int:
-    """Position of the computation before which a rank best joins a collective, judged by times alone.
+    """Position of the computation before which a rank joins a collective, for the smallest loss of time.
+
+    The position depends only on the given times, and not on the dependencies of the collective.
 
     Args:
         starts: start times of the computations of the rank.
@@ -131,7 +134,8 @@ class _Collective(NamedTuple):
     ready: float
     """End time of the last operation that contributes to the collective."""
     deadline: int
-    """Number, in the serial order, of the first computation before which all ranks must have joined the collective."""
+    """Latest place of the collective: all ranks join the collective before the computation with this number in the
+    serial order."""
     earliest: tuple[int, ...]
     """Rank -> position after its last operation that contributes to the collective."""
 

@@ -17,8 +17,8 @@ _ALLOCATES_LATER: dict[OpKind, tuple[OpKind, ...]] = {
     for facts in KINDS.values()
     if facts.undoes_memory_of is not None
 }
-"""Kind of operation -> kinds of later operations that may allocate a part of its memory in its place, such as R for
-F."""
+"""Kind of operation -> kinds of later operations that may allocate a part of the earlier operation's memory. For
+example, an R (recomputation) allocates a part of the memory of F."""
 
 
 def memory_held(

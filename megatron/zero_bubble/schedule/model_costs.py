@@ -39,7 +39,7 @@ class UnitCosts:
 
     @property
     def computing(self) -> UnitCosts:
-        """The costs without the time of token exchanges between experts, which may be hidden completely by pairs."""
+        """The costs without the time of token exchanges between experts."""
         return replace(
             self,
             time_f=self.time_f - self.all_to_all_f,
@@ -131,9 +131,11 @@ class ModelCosts:
 
     @property
     def computing(self) -> ModelCosts:
-        """The costs without the time of token exchanges between experts, which may be hidden completely by pairs.
+        """The costs without the time of token exchanges between experts.
 
-        A lower bound of an iteration's time that is computed from these costs also holds for plans with pairs.
+        A pair, which runs a forward and a backward as one operation, may hide the whole time of token exchanges. A
+        lower bound of an iteration's time also holds for plans with pairs if it is computed without the time of token
+        exchanges.
         """
         return replace(self, layers=tuple(layer.computing for layer in self.layers), output=self.output.computing)
 
@@ -218,8 +220,9 @@ def with_states(costs: ModelCosts, states: Sequence[float]) -> ModelCosts:
 def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, loss: bool = False) -> Partition:
     """Spread layers over stages as evenly as possible.
 
-    If the division leaves a remainder, some stages get one layer fewer. These stages are chosen in this order: the last
-    stage, which has the loss; the first stage, which has the embedding; then the other stages from the end.
+    If the division leaves a remainder, some stages get one layer fewer. The stages with one layer fewer are chosen in
+    this order: the last stage, which has the loss; the first stage, which has the embedding; then the other stages from
+    the end.
 
     Args:
         num_layers: number of layers of the model.

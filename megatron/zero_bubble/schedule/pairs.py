@@ -1,10 +1,10 @@
 """Pairs: a rank runs an F and the backward right after the F (`&B` or `&BW`) as one operation.
 
-A pair runs layers of the forward and layers of the backward in turn. One of the two operations computes while the other
-exchanges tokens between experts (megatron-core's combined 1F1B). The forward and the backward belong to different
-microbatches or stages. A pair starts when the inputs of both operations are ready, and the results of both operations
-are ready when the pair ends. In a timeline the backward of a pair has the time of the pair, and the forward takes no
-time.
+A pair runs layers of the forward and layers of the backward in turn. Either the forward or the backward of the pair
+computes while the other exchanges tokens between experts (megatron-core's combined 1F1B). The forward and the backward
+of a pair belong to different microbatches or stages. A pair starts when the inputs of both operations are ready, and
+the results of both operations are ready when the pair ends. In a timeline the backward of a pair has the time of the
+pair, and the forward takes no time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def forwards_in_pairs(schedule: Schedule, rank: int) -> frozenset[Op]:
 
 
 def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op, float]:
-    """Operation of a pair on `rank` -> its time: the time of the whole pair for the backward, 0 for the forward.
+    """Operation of a pair on `rank` -> its time. The backward has the time of the pair, and the forward has the time 0.
 
     Args:
         schedule: schedule with the pairs.

@@ -49,8 +49,8 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
     """Insert R like `with_recomputation`, but with at least one R on every stage, to measure the costs of R.
 
-    A stage without an R gets an R for its first microbatch. No other choice of R needs less memory, so that a run can
-    measure a model whose activations would not all fit in memory.
+    A stage without an R gets an R for its first microbatch. No other set of R with at least one R on every stage needs
+    less memory, so that the costs of R can be measured even in a model whose activations would not all fit in memory.
     """
     groups, schedule = schedule.groups, with_recomputation(schedule)
     ranks = [list(ops) for ops in schedule.ops]

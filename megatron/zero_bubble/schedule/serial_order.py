@@ -64,7 +64,7 @@ class SerialOrder:
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase (from the second on) -> number, in the serial order, of the first VALIDATE that ends the previous
+        """Phase (from the second on) -> smallest number, in the serial order, of any rank's VALIDATE right before the
         phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
@@ -96,7 +96,7 @@ class SerialOrder:
         """Sort key of operations with the same end time: the end of each operation in a simulation with unit costs.
 
         With unit costs, an operation that takes time ends later than the operations that make its inputs. Among
-        operations with the same end in that simulation, operations that take no time come last.
+        operations with the same end in the simulation with unit costs, operations that take no time come last.
         """
         unit = self._in_unit_times[rank][position]
         return unit.end, unit.start == unit.end

@@ -38,11 +38,11 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
     """Insert the operations on vocabulary shards; return one schedule without communication for each given delay.
 
     The operations of a rank are sorted by planned start times. The planned start of F comes from a simulation in which
-    W also takes the time of the operations on shards. Backwards and W start later than in the simulation, by the given
-    delay. E (embedding) starts `LEAD` microbatches before the F of its microbatch. S (output layer) starts when the
-    output of the last stage arrives. The weight gradients T and EW start with the W of their microbatch, or later if
-    their inputs arrive later. Pairs are split, because operations on shards may come between the forward and the
-    backward of a pair.
+    W also takes the time of the operations on shards. The planned starts of backwards and W are their simulated starts
+    plus the given delay. E (embedding) starts `LEAD` microbatches before the F of its microbatch. S (output layer)
+    starts when the output of the last stage arrives. The weight gradients T and EW start with the W of their
+    microbatch, or later if their inputs arrive later. Pairs are split, because operations on shards may come between
+    the forward and the backward of a pair.
 
     Args:
         schedule: schedule into which operations are inserted.
@@ -117,7 +117,8 @@ class _Times:
     def of_rank(self, rank: int) -> Iterator[_Timed]:
         """Yield the operations of a rank with sort keys.
 
-        The first key is the planned start. At equal planned starts, operations for which other ranks wait come first.
+        Operations are sorted by planned start. At equal planned starts, operations for which other ranks wait come
+        first.
         """
         order = [OpKind.E, OpKind.S, OpKind.L, *(kind for kind in KINDS if kind not in VOCABULARY), OpKind.T, OpKind.EW]
         starts = {**self._starts[rank], **self._of_shard(rank)}

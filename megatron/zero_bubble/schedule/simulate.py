@@ -93,7 +93,8 @@ class _Wait(NamedTuple):
     """A result that all operations of one kind in one stage need."""
 
     slot: int
-    """Index of the result for microbatch 0 in the list of end times, minus `num_before`."""
+    """An operation of microbatch m needs the result whose end time has the index `slot + m` in the list of end
+    times."""
     num_before: int
     """The value of `Need.num_before`."""
     is_optional: bool
@@ -110,10 +111,10 @@ class _Step(NamedTuple):
     time: float
     """Time of the operation."""
     plain_waits: tuple[tuple[int, float | None], ...]
-    """(slot, transit) of each needed result; empty if any `_Wait` of the operation has `num_before`, `is_optional` or
-    `occupies` set."""
+    """(`_Wait.slot`, `_Wait.transit`) of each needed result. Empty if a needed result is optional, belongs to another
+    microbatch, or arrives in a message that occupies the receiver."""
     waits: tuple[_Wait, ...]
-    """The results that the operation needs, if `plain_waits` cannot represent these results; otherwise empty."""
+    """The results that the operation needs. Empty if `plain_waits` lists these results."""
     slots: tuple[int, ...]
     """Indices of the operation's results for microbatch 0 in the list of end times."""
     sending: float
@@ -162,7 +163,7 @@ class _Simulation:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """Index of an end time -> 1 if the result is optional and its operation makes nothing else, else 0."""
+        """Index of an end time -> whether the result is optional and the schedule makes the result."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):

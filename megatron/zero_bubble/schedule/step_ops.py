@@ -3,8 +3,8 @@
 Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With post-validation a rank
 takes its optimizer step (STEP) as soon as its own gradients are complete, and starts the next iteration. Before its
 first backward of the next iteration, the rank receives the norm of all gradients and learns whether all gradients are
-finite. In VALIDATE, the rank then confirms or amends its optimizer step. If the optimizer step is amended, the forwards
-before VALIDATE are run again.
+finite. In VALIDATE, the rank confirms or amends its optimizer step, depending on the norm and on whether all gradients
+are finite. If the optimizer step is amended, the forwards before VALIDATE are run again.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def iteration_time(
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     """Return the schedule without communication, with STEP at the end and VALIDATE in the warmup of every rank.
 
-    VALIDATE is placed one forward, the longest, after the norm of the previous iteration's gradients arrives, so that a
-    slightly late rank does not delay the other ranks. Only the few forwards before VALIDATE are run again if the
-    validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank then has to wait for the
-    norm of all gradients. If another rank makes the input of a forward after its own VALIDATE, the VALIDATE of this
-    rank comes before the forward.
+    The planned time of VALIDATE is the arrival of the norm of the previous iteration's gradients plus the time of the
+    longest forward, so that a slightly late rank does not delay the other ranks. Only the few forwards before VALIDATE
+    are run again if the validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank
+    then has to wait for the norm of all gradients. A forward comes after the VALIDATE of its rank if another rank makes
+    the input of the forward after the VALIDATE of that other rank.
 
     Args:
         schedule: schedule of one iteration.
@@ -134,7 +134,10 @@ def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
 
 
 def _closed(schedule: Schedule, counts: list[int]) -> list[int]:
-    """Rank -> number of forwards before VALIDATE: `counts`, reduced until all inputs are made before a VALIDATE."""
+    """Rank -> number of forwards before VALIDATE, at most the number in `counts`.
+
+    Every input of a forward before VALIDATE is made before the VALIDATE of the rank that makes the input.
+    """
     while True:
         early = [ops[:count] for ops, count in zip(schedule.ops, counts, strict=True)]
         results = _results(schedule, early)
@@ -220,7 +223,12 @@ def check_post_validation(schedule: Schedule) -> None:
 
 
 def _check_inputs_before_validation(schedule: Schedule) -> None:
-    """Raise `InvalidSchedule` if an operation before VALIDATE needs a result or collective from after a VALIDATE."""
+    """Check the inputs and the collectives of the operations before VALIDATE.
+
+    Raises:
+        InvalidSchedule: an operation before VALIDATE needs a result that a rank makes after its own VALIDATE, or a
+            collective comes before VALIDATE on one rank and after VALIDATE on another rank.
+    """
     early = [before_validation(schedule, rank) for rank in range(schedule.num_ranks)]
     computations = [[op for op in ops if op.kind not in COMMUNICATION] for ops in early]
     results = _results(schedule, computations)

@@ -2,14 +2,14 @@
 
 Every channel, an ordered pair of ranks, is a communicator with a separate stream. A send or receive starts under two
 conditions: the compute stream of its rank has reached the point where the send or receive is posted, and the previous
-message of its channel is complete. A message is complete one message time after the later start of its send and its
-receive. The computation that uses the message waits until the message is complete. A collective of vocabulary shards is
-a message with an end on every rank; all collectives share one stream.
+message of its channel is complete. A message starts when both its send and its receive have started, and is complete
+one message time later. The computation that uses the message waits until the message is complete. A collective of
+vocabulary shards is a message with an end on every rank; all collectives share one stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
-With one queue, the launches of a rank start in order. A launch that waits for earlier work of its stream therefore
-delays all later launches of the rank. With one queue, a send or receive that is posted while the previous message of
-its channel is in flight blocks the next computation, even if the message in flight depends on that computation.
+With one queue, the launches of a rank start in order, so that a launch that waits for earlier work of its stream delays
+all later launches of the rank. With one queue, a send or receive that is posted while the previous message of its
+channel is in flight blocks the next computation, even if the message in flight depends on that computation.
 """
 
 from __future__ import annotations
@@ -208,7 +208,10 @@ class _Device:
         return True
 
     def missing_end(self, stream: Stream) -> Op | None:
-        """The operation that starts this rank's end of the next message of `stream`; None if no operation does."""
+        """The operation with which this rank takes part in the first incomplete message of `stream`.
+
+        `missing_end` returns None if no remaining operation of the rank takes part in the message.
+        """
         number = None
         for op in self._ops[self._position :]:
             end = None if op is None else self._launches.posted_by(op)

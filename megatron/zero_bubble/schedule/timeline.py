@@ -36,7 +36,7 @@ class TimedOp(NamedTuple):
 
 
 def timed_ops(ops: Iterable[Op], starts: Iterable[float], ends: Iterable[float]) -> tuple[TimedOp, ...]:
-    """The operations with their start and end times, built without an interpreted loop for speed."""
+    """The operations with their start and end times. For speed, `map` replaces a loop in Python."""
     return tuple(map(tuple.__new__, repeat(TimedOp), zip(ops, starts, ends, strict=True)))
 
 
@@ -51,7 +51,10 @@ class Idle:
 
     @classmethod
     def of(cls, spans: Sequence[float], work: Sequence[float]) -> Idle:
-        """Compute both idle fractions from the span and work of every rank; negative rounding errors become zero."""
+        """Compute the imbalance and the bubble rate from the spans and the work of all ranks.
+
+        Negative rounding errors become zero.
+        """
         cost, busiest, num_ranks = max(spans), max(work), len(work)
         if not cost:
             return cls(0, 0)
@@ -99,7 +102,7 @@ class Timeline:
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
-        """Rank -> its timed operations without the forwards of pairs, so that each pair is one entry."""
+        """Rank -> its timed operations; the entry of the backward stands for a pair of a forward and a backward."""
         in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
         return tuple(
             [timed for timed in lane if timed.op not in forwards] if forwards else lane
@@ -110,8 +113,9 @@ class Timeline:
     def spans(self) -> tuple[float, ...]:
         """Rank -> span: time from the start of its first operation to the end of its last operation.
 
-        The span leaves out STEP and VALIDATE, because a rank may validate the optimizer step long before its first
-        forward. Embeddings before the first forward add only their own time to the span.
+        The span of a rank leaves out STEP and VALIDATE, because a rank may validate the optimizer step long before its
+        first forward. The span of a rank contains the times of embeddings before the first forward, but not the idle
+        time between these embeddings and the first forward.
         """
         spans = []
         for lane in self.lanes:
@@ -150,16 +154,17 @@ class Timeline:
 
     @cached_property
     def idle(self) -> Idle:
-        """Idle time of all ranks, divided into imbalance and bubble rate."""
+        """Idle time of all ranks as a fraction: the sum of imbalance and bubble rate."""
         return Idle.of(self.spans, self.work)
 
     @property
     def bubble_rate(self) -> float:
         """The bubble rate: (longest span - work of the busiest rank) / longest span.
 
-        For equal stages the bubble rate is (cost - m (T_F + T_B + T_W)) / cost (Qi et al. 2024). For unequal stages the
-        bubble rate still measures the schedule alone, because under every schedule the longest span is at least the
-        work of the busiest rank. `idle` also measures the imbalance of the partition.
+        With equal stages and m microbatches, the bubble rate is (cost - m (T_F + T_B + T_W)) / cost, where cost is the
+        longest span of a rank (Qi et al. 2024). With unequal stages, the bubble rate measures the schedule and not the
+        partition: no schedule has a longest span below the work of the busiest rank. `idle` contains the bubble rate
+        and the imbalance of the partition.
         """
         return self.idle.bubble
 

@@ -49,13 +49,16 @@ def validate(schedule: Schedule) -> None:
       and EW once for every microbatch, and the last rank runs L (loss).
     - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights
       (W, BW) in microbatch order, so that sums of gradients are the same, bit for bit.
-    - The results that an operation, or a pair of operations, needs from its own rank are made earlier on the rank.
+    - The inputs of an operation from its own rank are made earlier on the rank. The inputs of a forward and a backward
+      that run as one operation are made before both.
     - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
       The sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
       same order.
-    - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a pair.
-    - STEP and VALIDATE keep the rules of `check_post_validation`.
-    - The ranks do not deadlock. A lowered schedule is checked on NCCL's streams with one hardware queue and with many.
+    - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a forward and a
+      backward that run as one operation.
+    - STEP and VALIDATE are in places that `check_post_validation` allows.
+    - The ranks do not deadlock. A lowered schedule does not deadlock on NCCL's streams, neither with one hardware queue
+      nor with many.
 
     Args:
         schedule: schedule with or without communication.
@@ -109,7 +112,11 @@ def _rows(schedule: Schedule, rank: int) -> _Rows:
 
 
 def _row_size(schedule: Schedule, rank: int) -> int:
-    """Length of a row of `_Rows`: n + 1 entries suffice, because n operations leave out one of n + 1 microbatches."""
+    """Number of microbatches in a row of `_rows`.
+
+    On a rank with n operations, n + 1 microbatches suffice to find a missing operation, because at least one of n + 1
+    microbatches has no operation.
+    """
     return min(schedule.num_microbatches, 1 + len(schedule.ops[rank]))
 
 

@@ -18,11 +18,14 @@ from megatron.zero_bubble.session.settings import JobSettings
 
 
 def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
-    """Print on rank 0 the numbers of parameters, deferred gradients, schedule and hosts; a collective call.
+    """Print the start-up lines of the job on rank 0; a collective call.
+
+    The lines state the number of parameters, the deferred weight gradients, the schedule and the hosts.
 
     Raises:
-        ValueError: the weight gradient of a linear layer cannot be deferred to W, and `--zero-bubble-no-strict` is not
-            given. With `--zero-bubble-strict`, the same holds for every module. All ranks raise the error.
+        ValueError: on all ranks, if the weight gradient of a linear layer cannot be deferred to W and
+            `--zero-bubble-no-strict` is not given, or if the weight gradient of any module cannot be deferred to W and
+            `--zero-bubble-strict` is given.
     """
     flags, plan = job.flags, job.plan
     ranks = _gather(count_gradients(model))

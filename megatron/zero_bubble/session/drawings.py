@@ -85,9 +85,9 @@ def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration:
 def clock_offset(group: dist.ProcessGroup) -> float:
     """Seconds by which this rank's clock is ahead of the clock of the group's first rank; a collective call.
 
-    Ranks leave a barrier at nearly the same moment. The offset is the median, over several barriers, of the difference
-    between the two clocks after the barrier. The error of the clock offset is about the time of a barrier, some tens of
-    microseconds on one host.
+    Ranks leave a barrier at nearly the same moment. The returned offset is the median, over several barriers, of the
+    difference between this rank's clock and the first rank's clock right after the barrier. The error of the clock
+    offset is about the time of a barrier, some tens of microseconds on one host.
     """
     differences = []
     for _ in range(_CLOCK_ROUNDS):

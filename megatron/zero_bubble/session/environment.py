@@ -26,7 +26,7 @@ def device_of_rank(local_rank: int, num_devices: int) -> int:
 def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devices: int) -> None:
     """Refuse to run more ranks on a host than the host has devices.
 
-    Without torchrun's `LOCAL_WORLD_SIZE` nothing is refused, because each rank may see devices of its own.
+    Without torchrun's `LOCAL_WORLD_SIZE` any number of ranks is accepted, because each rank may see devices of its own.
 
     Raises:
         ValueError: torchrun started more ranks than there are devices, and no setting lets ranks share a device.

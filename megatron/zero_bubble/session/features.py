@@ -69,7 +69,7 @@ def plans_offload(flags: JobFlags) -> bool:
 
 
 def check_offload(flags: JobFlags) -> None:
-    """Raise `ValueError` if `--zero-bubble-offload auto` lacks a flag that it needs, or has a flag that excludes it."""
+    """Raise `ValueError` if `--zero-bubble-offload auto` lacks a needed flag or contradicts another flag."""
     if not plans_offload(flags):
         return
     if flags.zero_bubble_memory_limit is None:

@@ -36,7 +36,8 @@ _SWITCHES = re.compile(
     r"|fp32_residual_connection|recompute_modules"
     r"|tp_comm_overlap|activation_func_(fp8|clamp).*|squared_relu|quick_geglu"
 )
-"""Pattern of further flags that change the costs of a stage; a training program may lack some of these flags."""
+"""Pattern of the flags, other than those in `_MODEL`, that change the costs of a stage in every model. A training
+program may lack some flags that match the pattern."""
 _FURTHER = {
     "num_experts": re.compile(
         r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"

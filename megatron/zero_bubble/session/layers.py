@@ -55,7 +55,10 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags that set the number of layers of stages. Flags that may be given together count as one list entry."""
+    """The flags that set the number of layers of stages.
+
+    Flags that may be given together have one common entry in the returned list.
+    """
     layout = flags.pipeline_model_parallel_layout
     sources = list(_layers_of_ends(flags))[:1]
     if layout is not None:

@@ -50,8 +50,8 @@ class ChosenLayout:
         request: the `PlanRequest` from which the layout was planned; None if the layout was not planned from costs.
         megatrons: the predicted time of megatron-core's own schedule on Megatron's split of the layers; None if the
             layout is Megatron's split, or if the time is unknown.
-        is_megatrons_split: whether the layout equals the layout of Megatron's flags. The memory limit of that layout
-            follows from the measured memory of 1F1B, so that 1F1B's order always fits.
+        is_megatrons_split: whether the layout equals the layout of Megatron's flags. The memory limit of Megatron's
+            layout is computed from the measured memory of 1F1B, so that a schedule in the order of 1F1B always fits.
     """
 
     flags: Mapping[str, Any]
@@ -142,7 +142,8 @@ def choose_layout(
         report: called often during the search with a text about the progress.
 
     Raises:
-        ValueError: no layout fits in the memory, or (as `ScheduleError`) there are fewer layers than ranks.
+        ValueError: no layout fits in the memory.
+        ScheduleError: there are fewer layers than ranks.
     """
     model = replace(model, ties_output=not flags.untie_embeddings_and_output_weights)
     layers = (replace(layer, num_blocks=layer.num_blocks / flags.layers_of_block) for layer in model.layers)
@@ -239,7 +240,12 @@ def _megatrons_layout(flags: JobFlags) -> Layout:
 
 
 def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tuple[Placement, ...]:
-    """Candidate placements: the placement that flags fix; without such flags or if `frees_layout`, all allowed ones."""
+    """Candidate placements of the search for a layout.
+
+    If flags fix the number of model chunks, the placement of the flags is a candidate. If flags leave the number of
+    model chunks open, or if `frees_layout` is set, every placement of the kind in `--zero-bubble-placement` is a
+    candidate; without `--zero-bubble-placement`, every placement is a candidate.
+    """
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)
     if own and not frees_layout:
@@ -258,7 +264,11 @@ def _can_recompute(flags: JobFlags) -> bool:
 
 
 def _recomputes(flags: JobFlags) -> tuple[Recompute, ...]:
-    """Kinds of recomputation to search: none and planned, or only the flags' kind if no other kind is allowed."""
+    """Candidates for the recomputation of a layout: `Recompute.NONE` and `Recompute.PLANNED`.
+
+    If flags set the recomputation, or if planned recomputation is impossible, the value of the flags is the only
+    candidate.
+    """
     is_given = any(getattr(flags, name) is not None for name in (*RECOMPUTATION, "zero_bubble_recompute"))
     # R would use parameters that FSDP2 has not gathered, and forwards in pairs cannot be recomputed.
     rules_out = (

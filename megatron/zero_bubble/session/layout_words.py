@@ -39,7 +39,10 @@ def flags_of_layout(
 
 
 def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron's split") -> list[tuple[str, Plan]]:
-    """(name, plan) for each table row: chosen layout, runners-up, and Megatron's layout with `usual` in its name."""
+    """(name, plan) for each row of a table of layouts: the chosen layout, the runners-up and Megatron's layout.
+
+    The name of Megatron's layout begins with `usual`.
+    """
     rows = [(f"chosen: {placement_words(chosen.layout)}", chosen)]
     rows += [(placement_words(plan.layout), plan) for plan in chosen.others]
     return rows + [(f"{usual}, {plan.request.schedule}", plan) for plan in megatrons]

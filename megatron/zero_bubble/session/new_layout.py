@@ -35,7 +35,8 @@ from megatron.zero_bubble.session.running import communicator_of
 SECONDS = 6.0
 """Approximate duration of a rehearsal."""
 _LONGEST = 4000.0
-"""Predicted milliseconds of a step above which no layout is rehearsed: the waits are short beside such a step."""
+"""Predicted milliseconds of a step above which no layout is rehearsed. The time for which ranks wait for processor
+cores is short in comparison with such a long step."""
 
 
 def new_choice(
@@ -43,9 +44,9 @@ def new_choice(
 ) -> ChosenLayout:
     """Search for the best layout on rank 0, print the layout, and send it to all ranks; a collective call.
 
-    If computation and communication share the cores of a CPU, a rank also waits for cores, and a layout with many
-    messages or collectives may be slower than its plan. All ranks then rehearse the planned layout, the best layout
-    without vocabulary shards, and Megatron's split. The rehearsed times decide.
+    If computation and communication share the cores of a CPU, a rank also waits for cores, and a step of a layout with
+    many messages or collectives may take longer than predicted. All ranks then rehearse the planned layout, the best
+    layout without vocabulary shards, and Megatron's split. The rehearsed times decide.
 
     Args:
         costs: the costs of the model's units.
@@ -100,7 +101,8 @@ def _write(output: str, model: ModelCosts) -> None:
 def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
     """The chosen plan, the best plan without vocabulary shards, and the plans of Megatron's split.
 
-    The result is empty if only Megatron's split is left, or if a plan cannot be rehearsed.
+    The result is empty if Megatron's split is the chosen layout, if there is only one plan, if a schedule has pairs of
+    F and B or copies to the host, or if a step is predicted to take longer than `_LONGEST`.
     """
     chosen = choice.plan
     unsharded = [plan for plan in (chosen, *chosen.others) if not plan.layout.vocabulary_parallel]
@@ -115,7 +117,7 @@ def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
 
 
 def _contender(plan: Plan, request: PlanRequest) -> Contender:
-    """A plan with the costs of its operations alone, without the delays by communication."""
+    """A plan for the rehearsal, whose costs contain the times of computations but not of communication."""
     layout, is_own = plan.layout, plan.request.schedule != request.schedule
     model = replace(request.model, time_exchange=0.0, time_collective=0.0)
     model = model.with_fused_backwards if is_own else model

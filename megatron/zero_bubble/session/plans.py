@@ -77,8 +77,9 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
     """Number of microbatches that a chunk runs before the next chunk's turn; None if the planner may choose.
 
     With dropout and without a seed for each layer, the order of the forwards of a rank decides which random numbers the
-    forwards draw. A job with interleaved chunks, dropout and no seeds for layers therefore keeps megatron-core's order,
-    in which a group has as many microbatches as there are ranks.
+    forwards draw. To draw the same random numbers as with megatron-core's schedule, a job with interleaved chunks, with
+    dropout and without `--zero-bubble-seed-by-layer` keeps megatron-core's order, in which a group has as many
+    microbatches as there are ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     draws = (flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
@@ -123,7 +124,7 @@ def check_number(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _all_microbatches(flags: JobFlags) -> int:
-    """Microbatches on one data-parallel rank, summed over one iteration of every batch size."""
+    """Number of microbatches of an iteration on one data-parallel rank, summed over all batch sizes of the run."""
     sizes = flags.batch_sizes
     # The formula of an arithmetic series, because adding up a long range takes too much time.
     return len(sizes) * (sizes[0] + sizes[-1]) // 2 // (flags.micro_batch_size * flags.data_parallel_size)
@@ -158,7 +159,7 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 
 
 def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
-    """The memory limit before costs are measured, in activation memory of one microbatch on a rank (M_B).
+    """The memory limit for plans without measured costs, in activation memory of one microbatch on a rank (M_B).
 
     The function assumes equal stages, and returns None if the schedule's own limit applies.
     """
@@ -177,10 +178,12 @@ _ASSUMED_EXCHANGE = 0.3
 
 
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
-    """Default costs of stages until costs are measured; None without recomputation and profiled pairs of F and B.
+    """Default costs of stages, for plans without measured costs.
 
-    The costs of a job that profiles pairs include token exchanges between experts, so that the profiled iterations
-    run some pairs. The costs of a job with recomputation include the number of blocks that a stage can recompute.
+    The result is None if the job neither recomputes activations nor profiles pairs. A pair is an F and a B that run as
+    one operation. If the job profiles pairs, the default costs include token exchanges between experts, so that
+    schedules with pairs are planned for the profiled iterations. The costs of a job with recomputation include the
+    number of blocks that a stage can recompute.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)
@@ -213,8 +216,13 @@ def _check_memory(flags: JobFlags, plan: RunSchedules) -> None:
 
 
 def _multiple(flags: JobFlags, smallest: float) -> str:
-    """Return the limit `smallest` (in M_B) in the unit of the user's flag, such as `at least 1.25 times 1F1B's
-    peak`."""
+    """Return the smallest sufficient memory limit as text, such as `at least 1.25 times 1F1B's peak`.
+
+    With `--zero-bubble-max-pending-backward`, the text has a number of pending backwards instead of a multiple.
+
+    Args:
+        smallest: the smallest sufficient memory limit in M_B.
+    """
     num_ranks = flags.pipeline_model_parallel_size
     placement = Placement("linear", num_ranks)
     peak = MemoryLimit(multiple=1.0).in_unit_costs(placement, flags.most_microbatches, flags.recompute)

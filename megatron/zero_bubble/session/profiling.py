@@ -1,4 +1,4 @@
-"""Decides how a job measures costs and plans with them; prints each plan and saves its profile."""
+"""Decides how a job measures costs and uses the costs in plans; prints each plan and saves the measured costs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class ProgressLines:
 
 @contextmanager
 def announced(name: str, num_microbatches: int) -> Iterator[None]:
-    """Print a line if planning a schedule in this context takes longer than `SILENT_SECONDS`."""
+    """Print a line if the `with` block, which plans a schedule, takes longer than `SILENT_SECONDS`."""
     line = f" > planning schedule {name} for {num_microbatches} microbatches ..."
     timer = Timer(SILENT_SECONDS, print, [line], {"flush": True})
     timer.daemon = True

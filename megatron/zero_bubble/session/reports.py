@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 ModelRank = tuple[int, int]
 """(tensor-parallel rank, pipeline rank)."""
 LOUD = 0.01
-"""Smallest share of a rank's parameters at which a module without a deferred W causes a warning."""
+"""A warning is printed for a module without a deferred W if the module has at least this share of a rank's
+parameters."""
 _MOST_NAMED = 16
 """Largest number of replicas for which a log line lists how long each replica waited for the others."""
 
@@ -231,9 +232,10 @@ def wait_fields(waits: Waits | None) -> str:
 
 
 def idle_fields(measured: Idle | None, predicted: Idle | None) -> str:
-    """Return the idle share of a pipeline as text for the end of a log line, without values that are None.
+    """Return the measured and the predicted idle share of a pipeline, as text for the end of a log line.
 
-    The text contains three measured values (idle share, imbalance and bubble rate), and the predicted bubble rate.
+    The text contains three measured values (idle share, imbalance and bubble rate) if `measured` is given, and the
+    predicted bubble rate if `predicted` is given.
     """
     line = ""
     if measured is not None:

@@ -170,7 +170,9 @@ def costs_of_units(
 def build_post_validation(
     flags: JobFlags, plan: RunSchedules | None, optimizer: MegatronOptimizer, model: Sequence[Any]
 ) -> PostValidation | None:
-    """The post-validation of an optimizer; None without the flag, or with a single pipeline rank.
+    """The post-validation of an optimizer.
+
+    `build_post_validation` returns None without `--zero-bubble-post-validation`, and with a single pipeline rank.
 
     Raises:
         ValueError: post-validation does not support the optimizer, or the rollback cannot invert the optimizer's steps.
@@ -251,7 +253,7 @@ class Replicas:
         return self._averaging is not None and self._averaging.is_local
 
     def changes_after(self, iteration: int) -> bool:
-        """Whether `after_step(iteration)` averages parameters, or ends the warmup, in which replicas reduce gradients.
+        """Whether `after_step(iteration)` averages parameters, or ends the warmup of hierarchical SGD.
 
         If `changes_after` returns True, the loop must validate the optimizer step, call `after_step`, and only then
         begin the next iteration.
@@ -262,7 +264,7 @@ class Replicas:
         return hierarchy.group_size_after(iteration) is not None or iteration == hierarchy.warmup
 
     def after_step(self, iteration: int) -> None:
-        """Average parameters if the hierarchy does so after `iteration`; a collective call of all replicas."""
+        """Average parameters if hierarchical SGD averages after `iteration`; a collective call of all replicas."""
         size = self._num_replicas
         if self._averaging is not None and self._averaging.hierarchy.is_local(iteration):
             size = self._averaging.hierarchy.group_size_after(iteration) or 1

@@ -176,7 +176,7 @@ class Session:
         """Prepare the configuration of the model's chunks, before they are built.
 
         Args:
-            model_class: the class of the model; None if the class is known to support recomputation and pairs.
+            model_class: class of the model; None if the class supports recomputation and forward-backward pairs.
 
         Raises:
             ValueError: the configuration has a setting that zero-bubble schedules do not support.
@@ -196,7 +196,7 @@ class Session:
         """A context for building a chunk, in which each layer with its own seed draws its weights from this seed.
 
         Args:
-            first_layer: number of layers before the chunk, if the chunk is built as a whole model.
+            first_layer: number of layers in earlier stages, if the chunk numbers its own layers from 1; otherwise 0.
         """
         if not self.job.flags.zero_bubble_seed_by_layer:
             return nullcontext()
@@ -299,7 +299,7 @@ class Session:
             self.post_validation.validate()
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Validate the last step; average parameters and, if `with_states`, states over replicas; a collective call."""
+        """Validate the last step; average parameters (and optimizer states if `with_states`); a collective call."""
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 

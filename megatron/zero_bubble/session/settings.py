@@ -70,9 +70,9 @@ def job_settings(
     chooses_layout: bool = False,
     choice: ChosenLayout | None = None,
 ) -> JobSettings:
-    """Choose the plan and the placement of stages, and check the flags. The session makes the schedules later.
+    """Choose the plan and the placement of stages, and check the flags.
 
-    Every rank gets the same settings without communication.
+    Every rank gets the same settings without communication. `job_settings` makes no schedules.
 
     Args:
         chooses_layout: whether the caller chooses the open parts of the layout before a model is built.

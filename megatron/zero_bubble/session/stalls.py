@@ -80,7 +80,11 @@ def describe(stall: Stall) -> str:
 
 
 def _suspects(stall: Stall) -> str:
-    """Likely causes of a hang: ranks that do not answer; if all answer, ranks that compute or are between steps."""
+    """Return the ranks that are likely to cause a hang, in words.
+
+    If some ranks do not answer, the result names these ranks. If all ranks answer, the result names the ranks that
+    compute instead of waiting for a message, and the ranks that are between two steps.
+    """
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]
     computing = sorted((state for state in answers if state.is_computing), key=lambda state: -state.seconds)

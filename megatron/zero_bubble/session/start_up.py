@@ -54,8 +54,8 @@ def users_mistakes() -> Iterator[None]:
 def quiet_start_up() -> None:
     """Drop megatron-core's warnings that every rank repeats at import, or that every split of a dataset repeats.
 
-    Rank 0 shows the warnings at import if there is a GPU; no other rank shows them. The warnings about datasets without
-    a cache are shown once each.
+    If there is a GPU, rank 0 shows the warnings that megatron-core gives at import; no other rank shows these warnings.
+    Every rank shows each message of megatron-core's GPT datasets, such as the warning about a missing cache, only once.
     """
     told: set[str] = set()
 
@@ -109,10 +109,10 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
-    Rank 0 prints its error at once. Every other rank first sleeps for some seconds; if rank 0 has the same error,
-    torchrun ends the other ranks meanwhile, and the error is printed once. A rank that has lost its connection to
-    another rank also sleeps first: torchrun usually notices meanwhile that the other rank has failed, and ends all
-    ranks.
+    Rank 0 prints its error at once. A rank other than rank 0 sleeps for some seconds before it prints its error. If
+    rank 0 has the same error, torchrun ends the sleeping ranks, and the error is printed only once. A rank that has
+    lost its connection to another rank also sleeps before it prints its error, even if it is rank 0: torchrun usually
+    notices meanwhile that the other rank has failed, and ends all ranks.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -147,8 +147,9 @@ def _lost_process(error: Exception) -> SessionError | None:
 def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
-    torchrun reports the failure with the earliest time, in whole seconds, as the cause. A rank that torchrun itself has
-    ended may have the same time, so the time of this error is set back by one second.
+    torchrun reports the failure with the earliest time, in whole seconds, as the cause. The written time is one second
+    before the time of the error, because a rank that torchrun itself has ended may have the same time as the rank with
+    the error.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

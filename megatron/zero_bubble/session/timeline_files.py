@@ -16,7 +16,8 @@ from megatron.zero_bubble.schedule.kinds import TIMES
 from megatron.zero_bubble.session.files import write_file
 
 _MARGINS, _OP_WIDTH, _WIDEST = 136, 26, 1600
-"""Widths in pixels: a drawing's margins, an average operation (most labels fit), and the widest drawing."""
+"""Widths in pixels of the margins of a drawing, of an average operation, and of the widest drawing. The label of an
+operation usually fits in the width of an average operation."""
 _UNKNOWN = 1e-6
 """Cost in milliseconds of an F, B or W that did not run; costs must be above zero."""
 _STYLE = "svg { max-width: 100%; height: auto; }\n"

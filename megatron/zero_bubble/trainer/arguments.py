@@ -1,7 +1,7 @@
 """The flags of `pretrain_gpt.py`, named as in Megatron-LM; this project's own flags begin with `--zero-bubble`.
 
-`core_flags.py` makes a flag from each field of megatron-core's configurations. All other flags are listed in this file,
-or in `session/flags.py` if the launcher has the same flags.
+`core_flags.py` makes a flag from each field of megatron-core's configurations. The flags that `core_flags.py` does not
+make are listed in this file, or in `session/flags.py` if the launcher has the same flags.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class OutputFlags:
 
 @dataclass(frozen=True)
 class MegatronFlags:
-    """Flags of Megatron-LM that this trainer refuses, and that an estimate ignores."""
+    """Flags of Megatron-LM that `pretrain_gpt.py` refuses, and that `zero-bubble estimate` ignores."""
 
     train_samples: int | None = flag("length in sequences", None)
     lr_decay_samples: int | None = flag("length in sequences", None)

@@ -81,7 +81,8 @@ class Checkpointer:
         """Write the checkpoint of the last iteration under `args.save`; a collective call.
 
         Raises:
-            SessionError: on every rank, if any rank cannot write. The previous checkpoint then stays the latest one.
+            SessionError: on every rank, if any rank cannot write. After a failed save, the previous checkpoint is still
+                the latest checkpoint.
         """
         assert self._args.save is not None
         root, iteration = Path(self._args.save), self._progress.iteration

@@ -2,7 +2,8 @@
 
 A checkpoint is written to `iter_0000100.incomplete/`. When every file is on the disk, the folder is renamed atomically
 to its final name, and then `latest_checkpointed_iteration.txt` is replaced atomically. A checkpoint that is incomplete
-because of a kill, a crash or a full disk is therefore never loaded.
+because of a kill, a crash or a full disk is never loaded, because it has neither its final name nor an entry in the
+tracker file.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def check_config(folder: Path) -> None:
 
 
 def begin_folder(root: Path, iteration: int) -> Path:
-    """Create an empty folder for the checkpoint of `iteration`, and remove folders that remain of failed saves."""
+    """Create an empty folder for the checkpoint of `iteration`, and remove the folders of earlier saves that failed."""
     root.mkdir(parents=True, exist_ok=True)
     for leftover in (*root.glob(f"iter_*{_INCOMPLETE}"), *root.glob(f"iter_*{_REPLACED}")):
         shutil.rmtree(leftover)
@@ -111,7 +112,8 @@ def read_checked(folder: Path, needed: Iterable[str]) -> tuple[Metadata, dict[st
         needed: names that the state common to all ranks must contain.
 
     Raises:
-        CheckpointError: a file is missing, truncated or of another format, or the common state lacks a needed name.
+        CheckpointError: a file is missing, truncated or of another format, or the state common to all ranks lacks a
+            name in `needed`.
     """
     check_config(folder)
     description = read_metadata(folder)

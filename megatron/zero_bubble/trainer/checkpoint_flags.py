@@ -38,7 +38,8 @@ _SCHEDULE_FLAGS = {
     "wd_incr_steps": "--train-iters",
     **{name: flag_name(name) for name in DECOUPLED_RATES},
 }
-"""Name in the learning rate's schedule -> flag that sets its value; numbers of steps are counted in samples."""
+"""Name of a value in the state of the learning-rate scheduler -> flag that sets this value. The scheduler counts steps
+in samples."""
 
 
 def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
@@ -84,8 +85,8 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
 def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
     """Return, as text, the flags that determine the tensors and the parameter groups of an optimizer's state.
 
-    A distributed optimizer has the same tensors in every precision. Other optimizers have the same tensors in bf16 and
-    fp16, but not in fp32.
+    A distributed optimizer has the same tensors in every precision. An optimizer that is not distributed has the same
+    tensors in bf16 and fp16, but other tensors in fp32.
     """
     name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
     if getattr(flags, "decoupled_lr", None) is not None:

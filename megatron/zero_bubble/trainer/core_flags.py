@@ -1,8 +1,9 @@
 """Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
 
 Every field of the installed megatron-core's configurations is a flag with the name in the field's metadata or in
-`_NAMES`. For any other field, the flag is `--no-NAME` if the field is a switch that is on by default, and `--NAME`
-otherwise. Fields that no command line can give, such as functions, and the fields in `_WITHOUT_FLAG`, are not flags.
+`_NAMES`. If neither the metadata nor `_NAMES` has a name for a field, the flag is `--no-NAME` if the field is a switch
+that is on by default, and `--NAME` otherwise. Fields that no command line can give, such as functions, and the fields
+in `_WITHOUT_FLAG`, are not flags.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Field -> default of its flag, if different from the field's own default: Megatron-LM's default, or one for local
-layers."""
+"""Field -> default of its flag, if the default differs from the field's own default. Such a default is Megatron-LM's
+default, or a default for megatron-core's layers without Transformer Engine."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "normalization": ("LayerNorm", "RMSNorm"),
@@ -100,7 +101,8 @@ _WITHOUT_FLAG = re.compile(
 
 
 _FORMS: Mapping[str, tuple[Any, dict[str, Any]]] = MappingProxyType({"rotary_base": (int, {})})
-"""Configuration field -> (type of its flag, options of `flag`), if the type differs from the field's type."""
+"""Configuration field -> (type of its flag, keyword arguments of `flag_parser.flag`), if the type of the flag differs
+from the type of the field."""
 
 
 class CoreFlag(NamedTuple):
@@ -194,7 +196,10 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
 
 
 def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
-    """Return (attribute type, options of `flag`) of a flag for a field of type `kind`; None if no flag is possible."""
+    """Return (type of the flag, keyword arguments of `flag_parser.flag`) for a field of type `kind`.
+
+    The result is None if no flag can set a field of this type.
+    """
     arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:
         return bool, {}

@@ -35,8 +35,9 @@ from megatron.zero_bubble.trainer.data_files import fingerprint
 class ContentKeyedGPTDataset(GPTDataset):
     """A GPTDataset that names its cached sample index after the path of the data and the lengths of the documents.
 
-    megatron-core names this cache after the path of the data and settings, but not after the contents. Data tokenised
-    again under the same path would therefore use the old data's index; samples would be out of range or silently wrong.
+    megatron-core names this cache after the path of the data and settings, but not after the contents. With
+    megatron-core's name, data tokenised again under the same path would use the old data's index, and samples would be
+    out of range or silently wrong.
     """
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
@@ -150,14 +151,14 @@ class Batch(NamedTuple):
 
 
 def reads_data(args: Arguments, *, embeds: bool, is_last: bool) -> bool:
-    """Return whether a model chunk needs data: if the chunk embeds tokens, computes the loss or needs masks."""
+    """Return whether a model chunk reads data: tokens for its embedding, labels for its loss, or attention masks."""
     return embeds or is_last or args.reset_attention_mask
 
 
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, args: Arguments, *, embeds: bool, is_last: bool
 ) -> Batch:
-    """Return the tensors of the next microbatch that a chunk needs; a middle stage needs at most a mask.
+    """Return the tensors that a chunk needs from the next microbatch; a middle stage needs at most a mask.
 
     Tensor-parallel rank 0 reads and broadcasts the tensors; all ranks of the tensor-parallel group call `get_batch`.
     Without `--variable-seq-lengths`, all ranks know the shapes in advance, and no host has to wait for its device

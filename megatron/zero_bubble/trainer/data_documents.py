@@ -19,7 +19,10 @@ class DocumentDataset(GPTDataset):
     """Documents of at least two tokens, cut at the sequence length; each epoch is shuffled separately."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the document of every sample, and two empty arrays; no index is stored in a file."""
+        """Return the document of every sample, and empty arrays in place of the sample index and the shuffle index.
+
+        Unlike the method of megatron-core's GPTDataset, this method stores no array in a file.
+        """
         whole = self.indices[self.dataset.sequence_lengths[self.indices] > 1]
         if not len(whole):
             raise ValueError(f"no document of {self.dataset_path} has two tokens")

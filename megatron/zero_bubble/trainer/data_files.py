@@ -79,7 +79,10 @@ def open_token_file(prefix: str, flag: str) -> TokenFile:
 
 
 def check_vocabulary(file: TokenFile, vocab_size: int, flag: str) -> None:
-    """Refuse a file if one of its first tokens is outside the vocabulary, because another tokenizer made the file."""
+    """Refuse a file if one of its first tokens is outside the vocabulary.
+
+    A token outside the vocabulary is a sign that another tokenizer made the file.
+    """
     path = get_bin_path(file.prefix)
     count = min(os.path.getsize(path) // file.dtype.itemsize, _CHUNK)
     if count == 0:

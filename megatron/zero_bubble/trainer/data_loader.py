@@ -1,9 +1,9 @@
 """Loads microbatches in worker processes, which end when the iterator is closed or the training process has ended.
 
-Samplers choose the samples of each data-parallel rank, one microbatch after the other, in Megatron's order. A run skips
-the first `consumed_samples` samples of the data set, which earlier runs have used on all ranks together. A resumed run
-therefore continues with the samples that an uninterrupted run would use next. The global batch size may change during a
-run (ramp-up), because the batch size determines only the number of microbatches in a step.
+Samplers choose the samples of each data-parallel rank, one microbatch after the other, in Megatron's order. A resumed
+run skips the first `consumed_samples` samples of the data set, which earlier runs have used on all ranks together, and
+continues with the samples that an uninterrupted run would use next. The global batch size may change during a run
+(ramp-up), because the batch size determines only the number of microbatches in a step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SECONDS_TO_DIE = 1.0
 class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
     """Iterates over the microbatches of a loader, inside a `with` block or until `close()`.
 
-    The owner must close the iterator. Otherwise the workers keep running while a traceback, a reference cycle or a
-    signal handler refers to the iterator, and Python waits for these workers before it exits.
+    The owner must close the iterator. The workers of an iterator that is not closed keep running while a traceback, a
+    reference cycle or a signal handler refers to the iterator, and Python waits for these workers before it exits.
 
     If a worker has failed, for example because the system killed it, the next failed read raises a `SessionError` that
-    names the worker. In that case, any other error inside the `with` block also becomes this `SessionError`. torch's
-    SIGCHLD handler is not installed: when a worker ends, that handler raises an error at an arbitrary instruction of
-    the training process, and the error can be lost or leave a lock taken.
+    names the worker. After a worker has failed, any other error inside the `with` block also becomes a `SessionError`
+    that names the worker. torch's SIGCHLD handler is not installed: when a worker ends, that handler raises an error at
+    an arbitrary instruction of the training process, and the error can be lost or leave a lock taken.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -166,16 +166,21 @@ def build_data_iterator(
 
 
 def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
-    """Join samples to a microbatch of arrays, so that a worker sends the microbatch through its pipe.
+    """Join samples into a microbatch of numpy arrays, which a worker sends through its pipe.
 
     torch would pass tensors in shared memory, and the training process would fetch the handle of each tensor over a
-    socket in the middle of a forward. With pinned memory, arrays are not needed: another thread fetches the handles.
+    socket in the middle of a forward. With pinned memory, the workers can send tensors instead of arrays, because
+    torch's pinning thread fetches the handles of the tensors.
     """
     return {name: tensor.numpy() for name, tensor in collate(samples).items()}
 
 
 def _length_multiple(args: Arguments) -> int:
-    """Return the divisor of microbatch lengths that gives tensor- and context-parallel ranks equal parts."""
+    """Return the number of which the length of every microbatch must be a multiple.
+
+    Tensor-parallel and context-parallel ranks get equal parts of a microbatch only if its length is a multiple of the
+    returned number.
+    """
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return multiple * 2 * args.context_parallel_size if args.context_parallel_size > 1 else multiple
 

@@ -144,9 +144,10 @@ def _chunk_class(vp_stage: int | None) -> Any:
 
 
 def _stage_stack() -> Any:
-    """Return a class of layer stacks that builds a stage as a pipeline's only stage, for megatron-core before 0.17.
+    """Return a class for the layers of a stage of a hybrid model, for megatron-core before 0.17.
 
-    megatron-core's own class can build only stages with equal numbers of layers, and only one chunk on each rank.
+    The class builds the layers of a stage with the configuration of a pipeline with one stage. megatron-core's own
+    class can build only stages with equal numbers of layers, and only one chunk on each rank.
     """
     base: Any = importlib.import_module(STACK_MODULE).MambaStack
 

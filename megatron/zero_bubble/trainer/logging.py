@@ -25,7 +25,8 @@ from megatron.zero_bubble.trainer.records import RunSummary
 class StepResult:
     """The results of one iteration. The losses are None or empty on ranks without the last stage.
 
-    With post-validation, the losses, the batch size and the prediction are known before the other results.
+    With post-validation, the losses, the batch size and the predicted time of the schedule are known before the results
+    of the optimizer step.
     """
 
     lm_loss: float | None
@@ -122,7 +123,7 @@ class TrainingLog:
             print_line(text)
 
     def _print(self, result: StepResult, seconds: float) -> None:
-        """Print the log line of the iterations since the last log line, which took `seconds` each on average."""
+        """Print one log line about all iterations since the previous log line; `seconds` is their mean time."""
         args = self._args
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         line = f" [{stamp}] iteration {self.progress.iteration:8d}/{args.train_iters:8d} |"
@@ -182,7 +183,7 @@ class TrainingLog:
 
 
 def memory_lines(iteration: int) -> list[str]:
-    """Return a line in Megatron-LM's format with this rank's CUDA memory in MiB; an empty list without CUDA."""
+    """Return a list with a line about this rank's CUDA memory in MiB, in Megatron-LM's format; [] without CUDA."""
     if not torch.cuda.is_available():
         return []
     figures = {

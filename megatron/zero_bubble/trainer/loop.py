@@ -186,9 +186,9 @@ class Trainer:
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
         """Complete the last iteration, whose optimizer step is now validated, and zero the gradients.
 
-        The schedule calls `_complete_unsettled` while messages from neighbouring ranks may be in flight. This method
-        must therefore not wait for another rank or for the whole device. The log line is printed after the schedule has
-        run.
+        `_complete_unsettled` must not wait for another rank or for the whole device, because the schedule calls
+        `_complete_unsettled` while messages from neighbouring ranks may be in flight. The log line is printed after the
+        schedule has run.
         """
         assert self._unsettled is not None
         result, self._unsettled = self._unsettled, None

@@ -141,7 +141,7 @@ def build_stage(
     symbols: str | None = None,
     first_layer: int = 0,
 ) -> Any:
-    """Build one stage of the model, without split linear layers and without DDP, which the caller adds later.
+    """Build one stage of the model; the caller later splits the linear layers and wraps the stage in DDP.
 
     Args:
         embeds: whether the stage begins with the embedding.
@@ -183,7 +183,8 @@ def _finished(model: Any) -> Any:
     """Move the built model to its device, and give parameters the attributes that megatron-core's optimizer reads.
 
     With multi-token prediction and tied embeddings, the output layer of the last stage uses the stage's copy of the
-    embedding. The output layer's own weight is removed, because megatron-core neither uses nor saves it.
+    embedding. If the output layer uses a copy of the embedding, the weight that the output layer has allocated is
+    removed, because megatron-core neither uses nor saves this weight.
     """
     if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
         model.output_layer.weight = None
@@ -197,7 +198,8 @@ _PATTERNS = {
     "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
     "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
 }
-"""Flag with one value per layer -> function that returns a layer's value if the flag is a single number."""
+"""Flag that takes a list of values, one for each layer, or a single number -> function that computes the value of a
+layer from the single number."""
 
 
 def layer_kinds(args: Arguments) -> list[int]:
@@ -207,7 +209,10 @@ def layer_kinds(args: Arguments) -> list[int]:
 
 
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """Return, for each layer, its symbol in a hybrid model, or its values of the flags in `_PATTERNS` in a GPT model.
+    """Return, for each layer, the properties in which the layers of a model may differ.
+
+    The only property of a layer in a hybrid model is its symbol. The properties of a layer in a GPT model are its
+    values of the flags in `_PATTERNS`.
 
     Raises:
         ValueError: the list that a flag gives does not have one entry for each layer.

@@ -2,7 +2,8 @@
 
 Each unit of the model (embedding, layer or output) is built on the meta device with the shapes of one tensor-parallel
 rank, and runs one microbatch. The parameters, the matrix products and the tensors saved by autograd are counted in
-megatron-core's own modules, except in the layers for which `mcore/counted_layers.py` counts GPU kernels.
+megatron-core's own modules. In the layers that `mcore/counted_layers.py` replaces, the matrix products and the saved
+tensors of GPU kernels are counted instead.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class NumericsLog:
 
     Args:
         path: path of the file. Lines of iterations after `iteration`, and an incomplete line of a killed run, are
-            removed. A resumed run therefore ends with the same file as an uninterrupted run.
+            removed, so that a resumed run ends with the same file as an uninterrupted run.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
 
@@ -134,7 +134,7 @@ class RunSummary:
         measured: PipelineTime | None,
         prediction: Prediction | None,
     ) -> None:
-        """Add a log line about the `num_iterations` iterations up to `iteration`, of `milliseconds` each."""
+        """Add a log line about `num_iterations` iterations up to `iteration`; `milliseconds` is their mean time."""
         if measured is None or prediction is None:
             return
         if prediction.idle != self._predicted:

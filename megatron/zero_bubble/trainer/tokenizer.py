@@ -44,7 +44,7 @@ END_OF_DOCUMENT_TOKENS = (
 class LocalTokenizer(MegatronTokenizerBase):
     """Base class of tokenizers for megatron-core's datasets; a subclass defines `tokenize` and `detokenize`.
 
-    The tokenizer has no padding token. GPTDataset therefore pads with -1, which no document can contain.
+    The tokenizer has no padding token, so that GPTDataset pads with -1, which no document can contain.
 
     Args:
         vocab: the id of every token.

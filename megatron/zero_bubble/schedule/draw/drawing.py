@@ -211,5 +211,5 @@ def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: U
 
 
 def _type_width(label: str) -> float:
-    """The smallest width at which a label is readable at font size 1."""
+    """Estimated width of a label, as a multiple of the font size."""
     return sum(0.66 if letter == "W" else 0.6 for letter in label)

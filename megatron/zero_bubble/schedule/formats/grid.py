@@ -85,7 +85,8 @@ def schedule_to_csv(schedule: Schedule) -> str:
 def schedule_from_csv(text: str) -> Schedule:
     """Read a schedule from the CSV of `schedule_to_csv`; the schedule is not validated.
 
-    The schedule has no sends, receives or collectives. The order of the cells in a row matters, their columns do not.
+    The schedule has no sends, receives or collectives. The operations of a rank run in the order of the cells in the
+    row of the rank. The number of empty cells between two operations has no effect.
 
     Raises:
         ScheduleError: the text is not in the format of `schedule_to_csv`.

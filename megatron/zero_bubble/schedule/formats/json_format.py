@@ -27,8 +27,8 @@ VERSION = 1
 _SCHEDULE = "megatron-zero-bubble schedule"
 _COSTS = "megatron-zero-bubble costs"
 _MOST_DIGITS = 60
-"""Largest number of digits of an integer. No cost or count needs more digits, and an integer with this many digits can
-be converted to a finite float."""
+"""Largest number of digits of an integer. No cost or count needs an integer of more than 60 digits, and every integer
+of 60 digits can be converted to a finite float."""
 
 
 def schedule_to_json(schedule: Schedule) -> str:

@@ -48,7 +48,8 @@ class Profile:
     ) -> None:
         """Check that the profile fits a run.
 
-        A setting of the run that the profile lacks counts as switched off in the profile.
+        If a setting of the run is missing in the profile, the profile counts as measured with this setting switched
+        off.
 
         Args:
             placement: placement of the run.
@@ -56,7 +57,8 @@ class Profile:
             recompute: which microbatches of the run have an R (recomputation).
 
         Raises:
-            ScheduleError: the profile does not fit the run. The message names the first difference.
+            ScheduleError: the profile does not fit the run. The error message names the first difference between the
+                profile and the run.
         """
         for name, ours in asdict(placement).items():
             theirs = getattr(self.placement, name)

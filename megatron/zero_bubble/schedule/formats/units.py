@@ -37,7 +37,8 @@ def units_from_json(text: str) -> ModelCosts:
     `time_f` and `time_b`.
 
     Raises:
-        ScheduleError: the text is not an object of this form. The error message names the first wrong entry.
+        ScheduleError: the text is not a JSON object with the costs of the units of a model. The error message names the
+            first wrong entry.
     """
     try:
         document = json.loads(text, parse_int=short_integer)

@@ -50,8 +50,8 @@ def interleaved_pairs(
         group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:
-        ScheduleError: the number of microbatches is not a multiple of the group size, or a condition of
-            `interleaved_1f1b` is broken.
+        ScheduleError: there are fewer than 2 chunks, the number of microbatches is not a multiple of the group size, or
+            a group has fewer microbatches than there are ranks.
     """
     size = group_size or num_ranks
     if num_microbatches % size:
@@ -78,7 +78,8 @@ def interleaved_zb(
         group_size: number of microbatches of a group; by default the number of ranks.
 
     Raises:
-        ScheduleError: a condition of `interleaved_1f1b` is broken.
+        ScheduleError: there are fewer than 2 chunks, `group_size` exceeds the number of microbatches, or a group has
+            fewer microbatches than there are ranks.
     """
     fused = _interleaved("interleaved-zb", num_ranks, num_microbatches, num_chunks, group_size)
     ops = tuple(split_backward(fused.ops[rank], delay=2 * rank) for rank in range(num_ranks))
