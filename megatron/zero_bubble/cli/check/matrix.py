@@ -134,7 +134,10 @@ def names(transformer_impl: str = "local") -> tuple[str, ...]:
 
 
 def chosen(everything: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
-    """Return the trainings with these `names` and the references of their layouts; without `names`, all trainings."""
+    """Return the trainings with these `names`, and megatron-core's own trainings of the same layouts.
+
+    Without `names`, all trainings are returned.
+    """
     layouts = {cell.layout for cell in everything if cell.name in names}
     return [
         cell for cell in everything if not names or cell.name in names or (cell.layout in layouts and not cell.is_ours)

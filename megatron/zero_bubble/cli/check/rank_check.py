@@ -23,7 +23,8 @@ class CellResult:
     cell: str
     backend: str
     verdict: str
-    """Outcome: `reference` or `made` (nothing to compare), `equal`, `differs`, `failed`, or `no reference`."""
+    """Outcome: `equal`, `differs`, `failed`, `no reference` (megatron-core's training failed), `reference`
+    (megatron-core's training itself), or `made` (a training that only saves a checkpoint for other trainings)."""
     detail: str
     seconds: float
     log: str = ""
