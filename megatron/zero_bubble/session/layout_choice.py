@@ -27,7 +27,7 @@ from megatron.zero_bubble.session.features import may_spread, plans_offload
 from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import (
     WITHOUT_PARTITION,
     chunks_of_flags,
@@ -41,13 +41,16 @@ from megatron.zero_bubble.session.reports import layout_lines, print_line
 
 _PATTERN = "hybrid_layer_pattern"
 _CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+_LIMITS = "zero_bubble_layout_limits"
 SAVED_NAMES = (
     *("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute", "zero_bubble_seed_by_layer"),
-    *("zero_bubble_vocabulary_parallel", _PATTERN),
+    *("zero_bubble_vocabulary_parallel", _PATTERN, _LIMITS),
 )
 """Names of arguments in a checkpoint that record the chosen layout."""
 _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers", *RECOMPUTATION)
 """Names of flags: a job keeps the checkpoint's layout only if these flags have the checkpoint's values."""
+_LIMITED_BY = ("zero_bubble_memory_limit", "world_size", "global_batch_size", "use_distributed_optimizer")
+"""Names of flags: with other values than the checkpoint's, the checkpoint's memory limits do not hold."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class ChosenLayout:
     """A layout that a job adopts.
 
     Attributes:
-        flags: names and values of the flags that fix the layout.
+        flags: names and values of the flags that fix the layout, and its memory limits.
         request: the planner's request for the layout; None for a layout that was not planned with costs.
         megatrons: the predicted time of megatron-core's own schedule on Megatron's split of the layers; None if the
             layout is Megatron's split, or if the time is unknown.
@@ -186,6 +189,8 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     beyond_fsdp = chosen["zero_bubble_recompute"] is not None or chosen["zero_bubble_vocabulary_parallel"] == "on"
     if not same or not allowed or (flags.use_torch_fsdp2 and beyond_fsdp):
         return None
+    if _limited_by(JobFlags.of(saved)) != _limited_by(flags):
+        chosen[_LIMITS] = None
     choice = ChosenLayout({**chosen, **dict.fromkeys(_CHUNKS)})
     if (kind := chosen["zero_bubble_placement"]) is None:
         return None
@@ -194,6 +199,12 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     )
     is_other = flags.model_chunks is not None and placement not in _placements(flags, str(flags.schedule))
     return None if is_other else choice
+
+
+def _limited_by(flags: JobFlags) -> list[Any]:
+    """The values of the flags on which the memory limits of a chosen layout depend."""
+    model = {name: value for name, value in flags.given_model.items() if name not in LAYOUT_SETTINGS}
+    return [model, *(getattr(flags, name) for name in _LIMITED_BY)]
 
 
 def _undivided(pattern: str | None) -> str | None:
@@ -292,15 +303,11 @@ def new_choice(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> Ch
         plan = choice.plan
         if flags.zero_bubble_unit_costs_output is not None:
             _write(flags.zero_bubble_unit_costs_output, choice.model)
-        chosen = ChosenLayout(
-            flags_of_layout(plan.layout, flags.mtp_num_layers, flags.pattern),
-            plan.request,
-            choice.megatrons_time,
-            choice.is_megatrons_split,
-        )
-        for line in layout_lines(choice, chosen.flags):
+        layout = flags_of_layout(plan.layout, flags.mtp_num_layers, flags.pattern)
+        for line in layout_lines(choice, layout):
             print_line(line)
-        return chosen
+        limits = None if choice.is_megatrons_split else plan.request.limits
+        return ChosenLayout({**layout, _LIMITS: limits}, plan.request, choice.megatrons_time, choice.is_megatrons_split)
 
     return on_rank(0, choose)
 
