@@ -96,9 +96,9 @@ def _align_steps(optimizer: MegatronOptimizer) -> None:
     """Give all states of Adam the largest number of steps, because all parts of an optimizer step together."""
     adams = filter(_is_torch_adam, torch_optimizers(optimizer))
     states = [state for adam in adams for state in adam.state.values()]
-    steps = [state["step"] for state in states]
+    steps = max((state["step"] for state in states), default=torch.zeros(()))
     for state in states:
-        state["step"] = max(steps).clone()
+        state["step"] = steps.clone()
 
 
 def _state_names(torch_optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
