@@ -78,6 +78,16 @@ class KilledRank(AtReducedGradients):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class Signalled(AtReducedGradients):
+    """The rank gets a signal."""
+
+    number: signal.Signals
+
+    def happen(self, chunks: list[Any]) -> None:
+        signal.raise_signal(self.number)
+
+
 KILLED_AT = {
     "in the step": "_is_wrong",
     "between step and validation": "step",

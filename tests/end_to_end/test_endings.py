@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.cli.check.matrix import write_corpus
 from megatron.zero_bubble.runtime.processes import tie_children
-from tests.changes import AtReducedGradients, Change, Run
+from tests.changes import Change, Run, Signalled
 from tests.failing_training import command, die_in_a_copy, fill_disk, fill_host_memory, raise_error, write_for_ever
 from tests.jobs import Job, kill
 from tests.launch import PRETRAIN, torchrun
@@ -99,16 +99,6 @@ def test_a_training_that_is_done(start, tmp_path: Path) -> None:
     assert job.end(SECONDS)[:2] == (0, []), job.errors
     assert "iteration        8/       8" in job.output
     assert "validation loss at iteration 8" in job.output
-
-
-@dataclass(frozen=True)
-class Signalled(AtReducedGradients):
-    """The rank gets a signal."""
-
-    number: signal.Signals
-
-    def happen(self, chunks: list[Any]) -> None:
-        signal.raise_signal(self.number)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.changes import KilledRank
+from tests.changes import KilledRank, Signalled
 from tests.launch import TINY_GPT
 from tests.trainings import run_trainings
 
@@ -97,19 +97,35 @@ def test_megatron_cores_schedule_resumes_from_ours(uninterrupted: Path, stopped:
     assert lines == (uninterrupted / "numerics.jsonl").read_text().splitlines()[20:]
 
 
+@pytest.mark.exhaustive
+def test_a_signal_ends_an_evaluation_early(tmp_path: Path) -> None:
+    """The job saves in the time that it has, and the resumed job evaluates on the samples that come next."""
+    whole = [*OURS, "--train-iters", "14", "--eval-iters", "3", "--valid-data-path", str(tmp_path / "corpus")]
+    first = [*whole, "--save", str(tmp_path / "checkpoints"), "--exit-signal-handler", Signalled(7, 1, signal.SIGTERM)]
+    printed = run_trainings(2, {"whole": whole, "first": first, "second": [*whole, *loading(tmp_path)]}, tmp_path)
+    assert " > no validation loss at iteration 7: SIGTERM\n" in printed["first"]
+    assert "exiting at iteration 7: SIGTERM" in printed["first"]
+    lines = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("whole", "second")]
+    assert lines[1] == lines[0][7:]
+    assert evaluations(printed["second"]) == evaluations(printed["whole"])[1:]
+
+
 SKIPPED = ("--fp16", "--initial-loss-scale", str(2**21), "--hysteresis", "1")
 """The loss scale is too large for the first steps: when the job is cut, no state has seen one."""
+EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--disable-bias-linear")
+IN_ONE_STAGE = (*EXPERTS, "--moe-layer-freq", "([0]*2+[1]*2)")
+"""Rank 0, which saves the hyperparameters and numbers of steps for all ranks, has no experts."""
+STAGES = ("--pipeline-model-parallel-size", "4", "--zero-bubble-seed-by-layer", "--pipeline-model-parallel-layout")
 OPTIMIZERS = {
     "bf16-overlap": ("--use-distributed-optimizer", "--bf16", "--overlap-grad-reduce", "--overlap-param-gather"),
     "post-validation": ("--use-distributed-optimizer", "--zero-bubble-post-validation"),
-    "experts": (
-        "--use-distributed-optimizer",
-        "--num-experts",
-        "4",
-        "--expert-model-parallel-size",
-        "2",
-        "--disable-bias-linear",
-    ),
+    "experts": ("--use-distributed-optimizer", *EXPERTS),
+    "experts-in-one-stage": IN_ONE_STAGE,
+    "experts-in-one-stage-bf16": (*IN_ONE_STAGE, "--bf16", "--zero-bubble-post-validation"),
+    "experts-in-one-stage-sharded": (*IN_ONE_STAGE, "--use-distributed-optimizer"),
+    "no-biases-on-rank-0": (*STAGES, "E|tt|tt|L", "--bf16"),
+    "no-parameters": (*STAGES, "Et||tt|tL"),
+    "no-parameters-sgd": (*STAGES, "Et||tt|tL", "--optimizer", "sgd", "--lr", "0.1"),
     "instances": ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"),
     "sgd": ("--optimizer", "sgd", "--lr", "0.1"),
     "sgd-skipped": ("--optimizer", "sgd", "--lr", "0.1", *SKIPPED),

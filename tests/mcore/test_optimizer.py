@@ -10,7 +10,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
 from megatron.zero_bubble.mcore.cpu import substitute_cuda
-from megatron.zero_bubble.mcore.optimizer import _root, gradients_of_norm, refuse_optimizer
+from megatron.zero_bubble.mcore.optimizer import _root, allocate_states, gradients_of_norm, loadable, refuse_optimizer
 
 
 def part(kind: type = FP32Optimizer, **settings: object) -> FP32Optimizer:
@@ -56,3 +56,37 @@ def test_what_steps_in_another_way_is_refused():
         refuse_optimizer(StepsThePartsOfOthers([part()]))
     with pytest.raises(ValueError, match=r"^grad_norm_skip_threshold is not supported"):
         refuse_optimizer(part(grad_norm_skip_threshold=10.0))
+
+
+def adam(*parameters: torch.nn.Parameter) -> FP32Optimizer:
+    substitution = substitute_cuda()
+    made = FP32Optimizer(torch.optim.AdamW([{"params": [*parameters]}]), SimpleNamespace(), lambda *_: None)
+    substitution.restore()
+    return made
+
+
+def test_a_part_without_parameters_saves_and_loads_the_number_of_steps():
+    """As the part for experts on rank 0, which saves the number for all ranks, where its stage has no experts."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    dense = adam(weight)
+    for _ in range(3):
+        dense.optimizer.step()
+    without = adam()
+    allocate_states(ChainedOptimizer([dense, without]))
+    (state,) = without.optimizer.state_dict()["state"].values()
+    assert state["step"] == 3
+    resumed = adam(torch.nn.Parameter(torch.zeros(2)))
+    with loadable(resumed):
+        saved = without.optimizer.state_dict()["state"]
+        resumed.optimizer.load_state_dict({**dense.optimizer.state_dict(), "state": saved})
+    assert not [key for key in resumed.optimizer.state if isinstance(key, str)]
+
+
+def test_parts_of_which_one_was_saved_without_its_steps_have_the_same_number():
+    """As in a checkpoint of an earlier version, whose rank 0 had no experts."""
+    chained = ChainedOptimizer([adam(torch.nn.Parameter(torch.zeros(2))) for _ in range(2)])
+    with loadable(chained):
+        for state in chained.chained_optimizers[0].optimizer.state.values():
+            state["step"].fill_(3)
+    assert [state["step"] for part in chained.chained_optimizers for state in part.optimizer.state.values()] == [3, 3]

@@ -22,6 +22,7 @@ from megatron.zero_bubble.session.layout_choice import (
 )
 from megatron.zero_bubble.session.layout_words import flags_of_layout, layers_words
 from megatron.zero_bubble.session.reports import layout_lines
+from megatron.zero_bubble.session.settings import job_settings
 
 MIB = 2.0**20
 LAYER = UnitCosts(1, 1, 0.8, memory_f=MIB, memory_b=-0.5 * MIB, memory_w=-0.5 * MIB, time_r=1, memory_r=0.9 * MIB)
@@ -197,6 +198,28 @@ def test_a_job_that_goes_on_keeps_the_layout_and_the_seeds_that_were_saved() -> 
         assert again.model_chunks == 2
         assert again.zero_bubble_placement == "v"
         assert again.zero_bubble_seed_by_layer is by_layer
+
+
+LIMITS = {"zero_bubble_layout_limits": (100.0, 200.0, 200.0, 100.0)}
+"""The memory limits under which the saved layout was chosen. Its own 1F1B may need another amount of memory."""
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [
+        ({}, True),
+        ({"zero_bubble_memory_limit": "2"}, False),
+        ({"micro_batch_size": 4}, False),
+        ({"world_size": 16}, False),
+    ],
+)
+def test_a_job_that_goes_on_keeps_the_memory_limits_of_the_layout(given: dict[str, object], is_kept: bool) -> None:
+    now = JobFlags.of(Namespace(**vars(flags(**given))))
+    choice = saved_choice(saved(**LIMITS), now)
+    assert choice is not None
+    planning = job_settings(now, {}, has_cuda=False, choice=choice).planning
+    assert planning is not None
+    assert planning.limits == (LIMITS["zero_bubble_layout_limits"] if is_kept else None)
 
 
 def test_a_job_with_the_same_number_of_chunks_keeps_the_layout() -> None:

@@ -15,9 +15,11 @@ from megatron.zero_bubble.trainer.checkpoint_flags import (
     check_schedule,
     has_same_ranks,
 )
+from megatron.zero_bubble.trainer.defaults import with_vocabulary
 from tests.checked_flags import checked
 
 PLAIN: dict[str, str | None] = {"--load": "folder"}
+ONE_STAGE: dict[str, str | None] = {"--pipeline-model-parallel-size": "1"}
 GROUPED = {**PLAIN, "--group-query-attention": None, "--num-query-groups": "2"}
 
 
@@ -62,6 +64,36 @@ def test_a_model_that_computes_otherwise_is_only_for_finetuning(flag, value, was
     check_model_shape(checked({**changes, "--finetune": None}), saved_by_us(checked(PLAIN)))
 
 
+LONGER = {"--seq-length": "64"}
+
+
+def test_a_model_without_learned_positions_loads_for_longer_sequences():
+    rope = {**PLAIN, "--position-embedding-type": "rope"}
+    check_model_shape(checked({**rope, **LONGER}), saved_by_us(checked(rope)))
+    line = refusal(check_model_shape, checked({**PLAIN, **LONGER}), saved_by_us(checked(PLAIN)))
+    assert line == "--max-position-embeddings 64: the checkpoint in --load folder was saved with 32"
+
+
+@pytest.mark.parametrize(
+    ("rows", "remedy"),
+    [
+        (128, "with the same tokenizer, give --make-vocab-size-divisible-by 64"),
+        (129, "--tensor-model-parallel-size must divide 129"),
+    ],
+)
+def test_the_remedy_for_a_vocabulary_with_other_padding(rows, remedy):
+    split = {**PLAIN, **ONE_STAGE, "--tensor-model-parallel-size": "2"}
+    args, saved = checked(split), saved_by_us(checked(PLAIN))
+    saved.padded_vocab_size = rows
+    assert refusal(check_model_shape, with_vocabulary(args, 120), saved) == (
+        "--make-vocab-size-divisible-by 128 x --tensor-model-parallel-size 2 pads the vocabulary to 256 rows, but the "
+        f"checkpoint in --load folder has {rows}: {remedy}"
+    )
+    if rows == 128:
+        follows = checked({**split, "--make-vocab-size-divisible-by": "64"})
+        check_model_shape(with_vocabulary(follows, 120), saved)
+
+
 def test_what_an_older_checkpoint_does_not_say_is_not_compared():
     check_model_shape(checked(PLAIN), Namespace(num_layers=8))
     with pytest.raises(ValueError, match=r"^--num-query-groups 4: .* was saved with 2"):
@@ -75,7 +107,6 @@ def refusal(check, *arguments) -> str:
 
 
 DISTRIBUTED = {"--use-distributed-optimizer": None}
-ONE_STAGE: dict[str, str | None] = {"--pipeline-model-parallel-size": "1"}
 EXPERTS = {**ONE_STAGE, "--num-experts": "4", "--disable-bias-linear": None}
 SPREAD = {**EXPERTS, "--expert-model-parallel-size": "2"}
 FORMS = {

@@ -55,6 +55,17 @@ def test_what_cannot_be_loaded_is_one_line_that_names_the_flag(tmp_path, text, p
     assert str(error.value) == f"--load {tmp_path}: {problem}"
 
 
+def test_the_folder_of_one_iteration_is_not_the_folder_of_a_job(tmp_path):
+    folder = save(tmp_path, 100)
+    (tmp_path / TRACKER).write_text("100")
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        latest_iteration(folder)
+    assert str(error.value) == (
+        f"--load {folder}: no checkpoint there ({TRACKER} is missing); give {tmp_path}, whose {TRACKER} names the "
+        "iteration to load"
+    )
+
+
 def test_a_folder_that_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint there"):
         latest_iteration(tmp_path / "nowhere")

@@ -68,14 +68,37 @@ def allocate_states(optimizer: MegatronOptimizer) -> None:
     With allocated states, a checkpoint holds the same tensors before and after the first step. With a loss scale, the
     first iterations of a run are often skipped; without allocated states, a checkpoint that was saved before the first
     step could not be loaded.
+
+    A part of the optimizer that has no parameters on this rank, such as the part for experts in a stage without
+    experts, gets an entry with the number of steps, because rank 0 saves each part's number of steps for all ranks.
     """
     for torch_optimizer in torch_optimizers(optimizer):
+        if _is_torch_adam(torch_optimizer) and not _has_parameters(torch_optimizer):
+            torch_optimizer.state[_STEPS] = {"step": torch.zeros((), dtype=torch.float32)}
         for group in torch_optimizer.param_groups:
             for parameter in group["params"]:
                 for name in _state_names(torch_optimizer, group):
                     if name not in torch_optimizer.state[parameter]:
                         first = torch.zeros((), dtype=torch.float32) if name == "step" else torch.zeros_like(parameter)
                         torch_optimizer.state[parameter][name] = first
+    _align_steps(optimizer)
+
+
+_STEPS = "steps"
+"""Key of the entry with the number of steps, in the state of an optimizer without parameters."""
+
+
+def _has_parameters(torch_optimizer: Any) -> bool:
+    return any(group["params"] for group in torch_optimizer.param_groups)
+
+
+def _align_steps(optimizer: MegatronOptimizer) -> None:
+    """Give all states of Adam the largest number of steps, because all parts of an optimizer step together."""
+    adams = filter(_is_torch_adam, torch_optimizers(optimizer))
+    states = [state for adam in adams for state in adam.state.values()]
+    steps = max((state["step"] for state in states), default=torch.zeros(()))
+    for state in states:
+        state["step"] = steps.clone()
 
 
 def _state_names(torch_optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
@@ -114,9 +137,8 @@ def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
             del adam.load_state_dict
         for shard in shards:
             del shard._set_main_param_and_optimizer_states
-            # Loading gives all parameters the same tensor `step`, which the step of every parameter would count up.
-            for state in shard.optimizer.state.values():
-                state["step"] = state["step"].clone()
+        # Loading gives all parameters the same tensor `step`, which the step of every parameter would count up.
+        _align_steps(optimizer)
 
 
 def _is_torch_adam(torch_optimizer: Any) -> bool:
@@ -132,6 +154,8 @@ def _loader_of_any_step(adam: torch.optim.Optimizer) -> Any:
     load = adam.load_state_dict
 
     def load_any_step(states: dict[str, Any]) -> None:
+        if _has_parameters(adam):
+            states["state"].pop(_STEPS, None)  # rank 0 may have saved a part without parameters
         for state in states["state"].values():
             state.setdefault("step", torch.zeros((), dtype=torch.float32))
         load(states)

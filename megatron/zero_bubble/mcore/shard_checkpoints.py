@@ -17,12 +17,32 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import optimizer as matching
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.tensor import DTensor
 
 from megatron.zero_bubble.mcore.replaced import replaced
 
+FP32_COPIES = "fp32_from_fp16_params"
+"""megatron-core's name, in the state of an optimizer, for the fp32 copies of the parameters."""
 
-def shards_matched() -> AbstractContextManager[None]:
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, model: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
+) -> dict[str, Any]:
+    """Return the optimizer's `sharded_state_dict`, with fp32 copies in a dictionary: index of their group -> copies.
+
+    megatron-core has a list of groups. In a list, a group without parameters on this rank, such as the group of biases
+    in a stage without layers, would change the positions of the other groups.
+    """
+    with _shards_matched():
+        state: dict[str, Any] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    for part in (state, *state.values()):
+        if isinstance(part, dict) and FP32_COPIES in part:
+            part[FP32_COPIES] = {group: copies for group, copies in enumerate(part[FP32_COPIES]) if copies}
+    return state
+
+
+def _shards_matched() -> AbstractContextManager[None]:
     """Let megatron-core find the parameter of each shard of the optimizer's state inside the `with` block.
 
     megatron-core compares the ids of local tensors, but torch's `to_local` creates a new tensor in each call.
@@ -107,14 +127,16 @@ def optimizer_shards(part: Any, state: dict[str, Any]) -> dict[str, Any]:
     """
     parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
     # With fp32 copies, torch's state is the entry `optimizer` of `state`. The entry with the number of steps has no
-    # integer key.
-    for index, values in state.get("optimizer", state)["state"].items():
+    # integer key. On a rank without parameters there may be no states.
+    states = state.get("optimizer", state).setdefault("state", {})
+    for index, values in states.items():
         if isinstance(index, int):
             values.update({name: shard_like(parameters[index], value) for name, value in values.items()})
-    if "fp32_from_fp16_params" in state:
-        state["fp32_from_fp16_params"] = [
-            [shard_like(copy, value) for copy, value in zip(copies, values, strict=True)]
-            for copies, values in zip(part.fp32_from_float16_groups, state["fp32_from_fp16_params"], strict=True)
+    if hasattr(part, "fp32_from_float16_groups"):
+        loaded = state.get(FP32_COPIES, {})
+        state[FP32_COPIES] = [
+            [shard_like(copy, value) for copy, value in zip(copies, loaded.get(group, ()), strict=True)]
+            for group, copies in enumerate(part.fp32_from_float16_groups)
         ]
     return state
 

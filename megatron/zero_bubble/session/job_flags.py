@@ -97,6 +97,9 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     variable_seq_lengths: bool = False
     log_num_zeros_in_grad: bool = False
     timing_log_level: int = 0
+    zero_bubble_layout_limits: tuple[float, ...] | None = None
+    """The memory limit of each rank in bytes, under which the layout was chosen; None if the layout has no such limit.
+    Not a flag, but a checkpoint has it."""
     given_model: Mapping[str, Setting] = field(default_factory=dict)
     """The flags on which the costs of a stage depend, with their given values."""
 

@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import may_spread
 from megatron.zero_bubble.session.flags import flag_name, limit_flag
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
-from megatron.zero_bubble.session.job_flags import RECOMPUTATION, JobFlags
+from megatron.zero_bubble.session.job_flags import LAYOUT_SETTINGS, RECOMPUTATION, JobFlags
 from megatron.zero_bubble.session.layers import (
     WITHOUT_PARTITION,
     chunks_of_flags,
@@ -32,13 +32,17 @@ from megatron.zero_bubble.session.layers import (
 
 _PATTERN = "hybrid_layer_pattern"
 _CHUNKS = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")
+LIMITS = "zero_bubble_layout_limits"
+"""Name of the argument that records the memory limits of the chosen layout."""
 SAVED_NAMES = (
     *("pipeline_model_parallel_layout", "zero_bubble_placement", "zero_bubble_recompute", "zero_bubble_seed_by_layer"),
-    *("zero_bubble_vocabulary_parallel", _PATTERN),
+    *("zero_bubble_vocabulary_parallel", _PATTERN, LIMITS),
 )
 """Names of arguments in a checkpoint that record the chosen layout."""
 _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers", *RECOMPUTATION)
 """Names of flags: a job keeps the checkpoint's layout only if these flags have the checkpoint's values."""
+_LIMITED_BY = ("zero_bubble_memory_limit", "world_size", "global_batch_size", "use_distributed_optimizer")
+"""Names of flags: with other values than the checkpoint's, the checkpoint's memory limits do not hold."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class ChosenLayout:
     """A layout that a job adopts.
 
     Attributes:
-        flags: names and values of the flags that fix the layout.
+        flags: names and values of the flags that fix the layout, and the layout's memory limits.
         request: the `PlanRequest` from which the layout was planned; None if the layout was not planned from costs.
         megatrons: the predicted time of megatron-core's own schedule on Megatron's split of the layers; None if the
             layout is Megatron's split, or if the time is unknown.
@@ -181,6 +185,8 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     beyond_fsdp = chosen["zero_bubble_recompute"] is not None or chosen["zero_bubble_vocabulary_parallel"] == "on"
     if not same or not allowed or (flags.use_torch_fsdp2 and beyond_fsdp):
         return None
+    if _limited_by(JobFlags.of(saved)) != _limited_by(flags):
+        chosen[LIMITS] = None
     choice = ChosenLayout({**chosen, **dict.fromkeys(_CHUNKS)})
     if (kind := chosen["zero_bubble_placement"]) is None:
         return None
@@ -189,6 +195,12 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     )
     is_other = flags.model_chunks is not None and placement not in _placements(flags, str(flags.schedule))
     return None if is_other else choice
+
+
+def _limited_by(flags: JobFlags) -> list[Any]:
+    """The values of the flags on which the memory limits of a chosen layout depend."""
+    model = {name: value for name, value in flags.given_model.items() if name not in LAYOUT_SETTINGS}
+    return [model, *(getattr(flags, name) for name in _LIMITED_BY)]
 
 
 def _undivided(pattern: str | None) -> str | None:

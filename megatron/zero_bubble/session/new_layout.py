@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import plans_offload
 from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layout_choice import ChosenLayout, LayoutChoice, choose_layout
+from megatron.zero_bubble.session.layout_choice import LIMITS, ChosenLayout, LayoutChoice, choose_layout
 from megatron.zero_bubble.session.layout_words import flags_of_layout
 from megatron.zero_bubble.session.progress_lines import ProgressLines
 from megatron.zero_bubble.session.reports import layout_lines, print_line, print_rank_0
@@ -77,7 +77,9 @@ def new_choice(
         layout = flags_of_layout(choice.plan.layout, flags.mtp_num_layers, flags.pattern)
         for line in layout_lines(choice, layout):
             print_line(line)
-        return ChosenLayout(layout, choice.plan.request, choice.megatrons_time, choice.is_megatrons_split)
+        request, is_megatrons_split = choice.plan.request, choice.is_megatrons_split
+        limits = None if is_megatrons_split else request.limits
+        return ChosenLayout({**layout, LIMITS: limits}, request, choice.megatrons_time, is_megatrons_split)
 
     return on_rank(0, decide)
 

@@ -118,9 +118,8 @@ def _with_planning(settings: JobSettings, plan: RunSchedules, choice: ChosenLayo
     if choice is not None and request is not None:
         known = {name: getattr(request, name) for name in ("costs", "memory_limit", "spread", "time_between")}
         plan = plan.requesting(**known)
-        if planning is not None:
-            limits = None if choice.is_megatrons_split else request.limits
-            planning = replace(planning, limits=limits, megatrons=choice.megatrons)
+    if planning is not None and choice is not None:
+        planning = replace(planning, limits=flags.zero_bubble_layout_limits, megatrons=choice.megatrons)
     if planning is not None and flags.zero_bubble_schedule is None:
         is_own_layout = choice is None or choice.is_megatrons_split
         can_compare = is_own_layout and not flags.interlocks_iterations and not settings.is_layout_open

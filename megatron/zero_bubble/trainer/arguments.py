@@ -213,6 +213,8 @@ class Arguments(
     local_rank: int = 0
     padded_vocab_size: int = 0
     """Number of rows of the embedding; 0 until the tokenizer is known."""
+    zero_bubble_layout_limits: tuple[float, ...] | None = None
+    """The memory limit of each rank in bytes, under which the layout was chosen."""
 
     def changed(self, values: Mapping[str, Any]) -> Arguments:
         """Return a copy of the flags with the values in `values`: name of a flag -> its new value."""

@@ -21,7 +21,7 @@ from megatron.core.utils import unwrap_model
 from megatron.zero_bubble.mcore.checkpoint_reading import CheckpointError, load, read_metadata
 from megatron.zero_bubble.mcore.checkpoint_writing import save, write_in_threads
 from megatron.zero_bubble.mcore.optimizer import allocate_states, loadable
-from megatron.zero_bubble.mcore.shard_checkpoints import sharded_state, shards_matched, shards_of
+from megatron.zero_bubble.mcore.shard_checkpoints import sharded_optimizer_state, sharded_state, shards_of
 from megatron.zero_bubble.runtime.joint import jointly, on_rank
 from megatron.zero_bubble.session.reports import print_rank_0
 from megatron.zero_bubble.session.start_up import SessionError
@@ -166,8 +166,7 @@ class Checkpointer:
         """Return the sharded state dictionary of this rank in the form that megatron-core saves and loads."""
         state: dict[str, Any] = {key: sharded_state(chunk, metadata) for key, chunk in self._chunks.items()}
         if with_optimizer:
-            with shards_matched():
-                state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+            state["optimizer"] = sharded_optimizer_state(self._optimizer, state, metadata, is_loading=is_loading)
         if with_rng:
             state["rng_state"] = _rng_state()
         return state
@@ -176,7 +175,7 @@ class Checkpointer:
         self, state: dict[str, Any], saved: argparse.Namespace, *, with_optimizer: bool, with_rng: bool
     ) -> None:
         for key, chunk in self._chunks.items():
-            chunk.load_state_dict(shards_of(chunk, state[key]))
+            chunk.load_state_dict(shards_of(chunk, state.get(key, {})))  # a stage may have no parameters
         if with_optimizer:
             self._optimizer.load_state_dict(state["optimizer"])
         else:

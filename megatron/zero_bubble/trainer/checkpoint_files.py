@@ -49,7 +49,9 @@ def latest_iteration(root: str | Path) -> int:
         ValueError: there is no tracker file, or the file does not name a complete checkpoint.
     """
     if not (Path(root) / TRACKER).is_file():
-        raise ValueError(f"--load {root}: no checkpoint there ({TRACKER} is missing)")
+        is_inside = (Path(root).parent / TRACKER).is_file()
+        remedy = f"; give {Path(root).parent}, whose {TRACKER} names the iteration to load" if is_inside else ""
+        raise ValueError(f"--load {root}: no checkpoint there ({TRACKER} is missing){remedy}")
     text = tracked(root)
     if not text.isdecimal():
         raise ValueError(f"--load {root}: {TRACKER} says {text!r}, which is not an iteration")

@@ -12,7 +12,7 @@ from megatron.zero_bubble.trainer.arguments import Arguments
 
 _MODEL_SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("max_position_embeddings", "position_embedding_type", "padded_vocab_size", "normalization", "swiglu"),
+    *("position_embedding_type", "normalization", "swiglu"),
     *("untie_embeddings_and_output_weights", "disable_bias_linear", "num_experts", "mtp_num_layers"),
     *("apply_layernorm_1p", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
     *("moe_layer_freq", "moe_shared_expert_intermediate_size"),
@@ -50,12 +50,30 @@ def check_model_shape(args: Arguments, saved: argparse.Namespace) -> None:
     is_grouped = getattr(saved, "group_query_attention", True)
     saved_groups = getattr(saved, "num_query_groups" if is_grouped else "num_attention_heads", None)
     pairs["num_query_groups"] = (args.num_query_groups, saved_groups)
+    if args.position_embedding_type == "learned_absolute":
+        saved_positions = getattr(saved, "max_position_embeddings", None)
+        pairs["max_position_embeddings"] = (args.max_position_embeddings, saved_positions)
     different = {name: values for name, values in pairs.items() if values[1] not in (None, values[0])}
     if not args.finetune:
         pairs = {name: (getattr(args, name), getattr(saved, name, getattr(args, name))) for name in _MODEL_COMPUTATION}
         different |= {name: values for name, values in pairs.items() if values[0] != values[1]}
     for name, (ours, theirs) in different.items():
         raise ValueError(f"{flag_name(name)} {ours}: the checkpoint in --load {args.load} was saved with {theirs}")
+    _check_vocabulary(args, getattr(saved, "padded_vocab_size", args.padded_vocab_size))
+
+
+def _check_vocabulary(args: Arguments, saved_rows: int) -> None:
+    """Raise `ValueError` unless the padded vocabulary has `saved_rows` rows, as the checkpoint has."""
+    if args.padded_vocab_size == saved_rows:
+        return
+    tensor, multiple = args.tensor_model_parallel_size, args.make_vocab_size_divisible_by
+    remedy = f"--tensor-model-parallel-size must divide {saved_rows}"
+    if saved_rows % tensor == 0:
+        remedy = f"with the same tokenizer, give --make-vocab-size-divisible-by {saved_rows // tensor}"
+    raise ValueError(
+        f"--make-vocab-size-divisible-by {multiple} x --tensor-model-parallel-size {tensor} pads the vocabulary to "
+        f"{args.padded_vocab_size} rows, but the checkpoint in --load {args.load} has {saved_rows}: {remedy}"
+    )
 
 
 def _layers(args: Any) -> str | None:

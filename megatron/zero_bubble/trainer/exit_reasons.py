@@ -58,10 +58,22 @@ class ExitReasons:
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
-        if not args.exit_signal_handler and args.exit_duration_in_mins is None:
+        return self._voted(waits=self._waits)
+
+    def reason_in_evaluation(self) -> str | None:
+        """Return the reason to stop before the next iteration of an evaluation, or None; a collective call.
+
+        An evaluation may last longer than the time between SIGTERM and SIGKILL, which is 30 s under torchrun and Slurm.
+        The decision uses the votes before the previous iteration, so that the first stages need not wait for the last.
+        """
+        return self._voted(waits=False)
+
+    def _voted(self, *, waits: bool) -> str | None:
+        """Vote; return the result of this vote if the decision `waits` for it, else the result of the previous vote."""
+        if not self._args.exit_signal_handler and self._args.exit_duration_in_mins is None:
             return None
         cast = self._vote()
-        votes, self._votes = (cast, None) if self._waits else (self._votes, cast)
+        votes, self._votes = (cast, None) if waits else (self._votes, cast)
         if votes is None:
             return None
         counts, work = votes

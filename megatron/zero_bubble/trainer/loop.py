@@ -261,24 +261,31 @@ class Trainer:
         return self._progress.iteration % self._args.log_interval == 0
 
     def evaluate(self) -> None:
-        """Print the mean loss over `--eval-iters` iterations of validation data."""
+        """Print the mean loss over `--eval-iters` iterations of validation data, or stop early for a reason to exit."""
         args = self._args
         self._session.replicas.average_all(self._progress.iteration)
         for chunk in self._model:
             chunk.eval()
         num_microbatches = get_num_microbatches()
-        reports = []
+        reports, reason = [], None
         with torch.no_grad():
             for _ in range(args.eval_iters):
+                reason = self._exit_reasons.reason_in_evaluation()
+                if reason:
+                    break
                 reports += self._forward_backward(
                     data_iterator=self._data.valid, num_microbatches=num_microbatches, forward_only=True
                 )
+        # Also after an early stop, so that a resumed job evaluates on the same samples as an uninterrupted job.
         self._progress.consumed_valid_samples += args.eval_iters * get_current_global_batch_size()
         for chunk in self._model:
             chunk.train()
         if self._finite is not None:
             self._finite.check_losses(losses_of(reports))
-        self._log.record_validation(mean_loss(reports, _all_replicas()))
+        if reason:
+            print_rank_0(f" > no validation loss at iteration {self._progress.iteration}: {reason}")
+        else:
+            self._log.record_validation(mean_loss(reports, _all_replicas()))
 
     def _pausing(self, action: Callable[[], None]) -> None:
         self._settle()

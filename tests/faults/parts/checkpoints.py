@@ -64,11 +64,8 @@ FAULTS = (
     Fault(
         name="one-step-count-for-all-parameters",
         file="mcore/optimizer.py",
-        old="""            del shard._set_main_param_and_optimizer_states
-            # Loading gives all parameters the same tensor `step`, which the step of every parameter would count up.
-            for state in shard.optimizer.state.values():
-                state["step"] = state["step"].clone()""",
-        new="            del shard._set_main_param_and_optimizer_states",
+        old='        state["step"] = steps.clone()',
+        new='        state["step"] = steps',
         effect=(
             "After a resume with the distributed optimizer, every parameter's step counts up a shared number of "
             "steps, so that Adam's bias correction is wrong."
