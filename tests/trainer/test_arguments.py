@@ -144,6 +144,12 @@ def test_data_parallel_size_is_what_the_model_leaves():
     assert args.data_parallel_size == 3
 
 
+@pytest.mark.parametrize("flag", ["--async-save", "--ckpt-step=2", "--num-layer=4"])
+def test_an_unknown_flag_is_named_with_the_places_where_flags_are_listed(flag):
+    with pytest.raises(ValueError, match=rf"^unrecognized arguments: {flag}; train.py --help .*own Megatron-LM \S+$"):
+        parse_arguments([*REQUIRED, flag], "train.py")
+
+
 def test_what_the_environment_adds_is_no_flag():
     args = parse_arguments(REQUIRED)
     assert isinstance(args, Arguments)

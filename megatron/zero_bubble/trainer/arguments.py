@@ -277,7 +277,15 @@ def parse_arguments(
         numbers = {"--num-layers": len(pattern.symbols), "--mtp-num-layers": pattern.num_further or None}
         for name, number in numbers.items():
             argv = [*argv, *([] if number is None or name in said else [name, str(number)])]
-    args = translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
+    try:
+        args = translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
+    except ValueError as error:
+        if not str(error).startswith("unrecognized"):
+            raise
+        raise ValueError(
+            f"{error}; {prog} --help lists all flags; other flags of Megatron-LM need your own Megatron-LM "
+            "(docs/megatron_lm.md)"
+        ) from error
     return replace(args, hybrid_layer_pattern=getattr(patterns, given[0])) if given else args
 
 
