@@ -200,9 +200,10 @@ class _SplitLayer:
     def differentiate(
         self, function: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor], grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return gradients for `create_graph=True`, of an input and parameters; later calls of the layer are not split.
+        """Return the gradients of a layer's input and parameters for a backward with `create_graph=True`.
 
-        A forward that uses these gradients in its output needs autograd to add up all gradients in one backward.
+        Later calls of the layer are not split, because autograd has to add up all gradients in one backward if the
+        output of a forward depends on gradients.
         """
         self._is_split = False
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
@@ -210,7 +211,7 @@ class _SplitLayer:
         return (None,) * (len(tensors) - len(wanted)) + found
 
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
-        """Put one call's W into the store; several calls of a layer in one forward share one W."""
+        """Defer the W of one call of the layer; several calls of the layer in one forward share one W."""
         if self._deferred is None or self._of_bundle != self._store.num_flushed:
             self._of_bundle, self._deferred = self._store.num_flushed, _DeferredCalls(parameters)
             self._store.put(self._deferred.run, held=(grad,), parameter=self._module)
@@ -229,8 +230,8 @@ class _SplitInProjection(_SplitLayer):
 class _SplitAttention:
     """The forward of an `nn.MultiheadAttention`, with both of its projections split.
 
-    Torch's attention passes its weights to `linear` inside of torch's functions. `_forward` uses copies of torch's
-    functions that call a split `linear`. Torch is not changed, so other modules and threads are not affected.
+    Torch's attention passes weights to `linear` inside torch's functions. `_forward` runs copies of torch's functions,
+    with a split layer in place of `linear`. Torch is unchanged, so other modules and threads are not affected.
     """
 
     def __init__(self, module: nn.MultiheadAttention, store: WeightGradStore) -> None:

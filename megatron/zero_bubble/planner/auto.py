@@ -48,7 +48,10 @@ def limit_of_1f1b(request: PlanRequest) -> Limits:
 
 
 def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
-    """Memory limits of the ranks: `multiple_of_p`, plus the memory that W leave allocated until the end of the step."""
+    """Memory limits of the ranks, for a schedule whose limit is a multiple of the memory of p microbatches.
+
+    The limits are the results of `multiple_of_p`, plus the memory that W leave allocated until the end of the step.
+    """
     limits = multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
     return tuple(map(add, limits, _left(request)))
 

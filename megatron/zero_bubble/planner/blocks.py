@@ -21,7 +21,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Fractions to try: time of a chunk's leg (F or B) down the ranks, divided by the time of both legs of the chunk."""
+"""Fractions to try: time in which F of chunk 0 passes from the first rank to the last rank, divided by the total time
+in which F of chunk 0 passes to the last rank and B of chunk 0 passes back. The same fraction holds for B of chunk 1,
+which also passes from the first rank to the last rank."""
 DELAYS = (0, 0, 1, 2, 3)
 """Delays of B, in time slots; a random building block draws one of these delays for each chunk."""
 VARIATION = 0.06
@@ -110,9 +112,9 @@ def eager_orders(problem: Problem) -> list[Order]:
     """ZB-V's orders: F of chunk 0 until F of chunk 1 is ready, F of both chunks until B is ready, then F and B in turn.
 
     On p ranks, if every operation takes one slot, the first microbatch takes 2(p - r) - 1 slots from chunk 0 to chunk 1
-    of rank r. After the first microbatch has arrived in chunk 1 of rank r, 2r + 1 slots pass until its gradient arrives
-    in chunk 1, and 2p slots until its gradient arrives in chunk 0. Each phase of the warmup has one operation for each
-    time slot, so that no rank idles.
+    of rank r. From the arrival of the first microbatch in chunk 1 of rank r, 2r + 1 slots pass until the gradient of
+    the microbatch arrives in chunk 1 of rank r, and 2p slots pass until the gradient arrives in chunk 0 of rank r. Each
+    phase of the warmup has one operation for each time slot, so that no rank idles.
     """
     p, size, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
     orders = []

@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 @dataclass(frozen=True)
 class LowerBounds:
-    """Lower bounds on `Timeline.cost`, the longest span of a rank, in the unit of the times.
+    """Lower bounds on `Timeline.cost`, the longest span of a rank, in the unit of time of the costs.
 
     Every bound holds with and without overlap of communication, and for schedules with and without fused B and W.
     """
@@ -24,13 +24,14 @@ class LowerBounds:
     work: float
     """Total time of the operations of the busiest rank."""
     dependency: float
-    """Length of the longest path from the first F of a rank through later stages to the last W of the rank. For equal
-    stages and messages of time C, this bound is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al. 2024, arXiv
-    2401.10241)."""
+    """Length of the longest path from the first F of a rank through later stages to the last W of the rank. For m
+    microbatches, p equal stages and messages of time C, `dependency` is (m + p - 1)(F + B) + 2 (p - 1) C + W (Qi et al.
+    2024, arXiv 2401.10241)."""
     memory: float
-    """The larger of two lower bounds that hold under the memory limit. One bound is `dependency` plus the idle time
-    that the memory limit forces on a rank before its first and its last B. The other bound is the integral of the
-    memory of all microbatches over time, divided by the memory limit."""
+    """The larger of two lower bounds that hold under the memory limit: a bound by dependencies, and a bound by the use
+    of memory. The bound by dependencies is `dependency` plus the idle time that the memory limit forces on a rank
+    before its first and its last B. The bound by the use of memory is the integral of the memory of all microbatches
+    over time, divided by the memory limit."""
 
     @property
     def span(self) -> float:
@@ -54,8 +55,9 @@ def lower_bounds(
         num_microbatches: microbatches of an iteration.
         costs: costs of the stages.
         memory_limit: one value for all ranks or one per rank, in the unit of memory of the costs; None for no limit.
-        recompute: which microbatches have an R (recomputation). A microbatch with an R takes `memory_r` less memory
-            until its R. The time of R is part of the bounds only under full recomputation.
+        recompute: which microbatches have an R (recomputation). Between its F and its R, a microbatch with an R takes
+            less memory, by the amount `costs.memory_r`. The time of R is part of the bounds only under full
+            recomputation.
 
     Raises:
         ScheduleError: the placement and the costs differ in their number of stages, the placement and the limits differ
@@ -85,9 +87,9 @@ def lower_bounds(
 def _through_others(path: _Path, ranks: Sequence[_Rank]) -> float:
     """Length of the longest path from the first F of a rank, through another rank, back to the last W of the same rank.
 
-    Let `a` be the first stage of rank r, and `k` the first stage of rank q, with `k` >= `a`. The time from the first F
-    to the last B of stage `a` is at least the sum of three times: the path of an F from `a` to `k`, the time from the
-    first F to the last B of rank q, and the path of a B from `k` to `a`.
+    If `a` and `k` are the first stages of two ranks, with `k` >= `a`, the time from the first F to the last B of stage
+    `a` is at least the sum of three times: the path of an F from `a` to `k`, the time from the first F to the last B of
+    the rank of `k`, and the path of a B from `k` to `a`.
     """
     longest: float = 0
     for near in ranks:
@@ -137,7 +139,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time per microbatch that a rank needs for R, or idles between F and B of a microbatch without R."""
+        """Least time that a microbatch adds to a rank: its R or, without an R, the idle time between its F and B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -164,7 +166,7 @@ class _Rank:
 
     @cached_property
     def recomputation(self) -> float:
-        """Least total time that the rank needs for R, or idles between F and B of microbatches without R."""
+        """Least time that all microbatches add: for each its R or, without an R, the idle time between its F and B."""
         return self.num_microbatches * sum(self.path.recomputation(s) for s in self.stages)
 
     @property
@@ -190,8 +192,9 @@ class _Rank:
     def window(self) -> float:
         """Least time from the start of the first F to the end of the last B of the rank.
 
-        This time is at least the sum of three times: the time of all F and B; the time of W that must run before the
-        last B for lack of memory; and the larger of idle time and time of R, because R may run in idle time.
+        The time from the first F to the last B is at least the sum of three times: the time of all F and B; the time of
+        W that must run before the last B for lack of memory; and the larger of idle time and time of R, because R may
+        run in idle time.
         """
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
@@ -204,7 +207,7 @@ class _Rank:
 
     @property
     def window_of_last_f(self) -> float:
-        """Lower bound on the time from the rank's first F to the end of its last B, from the path through its last F.
+        """Length of the path through the rank's last F: a lower bound on the time from the first F to the last B.
 
         Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the
         microbatch of that F passes through the last stage and back. With recomputation the returned bound is zero.
@@ -226,8 +229,8 @@ class _Rank:
     def idle(self) -> float:
         """Least idle time of the rank between its first F and its last B.
 
-        If memory is too small for all microbatches at once, the last F comes after the first B. The idle time before
-        the first B and the idle time after the last F then add up.
+        If memory is too small for all microbatches at once, the last F comes after the first B, so that the idle time
+        before the first B and the idle time after the last F add up.
         """
         return max(self.idle_before_b, self.idle_after_f) if self.all_fit else self.idle_before_b + self.idle_after_f
 
@@ -269,8 +272,8 @@ class _Rank:
         """Least span of the rank: the integral of the microbatches' memory over time, divided by the memory limit.
 
         At the start and at the end of the span, less memory than the limit is in use, because memory grows no faster
-        than F allocates and shrinks no faster than B and W release. With recomputation these rates do not hold, because
-        R allocates memory and dropped activations release memory; the returned span is then zero.
+        than F allocates and shrinks no faster than B and W release. With recomputation the returned span is zero,
+        because R also allocates memory, and memory is also released when activations are dropped.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:

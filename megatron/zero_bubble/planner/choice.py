@@ -22,8 +22,9 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 
     A plan is close to the fastest plan if it takes at most `SIMPLER` times as long. If the fastest plan has vocabulary
     shards, a plan without shards is close to the fastest plan if it takes at most `SHARDING_GAIN` times as long. The
-    plan of the layout `usual` is chosen if its time, or `usual_time`, is close to the time of the fastest plan.
-    Otherwise the plan with the simplest layout is chosen among all plans close to the fastest plan.
+    plan of the layout `usual` is chosen if its time, or `usual_time`, is close to the time of the fastest plan. If no
+    plan of the layout `usual` is close to the fastest plan, the plan with the simplest layout is chosen among all plans
+    that are close to the fastest plan.
 
     Args:
         plans: one or more plans; several plans may have the same combination of placement, recomputation and
@@ -56,7 +57,7 @@ def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Pl
     """The best plan of each combination of placement, recomputation and vocabulary, and the plan of layout `usual`.
 
     Among plans of one combination whose times differ by at most the factor `ALIKE`, the plan with the most even
-    partition is taken. Small differences between measured costs then do not change the choice.
+    partition is taken, so that small differences between measured costs do not change the choice.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:

@@ -46,7 +46,11 @@ class Codes(NamedTuple):
         return tuple(OpKind(words.get(name, name.upper())) for name in self._fields[:-1])
 
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
-        """Code of an operation -> cost; arguments give the costs of a kind by stage (`f` for F), by default 0."""
+        """Code of an operation -> cost of the operation.
+
+        A keyword names a kind of operation, such as `f` for F, and its value contains a cost for every stage. Kinds
+        without a keyword have a cost of zero.
+        """
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
 

@@ -53,7 +53,8 @@ class OrderGraph:
         self.tail = [0.0] * len(self.duration)
         """Operation -> length of the critical path from its start to the end of the slowest rank."""
         self.final = [0.0] * len(orders)
-        """Rank -> minus the start time of the rank's span, or of the makespan if plans are compared by makespan."""
+        """Rank -> start time of the rank's span, multiplied by -1. If plans are compared by their makespan, every rank
+        has the same value: the start time of the makespan, multiplied by -1."""
         self.cost = self.tie = 0.0
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
 
@@ -110,7 +111,11 @@ class OrderGraph:
         return sequence
 
     def _span_start(self, lane: Sequence[int]) -> float:
-        """Start of a rank's span: start of the first operation after its embeddings, minus the embeddings' duration."""
+        """Time at which a rank's span starts.
+
+        The span starts before the first operation that is not an embedding, by the total duration of the embeddings
+        that run before that operation.
+        """
         m, codes, ahead = self.num_microbatches, self.codes, 0.0
         for op in lane:
             if not codes.e <= op // m < codes.ew:

@@ -57,7 +57,8 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> total time of its operations, with one R for each microbatch whose activations are dropped so far."""
+        """Rank -> total time of the rank's operations. The total includes an R for each microbatch whose activations
+        have been dropped."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
@@ -85,7 +86,8 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of vocabulary operations with a known input time that have not run and are not in
+        """Rank -> number of operations on the rank's vocabulary shard for which three conditions hold: the arrival time
+        of the inputs is known, the operation has not run, and the operation is not one of the ready weight gradients in
         `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
@@ -277,7 +279,7 @@ class EventLoop(ABC):
         return now - self.span_start[rank] + self.work[rank] - self.worked[rank]
 
     def fills(self, rank: int, now: float, ready: float, duration: float, rule: GapRule) -> bool:
-        """Whether a rank runs an operation that takes `duration` before an operation that is ready at time `ready`."""
+        """Whether `rank` starts an operation of length `duration` in the idle gap from time `now` to time `ready`."""
         if now + duration <= ready + 2 * self.epsilon or rule is GapRule.ALWAYS:
             return True
         return rule is GapRule.BALANCED and self.span_so_far(rank, ready) > self.target + self.epsilon

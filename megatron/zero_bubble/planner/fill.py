@@ -14,9 +14,10 @@ from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 class InOrder(EventLoop):
     """A scheduling policy that runs F and B in a given order, and inserts W and R (recomputation).
 
-    W runs in gaps that are at least as long as W, when memory is full, and after the last B; `rule` decides whether W
-    also runs in shorter gaps. If the next F does not fit in memory and no W is ready, the next B of the order runs
-    before that F. A recomputation (R) runs right before its B, or in a gap before the F that precedes its B.
+    A W runs in each of three cases: in a gap that is at least as long as W, if memory is full, and after the last B.
+    `rule` decides whether a W also runs in a gap that is shorter than W. If the next F does not fit in memory and no W
+    is ready, the next B of the order runs before that F. A recomputation (R) runs right before its B, or in a gap
+    before the F that precedes its B.
     """
 
     def __init__(
@@ -67,7 +68,11 @@ class InOrder(EventLoop):
         return super().will_keep(rank, code)
 
     def early_r(self, rank: int, f: int, gap: float) -> int:
-        """Code of the R for the B after the next F; -1 unless this R fits in memory and in the gap before the F."""
+        """Code of the R of the B that directly follows the F `f` in the order of the rank.
+
+        The code is -1 if no B that needs an R follows `f`, or if its R does not fit in memory or in the idle time `gap`
+        before `f`.
+        """
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         code = given[following] if following < len(given) else f
         if not size <= code < self.codes.w or not self.needs_r(code - size):

@@ -28,9 +28,9 @@ class _Drop(NamedTuple):
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     """The orders of a plan with as many recomputations (R) as the memory limits demand.
 
-    Each rank drops the activations of one microbatch and stage after another, until its memory limit is met. Only
-    activations that are in memory at the first operation that exceeds the limit are candidates. Among these candidates,
-    the rank drops the activations that free the most memory, summed over all operations that exceed the limit.
+    Each rank drops activations until its memory limit is met, in each step the activations of one microbatch on one
+    stage. Of all activations in memory at the first operation that exceeds the limit, the rank drops the activations
+    that free the most memory, summed over all operations that exceed the limit.
 
     Args:
         problem: the problem, with the memory limits to keep.

@@ -13,8 +13,8 @@ class Footprint:
     """Memory of one microbatch on a stage, under the assumption that only F and R allocate memory.
 
     The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R
-    (recomputation). Because only F and R allocate, a planner checks the memory limit only at F and R, and every
-    microbatch can finish.
+    (recomputation). A planner checks the memory limit only at F and R, because no other operation allocates memory.
+    After its F and its R, a microbatch can run its B and W without further memory.
     """
 
     dropped: float

@@ -77,8 +77,8 @@ def schedule_of(request: PlanRequest) -> Schedule:
     If the request allows offload, activations are copied to the host and back where copies make the schedule faster. A
     stage that is short of memory may recompute its activations in several groups of layers. The function returns the
     fastest schedule and, among equally fast schedules, the schedule with the fewest groups of layers. With an effort of
-    zero, the function returns the first schedule that fits. All searches with several groups of layers together get at
-    most the effort of the search with one group.
+    zero, the function returns the first schedule that fits. The searches with several groups of layers share an effort
+    that is at most the effort of the search with one group.
 
     Args:
         request: a request with one placement and one value of `recomputes`.

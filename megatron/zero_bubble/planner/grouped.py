@@ -31,8 +31,8 @@ def grouped_order(problem: Problem, rank: int, groups: Sequence[int]) -> tuple[O
 def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) -> list[Order]:
     """Orders of 1F1B for groups of microbatches: a rank runs a warmup of F, then F and B in turn, then a cooldown of B.
 
-    The warmup of the last rank ends before the first F of its last chunk. The warmup of every other rank has `slope`
-    more F than the warmup of the next rank; if memory is short, the difference is smaller.
+    The warmup of the last rank ends before the first F of its last chunk. Each rank but the last has `slope` more F in
+    its warmup than the next rank; the difference is smaller if memory is short.
 
     Args:
         problem: the problem whose ranks get orders.
@@ -60,7 +60,10 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
 
 
 def _most_forwards(problem: Problem, rank: int, forwards: Order) -> int:
-    """Number of F in `forwards` that fit in a rank's memory, if with recomputation every F drops its activations."""
+    """Number of F in `forwards` whose activations fit in a rank's memory at once.
+
+    In a problem with recomputation, every F drops its activations, and memory for one R stays free.
+    """
     footprints = [problem.footprints[stage] for stage in forwards]
     room = problem.limits[rank] - problem.recomputes * max(footprint.restored for footprint in footprints)
     memory = accumulate(each.dropped if problem.recomputes else each.whole for each in footprints)

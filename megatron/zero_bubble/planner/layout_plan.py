@@ -102,8 +102,9 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
 def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: float) -> Infeasible:
     """The error for a layout whose parameters, gradients, optimizer states and activations exceed the capacity.
 
-    The `smallest_limit` of an error depends on the limits of the request, so the layout is planned again with almost no
-    memory.
+    The `smallest_limit` of an error depends on the memory limits of the request. To find a capacity that is enough for
+    every rank, the layout is planned again with almost no memory for activations. With almost no memory, the
+    `smallest_limit` of the error is the memory that the activations need.
     """
     enough = max(states)
     try:

@@ -41,7 +41,7 @@ WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if no plan fits in memory, or if unlimited memory makes a plan faster by this factor."""
 EFFORT_FOR_LATENCY = 10_000
 """Effort (number of operations to plan) of a layout's first plan in a small problem, if the layout has vocabulary
-shards and collectives are slower than messages. With less effort the planned step can be 20% slower."""
+shards and collectives are slower than messages. With a smaller value, the planned step can be 20% slower."""
 EFFORT_FOR_RECOMPUTING = 3_000
 """Effort (number of operations to plan) of a layout's first plan with planned recomputation in a small problem. With
 an effort of zero the planned step can be 20% slower."""
@@ -76,8 +76,8 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
         report: function that is called with one line of progress before a layout is planned.
 
     Returns:
-        The plan of the chosen layout. The `others` of this plan are the best plans with other combinations of
-        placement, recomputation and vocabulary.
+        The plan of the chosen layout, whose `others` are the best plans with other combinations of placement,
+        recomputation and vocabulary.
 
     Raises:
         Infeasible: no layout fits in memory. The error's `smallest_limit` is the smallest limit in which a layout fits.
@@ -126,8 +126,8 @@ class _Search:
     def best(self, count: int, factor: float) -> list[Plan]:
         """The `count` best plans with different placements or vocabularies, up to `factor` times the shortest time.
 
-        In small problems the plans may also differ in recomputation alone. The plan of the layout `request.usual` is
-        left out if other plans exist.
+        In small problems, plans that differ only in recomputation count as different. The plan of the layout
+        `request.usual` is left out if other plans exist.
         """
         others = [plan for plan in self.plans.values() if plan.layout != self.request.usual] or [*self.plans.values()]
         longest = min(plan.time for plan in others) * factor
@@ -156,7 +156,7 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`: in expected time if `plan` was made with an effort above zero."""
+        """Whether `plan` is faster than `known`; a plan with an effort above zero is compared by its expected time."""
         if plan.request.effort > 0:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
@@ -221,7 +221,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Planned time of the best layout in unlimited memory; infinity if more memory hardly speeds up the plan."""
+        """Best planned time in unlimited memory; infinity, to skip recomputation, if more memory hardly saves time."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
@@ -280,7 +280,7 @@ class _Search:
             self.try_plan(usual.layout, self.request.effort)
 
     def plan_refused(self) -> None:
-        """Plan every layout without a plan again, with full effort."""
+        """Plan again, with full effort, every layout for which no plan was found."""
         for layout in [layout for layout in self._efforts if layout not in self.plans]:
             self.try_plan(layout, self.request.effort)
 

@@ -1,11 +1,10 @@
 """Improves complete orders for any placement by a tabu search with restarts, which moves one operation at a time.
 
-A plan gets shorter only if its critical path gets shorter. A *stretch* is a part of the critical path that one rank
-runs without idle time. To shorten the critical path, an operation has to move out of its stretch: before the first or
-after the last operation that the rank runs without idle time (Balas and Vazacopoulos 1998, Management Science 44). The
-search makes the move with the lowest estimated cost, even if the plan gets longer, and saves the best plan. After many
-moves without a better plan, the search returns to the best plan, makes a few random moves and continues (iterated local
-search).
+A plan gets shorter only if its critical path gets shorter. A *stretch* is a sequence of operations on the critical path
+that one rank runs without idle time; the critical path gets shorter only if an operation moves before the first or
+after the last operation of its stretch (Balas and Vazacopoulos 1998, Management Science 44). The search makes the move
+with the lowest estimated cost, even if the plan gets longer, and saves the best plan. After many moves without a better
+plan, the search returns to the best plan, makes a few random moves and continues (iterated local search).
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Moves past an end of a `Stretch` of the critical path are tried for this number of operations next to that end."""
+"""Number of operations next to each end of a stretch of the critical path that the search tries to move past that end.
+A `Stretch` is a sequence of operations that one rank runs without idle time."""
 TENURE = 12
 """Number of moves of the search during which a moved operation has to keep its new position (tabu tenure)."""
 PATIENCE = 50

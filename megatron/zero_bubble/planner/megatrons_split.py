@@ -42,7 +42,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
     Args:
         request: a request with a usual layout.
         chosen: the plan that `search_layouts` returned for the request. If `chosen` or a plan in `chosen.others` has
-            the layout `request.usual`, that plan is the first of the two, and is not planned again.
+            the layout `request.usual`, that plan is returned as the plan with the request's schedule.
 
     Returns:
         The plans that exist and fit in memory, at most two.
@@ -120,8 +120,8 @@ def capacity_of_multiple(
         request: a request with the costs of the model's units.
         layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
-        is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank. If false,
-            `multiple` refers to 1F1B with one chunk a rank, in which each rank has as many layers as in `layout`.
+        is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank, and not
+            to 1F1B with one chunk a rank, in which each rank has as many layers as in `layout`.
 
     Returns:
         The memory capacity, in the unit of the costs.

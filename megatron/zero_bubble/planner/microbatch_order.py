@@ -71,8 +71,8 @@ def order_microbatches(
         inside: temporary memory of an operation, for each microbatch and stage; zero by default.
         names: names of the microbatches, for the error message; by default their numbers.
         num_tried: number of orders that are simulated.
-        interlocks: whether ranks start the next iteration before all ranks have finished. If true, orders are compared
-            by the longest span of a rank, otherwise by the makespan.
+        interlocks: whether ranks start the next iteration before all ranks have finished. With `interlocks`, orders are
+            compared by the longest span of a rank; without `interlocks`, orders are compared by the makespan.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
 
     Returns:

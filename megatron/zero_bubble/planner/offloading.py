@@ -59,9 +59,10 @@ def offloaded(
 ) -> Schedule | None:
     """Search for a schedule that fits in the memory limits of a problem by copying activations to the host.
 
-    Schedules without copies are planned under larger limits. Copies are then inserted into each schedule, so that the
-    schedule fits in the limits of the problem. A plan for a larger memory limit needs more copies, but has less idle
-    time and less recomputation. The schedule with the shortest expected time is taken.
+    Schedules without copies are planned under memory limits above the limits of the problem. Copies are inserted into
+    each planned schedule, so that the schedule fits in the limits of the problem. A plan for a larger memory limit
+    needs more copies, but has less idle time and less recomputation. The schedule with the shortest expected time is
+    taken.
 
     Args:
         plans: function that plans schedules without copies under given memory limits.
@@ -93,10 +94,11 @@ def offloaded(
 
 
 def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
-    """Yield simulations of the schedule with copies, and their expected times; the budget limits the number of rules.
+    """Yield simulations of the schedule with copies, each with its expected time, for several values of `CopyRule`.
 
-    The slowdown by varying durations is computed for the schedule without copies. If a candidate is much slower than
-    `shortest`, its copies are not placed again.
+    The budget of the problem limits the number of values of `CopyRule`. The slowdown that variations in durations cause
+    is computed once, for the schedule without copies. If a candidate is much slower than `shortest`, its copies are not
+    placed again.
     """
     num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
     without = _simulated(schedule.without_communication(), problem)
@@ -127,8 +129,8 @@ def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule |
     the backward, or later if memory is full. If copies do not release enough memory, W run earlier than in `timed`.
 
     Args:
-        timed: a simulation of the schedule, with the times by which copies are placed. Copies that the schedule already
-            has are removed first.
+        timed: a simulation of the schedule; its times determine where copies are placed. Copies that the schedule
+            already has are removed first.
         problem: the problem, with the memory limits and the costs.
         rule: decides when copies are queued on the host link.
 
@@ -211,7 +213,8 @@ class _RankCopies:
         self._largest = max(self._changes, default=0)
         self._kept: list[_Kept] = []
         self._due: list[tuple[int, _Key]] = []
-        """For released activations: (position of the operation before which the copy back is queued, `_Key`)."""
+        """For released activations: (position of the operation before which the copy back is queued, (microbatch,
+        chunk))."""
         self._link: float = 0
         """Time at which the host link has finished all queued copies."""
         self._memory: float = 0

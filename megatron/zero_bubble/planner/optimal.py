@@ -1,9 +1,9 @@
 """Searches for the best schedule of a small instance, and for a lower bound, with OR-tools' constraint solver CP-SAT.
 
-Every F, B and W is a time interval on its rank. The program has four constraints: intervals of a rank do not
-overlap; a stage runs each kind in microbatch order; an operation starts after its inputs; memory is a reservoir, which
-F fills, and B and W drain. The solver minimises the longest span of a rank, and starts from the schedule of the
-planner.
+Every F, B and W is a time interval on its rank. The constraint program has four constraints: the intervals of a rank do
+not overlap; a stage runs the operations of one kind in microbatch order; an operation starts after its inputs are
+ready; and the memory that F allocates and that B and W release never exceeds the memory limit. The solver minimises the
+longest span of a rank, and starts from the schedule of the planner.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TOLERANCE = 5e-4
 LONGEST = 2**40
 """Largest sum of the time steps of all operations, well below the largest integer of the solver, 2**63."""
 MAX_OPERATIONS = 1_000
-"""Largest number of F, B and W of an instance, over all stages. In larger instances the solver does not even find the
-schedule that it gets as a hint."""
+"""Largest number of F, B and W of an instance, over all stages. In an instance with more than `MAX_OPERATIONS`
+operations, the solver does not even find the schedule that it gets as a hint."""
 _KINDS = (OpKind.F, OpKind.B, OpKind.W)
 _Key = tuple[OpKind, int, int]
 """(kind, stage, microbatch)."""
@@ -58,9 +58,10 @@ class Solution:
 def optimal(request: PlanRequest) -> Schedule:
     """Make the schedule `optimal`; the default memory limit is the memory of 2p microbatches in flight.
 
-    The constraint program has no recomputation (R). With recomputation the function therefore returns the better of two
-    schedules: the schedule `auto`, and the solver's schedule, which keeps all activations. Under full recomputation, B
-    includes the recomputation in the solver's plan, and R is separated from B afterwards.
+    The constraint program has no recomputation (R). With planned recomputation under a memory limit, the function
+    returns the better of two schedules: the schedule `auto`, and the solver's schedule, which keeps all activations.
+    Under full recomputation, the function returns the better of the schedule `auto` and a schedule of the solver in
+    which B includes the recomputation; R is separated from B after the solver has finished.
 
     Raises:
         Infeasible: no schedule fits in the memory limit.

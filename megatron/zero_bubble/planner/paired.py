@@ -101,7 +101,7 @@ def _computations(schedule: Schedule) -> Computations:
 
 
 def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
-    """Pair each operation of kind `first` with the next operation if that has another kind and microbatch."""
+    """Pair each operation of kind `first` with the next operation, if the two differ in kind and in microbatch."""
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]
@@ -139,7 +139,10 @@ def _plan(loop: _PairedRanks) -> Schedule | None:
 
 
 def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
-    """The operations of a rank with pairs: PB, or PBW for a pair with W, replaces B; a W inside a pair is left out."""
+    """Replace the kind of the B of each pair by the kind of the pair.
+
+    The W of a B is left out if the pair with this B also computes the weight gradients.
+    """
     return tuple(
         op._replace(kind=paired.get(op, op.kind))
         for op in ops

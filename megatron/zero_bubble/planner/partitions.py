@@ -86,8 +86,8 @@ class Balance:
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
         """Sort key of partitions, the best first: (memory beyond `room`, time, unevenness of the ranks' end times).
 
-        The time of the sort key is `estimate` with two surcharges: a surcharge for stages of unequal work, and a
-        surcharge for ranks of unequal memory. The sizes of the surcharges come from measured runs.
+        The time of the sort key is `estimate` with two surcharges, whose sizes come from measured runs: a surcharge for
+        stages of unequal work, and a surcharge for ranks of unequal memory.
         """
         works = self._work.of_stages(partition)
         ends = self._ends(partition, works)
@@ -118,7 +118,11 @@ class Balance:
         return [sum(holdings[stage] for stage in stages) for stages in self.stages_of]
 
     def _excess(self, partition: Sequence[int]) -> list[float]:
-        """Rank -> memory by which model states and one microbatch (with R if allowed) exceed the rank's memory."""
+        """Rank -> memory by which model states and one microbatch exceed the rank's memory; zero if both fit.
+
+        If recomputation is allowed, the microbatch drops its activations, and a rank restores the activations of one
+        stage at a time.
+        """
         if self.room == inf:
             return [0.0] * self.placement.num_ranks
         needed, blocks = self._needed.of_stages(partition), self._blocks.of_stages(partition)
@@ -151,7 +155,10 @@ class _Sums:
         self._before = list(accumulate(map(value, model.layers), initial=0.0))
 
     def equal_shares(self, num_stages: int) -> list[int]:
-        """Stage -> number of layers up to the end of the stage, if the sums of all stages are nearly equal."""
+        """Stage -> number of layers up to the end of the stage.
+
+        The sum of `value` over the units of a stage is nearly equal for all stages.
+        """
         first, last = self._ends
         total = first + self._before[-1] + last
         shares = (total * (stage + 1) / num_stages - first for stage in range(num_stages - 1))

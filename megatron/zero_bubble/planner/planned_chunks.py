@@ -36,7 +36,8 @@ RULES = (
 """Pairs of rules: for gaps that are shorter than a W, and for gaps that are shorter than an F."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""Relative decreases of microbatches in flight from the first to the last rank; 1 leaves one on the last rank."""
+"""Fractions to try: decrease of the number of microbatches in flight from the first to the last rank, divided by the
+number on the first rank minus one. With a fraction of 1, one microbatch is in flight on the last rank."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
@@ -53,7 +54,8 @@ def best_in_groups(problem: Problem, group_size: int | None) -> Schedule:
     Args:
         problem: a problem with a linear or an interleaved placement.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn; None to plan the
-            sizes of the groups. The sizes are also planned if no schedule with groups of `group_size` fits.
+            sizes of the groups. If no schedule with groups of `group_size` microbatches fits in memory, the sizes of
+            the groups are planned instead.
 
     Raises:
         Infeasible: no schedule fits in the memory limits.
@@ -138,7 +140,7 @@ def _choices_of_groups(problem: Problem) -> list[Groups]:
 
 
 def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> None:
-    """Offer plans with each choice of groups to the portfolio, the most promising choice first."""
+    """Plan with the given tuples of group sizes, the most promising first, and add the best plans to `portfolio`."""
     if problem.recomputes:
         for groups in choices[:3]:
             _try_alternating(portfolio, problem, groups, ALL_RULES)
@@ -173,9 +175,9 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
     """The slopes to try, the most promising first: differences of the warmups of successive ranks, in numbers of F.
 
     With Megatron's slope, a difference of 2 F between the warmups of successive ranks, no rank is idle before its first
-    B if F takes as long as B. With the slope `until_b`, which is computed from durations and message times, ranks do
-    not idle before their first B either. With the slope `_filling_slope`, the activations of the warmup fill the memory
-    of rank 0.
+    B if F takes as long as B. For the slope `until_b`, the difference between successive warmups is computed from
+    durations and message times, so that no rank is idle before its first B even if F and B differ in duration. For
+    `_filling_slope`, the difference is computed so that the activations of the warmup fill the memory of rank 0.
     """
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])
@@ -187,7 +189,7 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
 
 
 def _filling_slope(problem: Problem) -> float:
-    """The slope of the warmup (see `_slopes`) with which rank 0 fills its memory."""
+    """Difference between the warmups of successive ranks, in numbers of F, with which rank 0 fills its memory."""
     chunks = problem.placement.num_chunks
     each = sum(problem.footprints[stage].whole for stage in problem.stages_of[0]) / chunks
     return (problem.limits[0] / each - 1) / max(1, problem.num_ranks - 1) if each > 0 else inf

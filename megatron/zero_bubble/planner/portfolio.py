@@ -34,7 +34,8 @@ LEAST_CANDIDATES = 12
 QUICK_CANDIDATES = 5
 """Number of candidate orders that are tried if the budget of planned operations is zero."""
 INSERTED = 8
-"""Divisor of the budget for plans without vocabulary shards, into which operations on shards are then inserted."""
+"""Operations on vocabulary shards are inserted into plans of a search without shards, which gets the budget of the
+problem divided by `INSERTED`."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """Factors by which the memory limit is raised for plans without recomputation, before activations are dropped."""
 IMPROVING = 0.5
@@ -42,7 +43,13 @@ IMPROVING = 0.5
 
 
 def budget_of(problem: Problem) -> int:
-    """Number of operations to plan: enough for `LEAST_CANDIDATES` orders; fewer for a long problem or a zero budget."""
+    """Budget of a search, as a number of planned operations.
+
+    The search gets the budget of the problem, but at least the budget for `LEAST_CANDIDATES` candidate orders, or for
+    `QUICK_CANDIDATES` candidate orders if the budget of the problem is zero. For a long problem (see
+    `Problem.is_long`), the search gets half of the budget of the problem, but at least the budget for a quarter of
+    `LEAST_CANDIDATES` candidate orders.
+    """
     if problem.is_long:
         return max(problem.budget // 2, LEAST_CANDIDATES * problem.num_ops // 4)
     return max(problem.budget, (LEAST_CANDIDATES if problem.budget > 0 else QUICK_CANDIDATES) * problem.num_ops)
@@ -77,7 +84,7 @@ class Portfolio:
         return self.budget <= 0 or self.cost <= self.aim
 
     def schedules(self, problem: Problem) -> list[Schedule]:
-        """The best plan as a schedule; if durations vary, all kept plans, to compare their expected times later."""
+        """The schedule of the best plan; if durations vary, the schedules of all kept plans."""
         return [schedule_of_orders(problem, plan.orders) for plan in self.plans[: None if problem.varies else 1]]
 
     def offer(self, plan: PlannedOrders | None) -> None:
@@ -105,24 +112,27 @@ class Portfolio:
                 self.offer(better)
 
     def run(self, loop: EventLoop) -> float:
-        """Run a scheduling policy and offer its plan; return the plan's cost, infinity if the ranks deadlock."""
+        """Run a scheduling policy, and keep its plan if it is among the best plans.
+
+        The result is the cost of the plan, or infinity if the ranks deadlock.
+        """
         plan = loop.run()
         self.budget -= loop.weight * loop.problem.num_ops
         self.offer(plan)
         return plan.cost if plan is not None else inf
 
     def in_order(self, problem: Problem, orders: Sequence[Order]) -> None:
-        """Offer complete orders as a plan, if the orders keep the memory limits and do not deadlock."""
+        """Keep complete orders as a plan if they fit in memory, do not deadlock, and are among the best plans."""
         self.budget -= problem.num_ops
         self.offer(run_in_order(problem, orders))
 
     def ensure_plan(self, problem: Problem) -> None:
-        """If there is no plan, offer the order with one microbatch at a time, which fits in all feasible limits."""
+        """If there is no plan, keep the plan that runs one microbatch at a time, which fits in all feasible limits."""
         if not self.plans:
             self.in_order(problem, one_by_one(problem))
 
     def insert_shards(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
-        """Plan without vocabulary shards by `search`, insert the operations on shards, and offer the resulting plans.
+        """Plan without vocabulary shards by `search`, insert operations on shards, and keep the best results.
 
         Operations on vocabulary shards delay the backwards, so that one more microbatch is in flight.
 
@@ -141,7 +151,7 @@ class Portfolio:
                         self.in_order(problem, orders_of_schedule(problem, inserted))
 
     def fit(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
-        """Plan with `search` in more memory without R, drop activations that do not fit, and offer the plans."""
+        """Plan without R under raised memory limits, drop the activations that do not fit, and keep the best plans."""
         for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
@@ -245,8 +255,8 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
     """Yield schedules with operations on vocabulary shards inserted.
 
     A schedule of a long problem (see `Problem.is_long`) is first simulated with the time of shard operations added to
-    W. A schedule that exceeds the limits or takes longer than `shortest` in this simulation is left out, because the
-    insertion of operations on shards only adds waits and microbatches in flight.
+    W. If the simulated schedule exceeds the limits or takes longer than `shortest`, the schedule is left out, because
+    the insertion of operations on shards would only add waits and microbatches in flight.
     """
     whole = replace(problem, costs=problem.costs.with_vocabulary_in_weight_gradients(), spread=0.0, time_between=0.0)
     for schedule in schedules:
@@ -255,7 +265,11 @@ def with_shards(schedules: Iterable[Schedule], problem: Problem, shortest: float
 
 
 def best_of(schedules: Iterable[Schedule], problem: Problem) -> Schedule:
-    """The schedule with the shortest time; the second time from `judged` decides between equally fast schedules."""
+    """The fastest schedule, by the longest span of a rank or by the makespan.
+
+    If the longest span of a rank is compared, the makespan decides between equally fast schedules. If the makespan is
+    compared, the longest span of a rank decides between equally fast schedules.
+    """
     schedules = list(schedules)
     if len(schedules) == 1:
         return schedules[0]

@@ -101,11 +101,12 @@ class Prediction:
     def gain(self) -> Gain:
         """Predicted speedup over megatron-core's 1F1B.
 
-        If `megatrons` is given, the speedup is the time of `megatrons`, converted to the measured costs, divided by the
-        predicted makespan. Without `megatrons`, the speedup is the longest span of a rank in 1F1B divided by the
-        longest span in the schedule; each rank has the same layers in both schedules. Under full recomputation 1F1B
-        recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. In 1F1B the time of the
-        operations on vocabulary shards is part of the backwards.
+        If `megatrons` is given, the speedup is the step time of `megatrons` divided by the predicted makespan. The step
+        time of `megatrons` is first scaled by the time of F, B and W in the measured costs, divided by the time of F, B
+        and W in the costs of `megatrons`. Without `megatrons`, the speedup is the longest span of a rank in 1F1B
+        divided by the longest span in the schedule; each rank has the same layers in both schedules. Under full
+        recomputation 1F1B recomputes every microbatch in its backward; otherwise 1F1B keeps all activations. In 1F1B
+        the time of the operations on vocabulary shards is part of the backwards.
         """
         if self.megatrons is not None:
             milliseconds = self.megatrons.with_costs(self.profile.costs)

@@ -64,8 +64,8 @@ class ByPriority(EventLoop):
     def needed_memory(self, rank: int, f: int) -> float:
         """Memory that has to be free before the F `f` runs.
 
-        F of chunk 0 also needs the memory of an F of chunk 1 if no microbatch is in flight in chunk 1, so that the
-        oldest microbatch can always continue.
+        While no microbatch is in flight in chunk 1, an F of chunk 0 has to leave memory for an F of chunk 1, so that
+        the oldest microbatch can always run its F of chunk 1.
         """
         first, last = self.problem.stages_of[rank]
         is_empty = self.done[last] == self.done[self.num_stages + last]

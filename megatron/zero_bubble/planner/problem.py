@@ -165,7 +165,7 @@ class Problem:
 
     @cached_property
     def num_delayed(self) -> int:
-        """Number of additional microbatches in flight on a rank because of `delay`."""
+        """Number of additional microbatches in flight on a rank, because the last stage waits for softmax and loss."""
         return ceil(self.delay / self.interval - 1e-9)
 
     @property
@@ -256,7 +256,7 @@ class Problem:
         return f + b + w + r + dropped + tuple(chain.from_iterable(memory[kind] for kind in self.codes.kinds[5:]))
 
     def is_dropped_as_a_rule(self, stage: int) -> bool:
-        """Whether most microbatches of `stage` have an R: under full recomputation, on all stages but the last."""
+        """Whether most microbatches of `stage` have an R, as under full recomputation on all stages but the last."""
         return self.recompute is Recompute.FULL and stage < self.num_stages - 1
 
     @cached_property

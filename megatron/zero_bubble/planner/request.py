@@ -62,7 +62,7 @@ class PlanRequest:
         num_microbatches: microbatches of an iteration.
         placements: placements to choose from, all for the same number of ranks.
         costs: `ModelCosts` of the units of a model whose layers are to be divided into stages, or `StageCosts` of the
-            stages if there is only one placement. The default is `default_costs`.
+            stages if there is only one placement; `default_costs` by default.
         partition: number of layers of every stage in model order; None to choose the partition.
         usual: the layout, such as Megatron's, that is kept unless another layout is faster; None if no layout is
             preferred.
@@ -75,15 +75,14 @@ class PlanRequest:
             costs; None for no limit. A capacity needs `ModelCosts`, because `StageCosts` has no memory of states.
         usual_capacity: a larger capacity, for the layout `usual` only; None if `capacity` holds for all layouts.
         group_size: number of microbatches that pass through a chunk before the next chunk's turn, for interleaved
-            placements; None to choose the size. For a schedule that is not planned from costs, None means groups of as
-            many microbatches as ranks.
+            placements; None to choose the size. If a schedule is not planned from costs and `group_size` is None, a
+            group has as many microbatches as there are ranks.
         overlap_communication: whether ranks compute while messages are in flight, as in `simulate`.
         post_validation: whether the optimizer step is validated in the next iteration, so that a rank starts the next
             iteration without waiting for the other ranks.
-        takes_makespan: whether plans are compared by their makespan. Otherwise plans are compared by the longest span
-            of a rank, from which published bubble rates are computed. An iteration whose optimizer step waits for all
-            ranks takes the makespan. Without post-validation interleaved placements are always compared by their
-            makespan.
+        takes_makespan: whether plans are compared by their makespan, and not by the longest span of a rank, from which
+            published bubble rates are computed. An iteration whose optimizer step waits for all ranks takes the
+            makespan. Without post-validation interleaved placements are always compared by their makespan.
         pairs: whether a forward and a backward may run as one operation, so that either computes while the other
             exchanges tokens between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).

@@ -10,8 +10,8 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.block_groups import in_groups
 
 SHORT = 2
-"""A rank gains nothing from several groups of layers if this number of microbatches, with all activations, fits in its
-memory. A rank with memory for two microbatches recomputes the second microbatch before the backward of the first
+"""Several groups of layers are tried only for a rank whose memory is too small for `SHORT` microbatches with all
+activations. A rank with memory for two microbatches recomputes the second microbatch before the backward of the first
 microbatch."""
 
 Groups = tuple[int, ...]
@@ -28,8 +28,8 @@ def groupings(problem: Problem) -> list[Groups]:
         problem: a problem with memory limits.
 
     Returns:
-        Tuples with the number of groups of every stage. All tuples fit in memory if the tuple with the most groups
-        fits.
+        Tuples with the number of groups of every stage. If the tuple with the most groups fits in memory, all returned
+        tuples fit in memory.
     """
     costs = problem.costs
     blocks = [max(1, costs.blocks(stage)) for stage in range(costs.num_stages)]

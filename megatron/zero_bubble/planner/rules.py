@@ -1,4 +1,4 @@
-"""Rules that the scheduling policies of the event loop follow in idle gaps and for dropped activations."""
+"""Rules of scheduling policies: which operations fill idle gaps, and which microbatches drop their activations."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _MOST_MOVES = 6
 """Largest number of partitions that are planned for a layout after its first partition."""
 _MOVED_OPERATIONS = 20_000
 """Largest number of F, B and W, summed over the partitions that are planned for a layout after its first partition. At
-least one further partition of a layout is planned."""
+least one partition of a layout is planned after its first partition."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class StepRules(NamedTuple):
     limits: tuple[float, ...] | None = None
     """Rank -> memory limit of its operations in bytes; None for no limit."""
     reorders: bool = True
-    """Whether microbatches may run in another order than the order of the data."""
+    """Whether microbatches may run in an order that differs from the order of the data."""
     interlocks: bool = False
     """Whether a rank starts the next iteration before all ranks have finished, as with post-validation."""
 
@@ -64,7 +64,11 @@ class StepProblem:
 
     @property
     def is_open(self) -> bool:
-        """Whether to plan the step: the schedule has no pairs, and either sizes differ or there are memory limits."""
+        """Whether the step has to be planned.
+
+        A step is planned if its microbatches differ in size or if there are memory limits, unless its schedule runs
+        forwards and backwards in pairs.
+        """
         differs = self.rules.limits is not None or len(set(self.sizes)) > 1
         return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
 

@@ -1,7 +1,7 @@
 """ZB-V, V-Half and V-Min: plans for two chunks a rank, placed in a V, from measured costs (arXiv 2405.15362).
 
 The candidates are orders of F and B from repeated building blocks and from list scheduling, with W inserted in idle
-time. A local search then improves the best candidates.
+time. At the end of planning, a local search improves the best plans.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation
 
 LEAST_IMPROVING = 25
-"""Smallest budget of the local search with the default effort, as a multiple of the number of operations. Below the
-default effort, the smallest budget shrinks in proportion to the effort."""
+"""The budget of the local search, in planned operations, is at least this number times the number of operations in the
+schedule. If the effort of the request is below the default effort, the smallest budget of the local search is reduced
+in proportion to the effort."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
-"""Limits on microbatches in flight in chunk 0, as (share, decrease). The limit of rank 0 is `share` times the number of
-microbatches that fit in memory in chunk 0 alone; from each rank to the next, the limit falls by `decrease`."""
+"""Pairs of a share and a decrease, which determine limits on microbatches in flight in chunk 0. The limit of rank 0 is
+the share times the number of microbatches that fit in memory in chunk 0 alone; from each rank to the next, the limit
+falls by the decrease."""
 WORTH_VARYING = 0.01
 """Building blocks are varied if the cost of the best plan exceeds the lower bound by more than this fraction."""
 NUM_VARIATIONS = 150
-"""Number of random and varied building blocks that are tried, if the budget allows."""
+"""Largest number of random and varied building blocks that a search tries before its budget of operations is spent."""
 NUM_RANDOM = 60
-"""Number of random building blocks among `NUM_VARIATIONS`."""
+"""Number of random building blocks that a search tries before it varies the best building blocks."""
 NUM_VARIED = 8
 """Number of the best building blocks that are varied."""
 RULE_VARIES = 0.15
-"""Probability that the rule for gaps is varied together with a building block."""
+"""Probability that a varied building block is tried with a random `GapRule` instead of its own `GapRule`."""
 
 
 def best_in_v(problem: Problem) -> Schedule:
@@ -65,7 +67,10 @@ def best_in_v(problem: Problem) -> Schedule:
 
 
 def _with_r_beside_b(problem: Problem) -> list[Schedule]:
-    """With full recomputation, the best plan in which each R directly precedes its B, if this plan fits."""
+    """Under full recomputation, the best plan in which each R directly precedes its B.
+
+    The list is empty without full recomputation, and if the plan does not fit in the memory limits.
+    """
     if problem.recompute is not Recompute.FULL or not (inside := problem.recomputing_in_backward()).is_feasible:
         return []
     schedule = with_recomputation(best_in_v(inside))
@@ -75,8 +80,8 @@ def _with_r_beside_b(problem: Problem) -> list[Schedule]:
 def _search(problem: Problem) -> Portfolio:
     """Plan schedules for a V-shaped placement, and return the best plans.
 
-    While no plan fits in memory, the search continues even if the budget is spent: it tries one gap rule for each
-    building block, and list scheduling. The order with one microbatch at a time always fits, but can take several times
+    If the budget is spent and no plan fits in memory, the search continues: it tries each remaining building block with
+    one `GapRule`, and list scheduling. The order with one microbatch at a time always fits, but can take several times
     as long as other orders.
     """
     portfolio = Portfolio(problem, budget_of(problem))
@@ -108,7 +113,7 @@ def _search(problem: Problem) -> Portfolio:
 
 
 class _Tried(NamedTuple):
-    """A building block whose orders were tried, with the rules that were used and the cost of the plan."""
+    """A building block that was tried, the rules with which it was tried, and the cost of the resulting plan."""
 
     cost: float
     block: Block
@@ -134,7 +139,7 @@ def _vary(portfolio: Portfolio, problem: Problem, tried: Sequence[_Tried]) -> No
 
 
 def _leads(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yield a tuple for each pair in `LEADS`: rank -> largest number of microbatches in flight in chunk 0."""
+    """Yield limits on microbatches in flight in chunk 0, each as a tuple: rank -> largest number of microbatches."""
     most = 2 * _max_in_flight(problem)
     for share, slope in LEADS:
         yield tuple(max(1, round(most * share - slope * rank)) for rank in range(problem.num_ranks))

@@ -18,7 +18,7 @@ ChannelCommunicator = TorchCommunicator | HostCommunicator
 
 
 class VariableChannels(VariableCommunicator):
-    """Channels for messages of varying shape; separate channels between the hosts carry headers with the shapes."""
+    """Channels for messages of varying shape; separate channels between the CPUs carry headers with the shapes."""
 
     def __init__(self, messages: ChannelCommunicator, headers: TorchCommunicator) -> None:
         super().__init__(messages, headers)

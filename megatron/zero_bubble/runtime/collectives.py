@@ -1,7 +1,7 @@
 """Exchanges tensors among all ranks of a group at once.
 
 All ranks of a group call the same collectives in the same order. A collective blocks its thread on a CPU, and the
-current stream on a GPU. Collectives that should run beside the computation are therefore called inside an
+current stream on a GPU. To run a collective at the same time as computation, the collective is called inside an
 `ExchangeLane`.
 """
 

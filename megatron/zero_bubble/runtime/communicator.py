@@ -115,8 +115,8 @@ class RunAhead:
 
     Args:
         new_mark: function that queues a mark on the GPU after all work launched so far.
-        limit: largest number of posted messages that the GPU has not reached. With the default, 8, the GPU still has
-            operations to compute while the process waits.
+        limit: largest number of posted messages that the GPU has not reached. With a limit of 8 messages, the GPU still
+            has operations to compute while the process waits for the GPU.
     """
 
     def __init__(self, new_mark: Callable[[], Mark], limit: int = 8) -> None:
@@ -140,8 +140,8 @@ class TorchCommunicator:
     """Sends messages over torch.distributed, with a process group for each channel.
 
     With NCCL all operations of one group run in order on one stream, so channels that shared a group would wait for
-    each other. Only the two ranks of a channel create the channel, and most channels are created at the same time.
-    Start-up therefore does not take longer with more ranks.
+    each other. Start-up does not take longer with more ranks, because only the two ranks of a channel create the
+    channel, and most channels are created at the same time.
 
     Args:
         pipeline_ranks: global rank of each pipeline rank.
@@ -245,8 +245,8 @@ _HOST = torch.device("cpu")
 class HostCommunicator:
     """Copies each message to host memory, which is pinned for a GPU, and sends the copy over gloo.
 
-    `send` waits until the device has computed the message, and a receive's `wait` copies the message to the device. No
-    work on the device ever waits for another rank. A valid schedule therefore always runs to its end, with any number
+    `send` waits until the device has computed the message, and a receive's `wait` copies the message to the device.
+    Because no work on the device ever waits for another rank, a valid schedule always runs to its end, with any number
     of hardware queues, and even if other code synchronises the device. A `HostCommunicator` is slow and meant for
     finding faults.
 

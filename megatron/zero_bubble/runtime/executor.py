@@ -273,10 +273,10 @@ class Executor:
         cast(SteppingStage, stage).step()
 
     def _validate(self, given: Stage, op: Op) -> None:
-        """Validate the last optimizer step; if the step was wrong, every rank runs all operations before `op` again.
+        """Validate the last optimizer step; if the step was wrong, every rank repeats all operations that precede `op`.
 
-        Before the repetition, this rank receives the messages that other ranks sent before their validation: a channel
-        delivers messages in order, and the repeated operations send all these messages again.
+        Before a rank repeats operations, it receives the messages that other ranks sent before they validated the step.
+        A channel delivers messages in order, and the repeated operations send all messages again.
         """
         stage = cast(SteppingStage, given)
         is_wrong = stage.validate()

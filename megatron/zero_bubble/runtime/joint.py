@@ -59,7 +59,7 @@ def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> No
 
 
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
-    """Let the job's first rank make a schedule for `num_microbatches`; return the plan with it on every rank.
+    """Let the job's first rank make the schedule for `num_microbatches`; every rank returns `plan` with this schedule.
 
     `plan_on_first_rank` is a collective call of the whole job. All ranks must run the very same order, but a solver
     with a time limit may find a different order on each rank.

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LookAhead(Iterator[T]):
-    """An iterator over an iterable that can show its next items without consuming them.
+    """An iterator that can also show the next items of an iterable without consuming the items.
 
     If the data of a training step is a `LookAhead`, the next step is planned during this step, from the lengths of the
     next microbatches. All steps have to use the same `LookAhead`.

@@ -1,7 +1,7 @@
 """Measures how long a rank waits for messages and for collectives while the other ranks compute.
 
 A message from a computing rank is slower than a message from an idle rank, because computation and communication share
-the processor or the cores of the device.
+the cores of the CPU or GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PRODUCTS = 1000
 def measure_edges(
     communicator: Communicator, placement: Placement, rank: int, spec: TensorSpec, *, while_computing: bool = True
 ) -> dict[int, float]:
-    """Measure the milliseconds of one message over each edge of this rank.
+    """Measure the milliseconds of one message between a stage of this rank and each neighbouring stage.
 
     `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`; edges within
     a rank are left out, and edges between the same two ranks are measured once. Disjoint pairs of ranks measure at

@@ -16,8 +16,8 @@ class StepObserver:
     """Gives the executor a recorder for every training step, and passes the step's measured operations to `sinks`.
 
     A GPU runs behind the process that launches its work. If the process waited for the GPU between two steps, the GPU
-    would idle. The observer therefore reads the times of a step during the next step: after each operation, the
-    observer checks whether the GPU has finished the previous step.
+    would idle. To keep the GPU busy, the observer reads the times of a step during the next step: after each operation,
+    the observer checks whether the GPU has finished the previous step.
     """
 
     def __init__(self, clock: Clock) -> None:

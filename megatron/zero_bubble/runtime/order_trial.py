@@ -11,7 +11,9 @@ from megatron.zero_bubble.schedule import ScheduleError
 SMALL_GAIN = 1.05
 """A run also tries megatron-core's order if the planned order's predicted gain over that order is below this factor."""
 WORTHWHILE = 1.005
-"""Least factor by which a planned order must be faster to replace another order after a correction or a trial."""
+"""After costs have been corrected, a new plan replaces the running plan only if the new plan is faster by this factor.
+After a trial of megatron-core's order, the planned order is kept only if it is faster than megatron-core's order by
+this factor."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Measures how much time a forward and a backward save if they run as one operation.
 
-In a pair, exchanges of tokens between experts can overlap with computation on a GPU, because a GPU runs exchanges and
-computation on separate streams. On a CPU, exchanges take processor time and cannot overlap with computation. The saved
-time is measured, not assumed: it is the sum of the separate durations of the forward and the backward, minus the
-duration of the pair.
+If a forward and a backward run as one operation (a *pair*), exchanges of tokens between experts can overlap with
+computation on a GPU, because a GPU runs exchanges and computation on separate streams. On a CPU, exchanges take
+processor time and cannot overlap with computation. The saved time is measured, not assumed: it is the sum of the
+separate durations of the forward and the backward, minus the duration of the pair.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ class PairTime(NamedTuple):
     """Durations of the pairs that contain an operation of a chunk, and of the same operations run separately."""
 
     hidden: float = 0.0
-    """Mean share of a pair's exchange time that overlaps with computation, from 0 to 1."""
+    """Mean share of the time of token exchanges that overlaps with computation if F and B run as a pair, from 0 to
+    1."""
     together: float = 0.0
-    """Milliseconds of one pair, summed over the kinds of pairs."""
+    """Milliseconds of F and B run as a pair, summed over all combinations of chunks and kind of backward."""
     apart: float = 0.0
-    """Milliseconds of a pair's two operations if they run one after the other, summed over the kinds of pairs."""
+    """Milliseconds of F and B run one after the other, summed over the same combinations as `together`."""
 
 
 NO_PAIRS = PairTime()
 
 
 def hidden_share(apart: float, together: float, exchanged: float) -> float:
-    """Return the share of a pair's exchange time that overlaps with computation, from 0 to 1.
+    """Return the share of the time of token exchanges that overlaps with computation if F and B run as a pair.
+
+    The share is a number from 0 to 1.
 
     Args:
         apart: milliseconds of the forward and the backward, run one after the other.
@@ -53,14 +56,14 @@ def hidden_share(apart: float, together: float, exchanged: float) -> float:
 
 
 class PairTimes:
-    """Collects the durations of the pairs of one rank over several steps."""
+    """Collects the durations of operations in which one rank runs F and B as a pair, over several steps."""
 
     def __init__(self) -> None:
         self._samples: dict[tuple[int, int, OpKind], list[float]] = defaultdict(list)
         """(chunk of the forward, chunk of the backward, kind of the backward) -> the milliseconds of each pair."""
 
     def add(self, ops: Sequence[MeasuredOp]) -> None:
-        """Add the pairs of one step."""
+        """Add the durations of all pairs of F and B in one step."""
         times = {measured.op: measured.end - measured.start for measured in ops}
         for forward, backward in pairs([measured.op for measured in ops]):
             self._samples[forward.chunk, backward.chunk, backward.kind].append(times[backward] * 1000.0)
@@ -87,7 +90,7 @@ class PairTimes:
 
 
 def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
-    """Return the separate operations that compute a paired backward's gradients; [] if none were measured."""
+    """Return operations outside of pairs that compute the gradients of a `kind` operation; [] if none were measured."""
     results = KINDS[kind].makes
     same = [(chunk, alone) for alone in BACKWARDS if KINDS[alone].makes == results and (chunk, alone) in times]
     return same[:1] or [(chunk, result) for result in results if all((chunk, each) in times for each in results)]

@@ -17,7 +17,8 @@ SPAN_TOLERANCE = 0.02
 _MATTERS = 0.02
 """A difference between planned and measured times is ignored below this share of a microbatch's computing time."""
 _PARTS = 1024
-"""Number of equally spaced candidates among which the bisection looks for the additional time of a message."""
+"""Number of equally spaced times among which a bisection finds the time to add to every message, so that a simulated
+step takes as long as a measured step."""
 
 
 class Difference(NamedTuple):
@@ -101,7 +102,7 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
 
 
 def largest_change(old: StageCosts, new: StageCosts) -> float:
-    """Return the largest relative change of a stage's total time for F, B, W and R, over all stages."""
+    """Return the largest relative change, over all stages, of the sum of the times of F, B, W and R of a stage."""
 
     def work(costs: StageCosts, stage: int) -> float:
         return costs.work(stage) + costs.time_r[stage]

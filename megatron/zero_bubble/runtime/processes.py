@@ -30,7 +30,8 @@ def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
 def tie_children() -> None:
     """From now on, let each process that this process's main thread forks end as soon as this process ends.
 
-    Children that other threads fork are left alone, because the kernel would end such a child together with its thread.
+    Children that other threads fork are left alone, because the kernel would end such a child as soon as the thread
+    that forked the child ends.
     """
     is_main_thread = False
 

@@ -28,8 +28,8 @@ class ChunkCosts:
     times: Mapping[OpKind, float]
     """Kind of operation -> usual time.
 
-    The kinds are F, B and W, or F and BW if the backward is fused. R is included if activations were recomputed; the
-    first chunk also includes the operations on the rank's vocabulary shard.
+    The kinds are F, B and W, or F and BW if the backward is fused. `times` also contains R if activations were
+    recomputed and, for the first chunk of a rank, the operations on the rank's vocabulary shard.
     """
     memory: Mapping[OpKind, float]
     """Kind -> usual change of memory; for F, the change if F keeps all activations, as in `StageCosts.memory_f`."""
@@ -38,9 +38,9 @@ class ChunkCosts:
     inside: int = 0
     """Largest temporary memory of an operation: its peak beyond the memory in use before and after the operation."""
     exchanged: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind (F, and B or BW) -> the part of the operation's token exchanges that overlaps with computation in a pair.
+    """Kind of operation -> milliseconds of its token exchanges that overlap with computation if F and B run as a pair.
 
-    The part is 0 if no pairs of a forward and a backward were measured.
+    The kinds are F and B, or F and BW if the backward is fused. All values are 0 if no pairs of F and B were measured.
     """
     pairs: PairTime = NO_PAIRS
     num_blocks: int = 0
@@ -74,7 +74,7 @@ class Profiler:
         """(chunk, R or W) -> times of the recomputations or weight gradients that ran within B."""
 
     def add(self, ops: Sequence[MeasuredOp]) -> None:
-        """Add the operations of one step. For a pair, only the time of the whole pair is recorded."""
+        """Add the operations of one step; if a forward and a backward ran as a pair, add only the time of the pair."""
         self._pairs.add(ops)
         paired = {op for pair in pairs([measured.op for measured in ops]) for op in pair}
         recomputed = {(run.op.chunk, run.op.microbatch) for run in ops if run.op.kind is OpKind.R}
@@ -105,7 +105,8 @@ class Profiler:
 
         Args:
             center: computes one time from several samples. The median is hardly changed by an outlier, such as the
-                first step. Plans for microbatches that differ in length use the mean.
+                first step. The mean is used if microbatches differ in length, and to compare a plan with measured
+                steps.
             recomputation: the store that has counted the recomputed blocks of layers.
             offload: the store that has measured the copies to and from the host.
         """
@@ -142,8 +143,8 @@ class Profiler:
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
         """Return the usual change of memory by a kind of operation.
 
-        For F, this is the change by an F that keeps all activations. If every F drops activations, the result is the
-        change by F plus the change by R.
+        For F, the result is the change by an F that keeps all activations. If every F drops activations, the result is
+        the change by F plus the change by R.
         """
         kept = self._memory.get((chunk, kind))
         if kept:

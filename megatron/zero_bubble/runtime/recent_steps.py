@@ -11,9 +11,10 @@ _TOO_OFTEN = 2
 class RecentSteps:
     """The validated steps of post-validation, which predict whether the next step will be wrong.
 
-    Amending a wrong step takes about as much time as a correct step saves by not waiting. A step that waits for its
-    validation neither saves nor loses time. If at least two of the last four steps were wrong, the next step waits. All
-    ranks of a pipeline record the same steps, and therefore make the same decision.
+    If an optimizer step does not wait for its validation, a correct step saves about as much time as amending a wrong
+    step takes. A step that waits for its validation neither saves nor loses time. If at least two of the last four
+    steps were wrong, the next step waits. All ranks of a pipeline record the same steps, and therefore make the same
+    decision.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,7 @@ class RecomputationStore:
 
     @contextmanager
     def forward(self, chunk: int, microbatch: int, *, drops: bool, num_groups: int = 1) -> Iterator[None]:
-        """Drop or keep the activations of the blocks of layers in the `with` block, which runs one F.
+        """Decide which blocks of layers drop their activations in the F that runs inside the `with` statement.
 
         Args:
             drops: whether the microbatch has an R.

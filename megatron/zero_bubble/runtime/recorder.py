@@ -53,8 +53,8 @@ class HostClock:
 class CudaClock:
     """A clock for a GPU. Marks are CUDA events on the current stream, so that no launch of an operation has to wait.
 
-    CUDA returns the time between two events in milliseconds as a float32, whose resolution is 8 ms after a day.
-    Each mark is therefore measured from the previous mark, and the times are added up in a Python float.
+    CUDA returns the time between two events in milliseconds as a float32, whose resolution is 8 ms after a day. To keep
+    a higher resolution, the clock adds up the times between successive marks in a Python float.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class OpRecorder:
         self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
         """(number of the operation, kind of the part, mark at its start, mark at its end) of each timed part.
 
-        The kind of a part is None for an exchange of tokens between experts.
+        If the timed part of an operation is an exchange of tokens between experts, the kind is None.
         """
 
     def begin(self, op: Op) -> None:
@@ -222,9 +222,11 @@ def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp
 
 
 def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
-    """Split time and memory equally among operations that ran as one; each operation gets the whole of `inside`.
+    """Split the time and the memory of operations that ran as one equally among these operations.
 
-    In a pair, all of the time counts for the backward, as in a simulation, and all of the memory for the forward.
+    The temporary memory, `MeasuredOp.inside`, is not split: every operation gets the same value. If a forward and a
+    backward ran as a pair, the backward gets all of the time, as in a simulation, and the forward gets all of the
+    memory.
     """
     if ops[-1].kind in PAIRED:
         forward, backward = ops
@@ -249,7 +251,7 @@ class StepTime:
 
 
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
-    """Compute the span and the work of a step, which has run at least one operation.
+    """Compute the span and the work of a step that ran at least one operation.
 
     Span and work exclude the optimizer's work. An operation that ran again after a failed validation counts as work
     only once.

@@ -35,9 +35,10 @@ _SIZE = 128
 _BLOCKS, _PRODUCTS = 9, 100
 """Number of timed blocks of products in the calibration, and number of products in a block."""
 _INTERLOCKED_STEPS = 3
-"""Number of consecutive steps in a round, if ranks begin a step without waiting for each other."""
+"""Number of consecutive steps in one measurement if ranks begin a step without waiting for each other; otherwise a
+measurement is a single step."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 8
-"""Smallest and largest number of measured rounds, in each of which every contender runs once."""
+"""Smallest and largest number of measurements of each schedule; the schedules are measured in turn."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Contender:
     """A schedule to rehearse.
 
     Attributes:
-        schedule: a schedule without communication, copies to the host, and pairs of F and B.
-        costs: durations of the operations, in milliseconds, without the delays by communication, which the rehearsal
-            itself has.
+        schedule: a schedule without communication, without copies to the host, and without pairs of F and B.
+        costs: durations of the operations, in milliseconds, without delays by communication. The delays come from the
+            real messages that a rehearsal sends.
         interlocks: whether ranks begin a step without waiting for each other, as with post-validation.
     """
 
@@ -69,7 +70,10 @@ class Work:
         self._remainder = 0.0
 
     def run(self, milliseconds: float) -> None:
-        """Compute for the given time; a remainder of less than one product is added to the next call."""
+        """Compute matrix products for the given time.
+
+        If the remaining time is too short for a product, the remaining time is added to the time of the next call.
+        """
         self._remainder += milliseconds / self.milliseconds
         while self._remainder >= 1:
             torch.mm(self._matrix, self._matrix, out=self._product)
@@ -96,18 +100,18 @@ def rehearse(
     timeout: timedelta,
     seconds: float,
 ) -> list[float]:
-    """Run contenders in turn, each for several steps; a collective call of the whole job.
+    """Run schedules in turn and measure the time of a step of each schedule; a collective call of the whole job.
 
     Args:
         group: ranks of this process's pipeline.
         message: type and shape [..., hidden] of a message between stages, on a CPU.
         communicator: class of the channels between stages.
         timeout: time limit of one message or collective.
-        seconds: approximate time of the rehearsal; every contender is measured at least three times, even if that
-            takes longer.
+        seconds: approximate time of the rehearsal; every schedule is measured at least three times, even if that takes
+            longer.
 
     Returns:
-        For each contender, the median milliseconds of a step on the slowest rank.
+        For each element of `contenders`, the median milliseconds of a step on the slowest rank.
     """
     work = _calibrated_work()
     with ExitStack() as opened:
@@ -128,7 +132,7 @@ def rehearse(
 
 
 class _Rehearsal:
-    """One contender on this rank, with its own channels, which `opened` closes."""
+    """One rehearsed schedule on this rank, with channels of its own; the exit stack `opened` closes the channels."""
 
     def __init__(
         self,
@@ -168,7 +172,7 @@ class _Rehearsal:
 
 
 class _BusyStage(VocabularyStage):
-    """Computes for the times in the costs, and sends messages of the model's size.
+    """A stage that keeps its rank busy for the time of each operation, and sends messages of the model's size.
 
     Args:
         traffic: the collectives of the rank's vocabulary shard; None without vocabulary shards.
@@ -255,7 +259,7 @@ class ShardTraffic:
         }
 
     def exchange(self, kind: OpKind) -> None:
-        """Take part in a collective, as `VocabularyStage.exchange`."""
+        """Take part in the collective operation `kind` of all ranks of the pipeline."""
         self._exchanges[kind]()
 
     def _broadcast(self, root: int, *tensors: torch.Tensor) -> None:

@@ -43,7 +43,8 @@ class Replanner:
     """Decides between two steps of a run whether a new plan replaces the current plan.
 
     Args:
-        plan: the plan that the run starts with. A plan that adapts to costs is replaced by a plan from measured costs.
+        plan: the plan that the run starts with. If its schedules depend on costs, the plan is replaced by a plan from
+            measured costs.
         measured: the measured costs of the run.
         report: called with each decision, on every rank.
         device: this rank's device; the least free memory of all ranks' devices determines the memory limit `auto`.
@@ -96,9 +97,9 @@ class Replanner:
     def to_measure(self, schedule: Schedule) -> Schedule:
         """Return a variant of `schedule` that measures all costs, or `schedule` itself once the costs are known.
 
-        In the measuring variant, every stage recomputes if the model may recompute, and copies activations to the host
-        if offload is allowed. In addition, every chunk has some forwards and backwards outside of pairs. `to_measure`
-        is called for every schedule that runs.
+        In the variant that measures all costs, every stage recomputes if the model may recompute, and copies
+        activations to the host if offload is allowed. If `schedule` has pairs, the variant runs some forwards and
+        backwards of every chunk separately. `to_measure` is called for every schedule that runs.
         """
         self._groups[schedule.num_microbatches] = schedule.groups
         if self._profile is not None:
@@ -112,9 +113,9 @@ class Replanner:
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a new plan if no plan for `num_microbatches` was made from the present profile, else None.
 
-        This is a collective call. Each number of microbatches needs a plan of its own, because the memory limit may
-        depend on this number. If the user gives a profile, the first plan is made from this profile before the first
-        step.
+        `before_step` is a collective call. Each number of microbatches needs a plan of its own, because the memory
+        limit may depend on this number. If the user gives a profile, the first plan is made from this profile before
+        the first step.
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
@@ -124,7 +125,7 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def after_step(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan if a profile, check, trial or drift calls for one, else None; a collective call."""
+        """Return the plan for the next steps if measured times call for a change, else None; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
@@ -145,7 +146,7 @@ class Replanner:
         return None
 
     def _collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        """Keep the operations of a step if the costs, the check of a plan or the check for drift need them."""
+        """Keep the measured operations of a step that is needed for a profile or for a comparison with the plan."""
         options = self._options
         is_profiled = self._profile is None and options.first_step <= step <= options.last_step
         if self._is_checked(step):
@@ -173,7 +174,7 @@ class Replanner:
         return plan if self._plan.adapts or measured_another else None
 
     def _planned(self, num_microbatches: int) -> tuple[RunSchedules, tuple[float, ...] | None]:
-        """Return a plan from the present profile, and the memory limit of every rank; a collective call."""
+        """Make a plan from the present profile; return the plan and the ranks' memory limits. A collective call."""
         profile = self._profile
         assert profile is not None
         in_bytes = self._limits_in_bytes(profile, num_microbatches)

@@ -73,10 +73,10 @@ _Values = dict[str, Any]
 class Snapshot:
     """Undoes a step by restoring copies of the parameters, the optimizer states and the parameter groups' settings.
 
-    The copy contains all optimizer states: moments, sums, and step counts (tensors or numbers). Before the first step
-    there are no states. The copy takes as much memory as the parameters and states: with Adam, 12 bytes for each
-    parameter of this rank's shard. The buffers of the copy are allocated once. On a GPU, a separate stream copies the
-    values while the device computes the iteration after the last validation.
+    The copy contains all optimizer states: moments, sums, and step counts (tensors or numbers). Before the first
+    optimizer step, the copy contains no optimizer states. The copy takes as much memory as the parameters and states:
+    with Adam, 12 bytes for each parameter of this rank's shard. The buffers of the copy are allocated once. On a GPU, a
+    separate stream copies the values while the device computes the iteration after the last validation.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
@@ -158,7 +158,9 @@ def _restore(now: dict[str, Any], before: _Values) -> None:
 class Inverse:
     """Undoes a step of AdamW without extra memory: solves AdamW's equations for the values before the step.
 
-    With c1 = 1 - beta1^t and c2 = 1 - beta2^t (the paper's appendix on rolling back AdamW, tuzTN0eIO5):
+    The following equations compute the parameter theta, the moments m and v, and the step count t before a step from
+    their values after the step and from the gradient g, with c1 = 1 - beta1^t and c2 = 1 - beta2^t. The equations are
+    in the appendix of Qi et al. 2024 on rolling back AdamW (https://openreview.net/forum?id=tuzTN0eIO5):
 
         theta <- (theta + lr (m / c1) / (sqrt(v / c2) + eps)) / (1 - lr weight_decay)
         m <- (m - (1 - beta1) g) / beta1,   v <- (v - (1 - beta2) g^2) / beta2,   t <- t - 1
@@ -243,8 +245,8 @@ def _differ(value: Any, other: Any) -> bool:
 def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Inside the `with` block, give parameter groups an earlier step's settings instead of their present settings.
 
-    Settings that have not changed since the earlier step are left alone, because the optimizer may change them in the
-    block.
+    A setting whose present value equals the earlier step's value is neither replaced nor restored, because the
+    optimizer may change the setting inside the `with` block.
     """
     changed = [
         {name: value for name, value in earlier.items() if _differ(group[name], value)}

@@ -76,7 +76,7 @@ class RunCosts:
         Args:
             model: the settings of the model that determine the costs.
             groups: for each stage, the number of groups of layers in the schedule that has run.
-            center: replaces `RunCosts.center` for this profile.
+            center: computes one time from the samples of an operation; `RunCosts.center` by default.
         """
         self._observer.flush()
         chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)

@@ -46,7 +46,7 @@ class Stage(Protocol):
         return
 
     def before_gradients(self, op: Op) -> None:
-        """Prepare for a B, W or BW, which adds to the gradients of parameters.
+        """Prepare for an operation that adds to the gradients of parameters, such as a B, W or BW.
 
         If the W of several microbatches run as one, `before_gradients` is called for each microbatch of each parameter.
         A stage without anything to prepare need not define this method.
@@ -59,9 +59,9 @@ class Stage(Protocol):
 
 
 class PairingStage(Stage, Protocol):
-    """A stage that runs a pair's forward and backward as one operation, so that exchanges overlap with computation.
+    """A stage that runs a forward and a backward as one operation, so that token exchanges overlap with computation.
 
-    Other stages run the forward and the backward one after the other.
+    A stage without `forward_backward` runs the forward and the backward of a pair one after the other.
     """
 
     def forward_backward(
@@ -115,8 +115,8 @@ class VocabularyStage(Stage, Protocol):
         """Take part in a collective operation of all ranks, such as HIDDEN, the broadcast of the last stage's output.
 
         An `ExchangeLane` calls `exchange` while the rank computes: on a GPU in a stream that has waited for all earlier
-        operations, on a CPU in a thread. Any operation may use and free the results, because the next exchange waits
-        for all computation launched before it. A tensor that `exchange` reads must not be freed until this rank has
-        waited for a later exchange.
+        operations, on a CPU in a thread. Any operation may use and free the results of `exchange`, because the next
+        call of `exchange` waits for all computation launched before the call. A tensor that `exchange` reads must not
+        be freed until this rank has waited for a later exchange.
         """
         ...

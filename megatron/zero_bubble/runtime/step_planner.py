@@ -39,7 +39,7 @@ class Peers(Protocol):
     """Communication with the ranks that run the same steps."""
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on a pipeline's first rank; return the result or raise `Infeasible` on all its ranks."""
+        """Run `action` on a pipeline's first rank; all ranks of the pipeline get the result or raise `Infeasible`."""
         ...
 
     def gather(self, value: T) -> list[T]:
@@ -77,7 +77,7 @@ class StepDecision(NamedTuple):
     level: int = 0
     """0 if the step runs the run's own schedule; a higher level is a schedule for less memory (see `plan_step`)."""
     schedule: Schedule | None = None
-    """The schedule for less memory; None at level 0, where the run's own schedule runs."""
+    """The schedule that needs less memory than the run's own schedule; None if the step runs the run's own schedule."""
     order: MicrobatchOrder | None = None
     """The order planned for this step; None if the step takes the order of the data or of an earlier plan."""
     milliseconds: float = 0.0
@@ -146,7 +146,7 @@ class StepPlanner:
             read_sizes: returns the sizes of the step's microbatches; called on the first rank.
             read_next_sizes: returns the sizes of the next step's microbatches, or an empty sequence if the sizes are
                 unknown. If the sizes are known, the next step is planned while this step runs. `read_next_sizes` is
-                called on the first rank, after the other ranks have received the decision.
+                called on the first rank, after the other ranks have received the plan of the current step.
 
         Raises:
             Infeasible: the memory limits are exceeded even if the microbatches run one after the other.
@@ -210,7 +210,7 @@ class StepPlanner:
         return StepDecision(known, order.places, level, schedule if level else None, order, milliseconds, waited)
 
     def _is_late(self, problem: StepProblem) -> bool:
-        """Return whether the step runs in an earlier order because its own plan is not ready.
+        """Return whether the step takes the order of an earlier step, because the plan of the step is not ready.
 
         With memory limits, the step waits for its own plan.
         """
@@ -230,7 +230,9 @@ class StepPlanner:
             return error
 
     def after_step(self, step: int, usual: Callable[[], StageCosts]) -> None:
-        """If `step` is the last step before a fit, fit costs to sizes; a collective call of the whole job.
+        """Fit costs as functions of microbatch sizes if `step` ends a series of measured steps.
+
+        `after_step` is a collective call of the whole job.
 
         Args:
             usual: function that returns the costs of the mean microbatch.

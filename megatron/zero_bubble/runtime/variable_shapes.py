@@ -36,7 +36,7 @@ class AnswerSpec:
     """An answer to a message of this rank; the answer's shape is known as soon as this rank has sent that message."""
 
     find: Callable[[], TensorSpec | None]
-    """Returns the shape and type of the answer; None as long as the shape is unknown."""
+    """Returns the shape and type of the answer to this rank's message; None as long as the shape is unknown."""
 
 
 def refuse_one_queue(device: torch.device) -> None:
@@ -68,8 +68,8 @@ class VariableCommunicator:
 
     Args:
         messages: the channels of the messages.
-        headers: the channels of the headers, between the hosts. On a GPU, the process sends a header when it launches
-            the send of the message, even if the GPU has not computed the message yet.
+        headers: the channels of the headers, between the CPUs of the ranks. On a GPU, the process sends a header when
+            it launches the send of the message, even if the GPU has not computed the message yet.
     """
 
     def __init__(self, messages: Communicator, headers: Communicator) -> None:
@@ -94,7 +94,7 @@ class VariableCommunicator:
         return receive
 
     def post(self, receive: _Receive) -> PendingReceive:
-        """Post all earlier receives of the channel and then `receive`; wait for the headers with their shapes."""
+        """Post the channel's receives up to `receive`, each once the header with its message's shape has arrived."""
         channel = self._channels[receive.source]
         while receive.posted is None:
             first = channel.popleft()

@@ -1,10 +1,10 @@
 """Detects a hung pipeline, and reports the current operation of each rank.
 
-A hung rank reports nothing by itself, and its neighbours wait for its messages. Each rank therefore has a thread that
-regularly checks whether the rank has advanced. The first thread whose rank has not advanced within the timeout raises
-an alarm in the job's store. After an alarm every rank writes its position to the store, the rank that raised the alarm
-reports all positions, and all ranks exit. While the job runs, each check costs one small request to the store;
-the operations of the pipeline send no requests.
+A hung rank reports nothing by itself, and its neighbours wait for its messages. To detect a hung rank, each rank has a
+thread that regularly checks whether the rank has advanced. The first thread whose rank has not advanced within the
+timeout raises an alarm in the job's store. After an alarm every rank writes its position to the store, the rank that
+raised the alarm reports all positions, and all ranks exit. While the job runs, each check costs one small request to
+the store; the operations of the pipeline send no requests.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class WeightGradStore:
         _run_in_order([(0, deferred) for deferred in pending], lambda microbatch: None)
 
     def bytes_since(self, num_put: int) -> int:
-        """Return the bytes held by the weight gradients that the current B has deferred after the first `num_put`."""
+        """Return the bytes held by the weight gradients that the current B has deferred, except the first `num_put`."""
         deferred = self._bundle[num_put:]
         return sum({cdata: size for gradient in deferred for cdata, size in gradient.held.items()}.values())
 
@@ -145,7 +145,7 @@ class WeightGradStore:
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run weight gradients in order; the background work of each starts before the preceding weight gradient runs."""
+    """Run weight gradients in order; the `start` of each is called before the preceding weight gradient runs."""
     pending.reverse()
     if pending:
         pending[-1][1].start()

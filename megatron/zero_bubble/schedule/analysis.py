@@ -82,8 +82,8 @@ BUBBLE_WORDS = (
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
 
-    A column is left out if its cause cannot occur in the timeline: validation without post-validation, copies without
-    offload, and streams if the simulation has no hardware queues.
+    The column for validation is left out if the schedule has no post-validation, the column for copies is left out if
+    the schedule has no offload, and the column for streams is left out if the simulation has no hardware queues.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -138,10 +138,10 @@ def _busy_between(timeline: Timeline, rank: int, before: Op, op: Op) -> float:
 def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
     """The critical path of a timeline: the chain of operations that determines the makespan.
 
-    Each operation of the critical path waits for the previous operation of the path. The previous operation either runs
-    on the same rank or produces an input of the waiting operation. If an operation's rank becomes free at the moment
-    when the operation's last input arrives, the critical path stays on the rank. Waits of launches on NCCL's streams
-    are not considered.
+    Each operation of the critical path waits for the previous operation of the path, which either runs on the same rank
+    or produces an input of the waiting operation. If an operation's rank becomes free at the moment when the
+    operation's last input arrives, the critical path stays on the rank. Waits of launches on NCCL's streams are not
+    considered.
 
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.

@@ -12,9 +12,10 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """The costs of a schedule whose stages recompute their activations in several groups of layers.
 
     In a stage with several groups of layers, the activations of the last group are kept by F, or dropped by F and
-    recomputed by R. The activations of every earlier group are recomputed inside of B, right before the backward of the
-    group. B also computes the weight gradients of all groups except the first, so that the activations of at most one
-    group are in memory at a time. D (offload) copies only activations that F keeps.
+    recomputed by R. The activations of all groups of layers but the last are recomputed inside of B, right before the
+    backward of the group. B also computes the weight gradients of all groups of layers but the first, so that the
+    activations of at most one group of layers are in memory at a time. D (offload) copies only activations that F
+    keeps.
 
     Args:
         groups: stage -> number of groups of layers; empty for one group on every stage.
@@ -44,7 +45,8 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
 def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """Convert costs whose memory was measured with `groups` to the costs of stages with one group of layers each.
 
-    Memory and the times of copies are converted by the inverse of `in_groups`. Times of computations do not change.
+    For memory and for the times of copies, `with_memory_of_all_groups` is the inverse of the function `in_groups`. The
+    times of computations are the same in `costs` and in the result.
     """
     if max(groups, default=1) == 1:
         return costs

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def paused_collector() -> Iterator[None]:
     """Pause the collector of reference cycles during a `with` block or a decorated function.
 
-    The operations of a long schedule are millions of tuples without reference cycles. The collector would walk through
-    these tuples again and again, which would double the time of lowering.
+    The operations of a long schedule are millions of tuples without reference cycles. By visiting all tuples of the
+    schedule again and again, the collector would double the time of lowering.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -34,8 +34,8 @@ class StageCosts:
 
     All times are in the same unit, usually milliseconds. All memory is in the same unit, usually M_B, which is the
     activation memory of one microbatch on a whole rank. The memory of an operation is a change of memory: F allocates
-    memory at its start, and B and W release memory at their end. `memory_b` and `memory_w` are therefore usually
-    negative. BW costs as much as B and W together.
+    memory at its start, and B and W release memory at their end. `memory_b` and `memory_w` are usually negative,
+    because B and W usually release memory. BW costs as much as B and W together.
 
     Recomputation: if a microbatch has an R (recomputation), its F allocates `memory_f - memory_r`, and its R allocates
     `memory_r`.
