@@ -364,3 +364,14 @@ def test_a_line_says_that_dropout_draws_other_numbers_than_megatron_cores_order(
     assert bool(line) is warns
     if warns:
         assert line.startswith(" > --zero-bubble-memory-limit 0.5: megatron-core's order of forwards, in groups of 4 ")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "most"), [("auto", 1, ""), ("interleaved-zb", 3, True), ("interleaved-zb", 9, True)]
+)
+def test_a_group_of_microbatches_of_an_impossible_size_is_refused_by_its_flag(schedule, size, most):
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    chunks = {"--zero-bubble-schedule": schedule, "--num-virtual-stages-per-pipeline-rank": "2"}
+    with pytest.raises(ValueError, match=rf"^{flag} {size}: give at least 4, the number of pipeline ranks") as error:
+        checked_job({**chunks, "--global-batch-size": "16", flag: str(size)})
+    assert str(error.value).endswith(", and at most 8, the number of microbatches") is bool(most)

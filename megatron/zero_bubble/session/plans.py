@@ -48,6 +48,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
         if not name.startswith(_FILE):
             kind = cast("PlacementKind | None", flags.zero_bubble_placement)
             plan = RunSchedules.named(name, num_ranks, num_chunks, kind)
+            _check_group_size(flags, plan)
             if flags.rank == 0:
                 plan = replace(plan, watch=announced)
             limit = _limit_before_measuring(flags, plan.placement)
@@ -86,6 +87,18 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
     if given is None and placement.kind == "interleaved" and _draws_in_order(flags):
         return placement.num_ranks
     return given
+
+
+def _check_group_size(flags: JobFlags, plan: RunSchedules) -> None:
+    """Raise `ValueError` if megatron-core's flag gives groups with too few microbatches, or too many for a schedule."""
+    name = "microbatch_group_size_per_virtual_pipeline_stage"
+    size, ranks = getattr(flags, name), plan.placement.num_ranks
+    if size is None or plan.placement.kind != "interleaved":
+        return
+    number = flags.num_microbatches(min(flags.batch_sizes))
+    if size < ranks or (size > number >= ranks and not plan.adapts):
+        most = "" if plan.adapts else f", and at most {number}, the number of microbatches"
+        raise ValueError(f"{flag_name(name)} {size}: give at least {ranks}, the number of pipeline ranks{most}")
 
 
 def _draws_in_order(flags: JobFlags) -> bool:
