@@ -198,6 +198,15 @@ def test_a_pattern_that_does_not_fit_is_refused_before_the_script_starts(schedul
             check_script_arguments(flags, arguments, environment)
 
 
+@pytest.mark.parametrize("schedule", ["auto", "interleaved-zb"])
+def test_groups_of_too_few_microbatches_are_refused_before_the_script_starts(schedule):
+    sizes = {"--num-layers": 8, "--pipeline-model-parallel-size": 2, "--micro-batch-size": 1, "--global-batch-size": 8}
+    chunks = {"--num-virtual-stages-per-pipeline-rank": 2, "--microbatch-group-size-per-virtual-pipeline-stage": 1}
+    arguments = [str(word) for pair in {**sizes, **chunks}.items() for word in pair]
+    with pytest.raises(SessionError, match=r"^--microbatch-group-size-per-virtual-pipeline-stage 1: give at least 2"):
+        check_script_arguments(LaunchFlags(zero_bubble_schedule=schedule), arguments, {"WORLD_SIZE": "2"})
+
+
 def test_enable_takes_the_flags_by_name():
     flags = flags_from_keywords("zb-h1", True, {"timeline": "out", "profile_iters": [1, 2]})
     assert flags == LaunchFlags(

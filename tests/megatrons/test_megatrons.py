@@ -63,6 +63,12 @@ CASES = {
     "chosen layout": Case(
         GPT, f"--zero-bubble {BY_LAYER}", base=f"--zero-bubble-schedule 1f1b {BY_LAYER}", rounding=1e-4
     ),
+    "chosen layout, bf16, reduction overlapped": Case(
+        f"{GPT} --bf16 --overlap-grad-reduce --clip-grad 0",
+        f"--zero-bubble --zero-bubble-vocabulary-parallel off {BY_LAYER}",
+        base=f"--zero-bubble-schedule 1f1b {BY_LAYER}",
+        rounding=1e-2,
+    ),
     "lengths": Case(LENGTHS, f"{ZB_H1} {DATA_ORDER}"),
     "lengths, planned order": Case(ORDER_FREE, PLANNED_ORDER, rounding=1e-5),
     "vocabulary shards": Case(GPT, SHARDS, rounding=1e-4),

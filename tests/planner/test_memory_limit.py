@@ -107,13 +107,16 @@ def test_a_limit_before_anything_is_measured():
     assert MemoryLimit().in_unit_costs(ranks, 8) is None
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 2), (2, 2, 2), (4, 4, 2), (4, 8, 4), (4, 40, 3)])
-def test_the_peak_of_interleaved_1f1b_is_that_of_simulate(p, m, v):
+@pytest.mark.parametrize(
+    ("p", "m", "v", "group_size"),
+    [(1, 3, 2, None), (2, 2, 2, None), (4, 4, 2, None), (4, 10, 4, 6), (4, 40, 3, None), (2, 24, 2, 4), (4, 8, 2, 8)],
+)
+def test_the_peak_of_interleaved_1f1b_is_that_of_simulate(p, m, v, group_size):
     placement = Placement("interleaved", p, v)
     costs = uneven(placement)
-    peaks = simulate(generate("interleaved-1f1b", p, m, num_chunks=v), costs).peak_memory
-    limit = MemoryLimit(multiple=1.5, is_interleaved=True)
-    assert interleaved_peaks(placement, costs, m) == peaks
+    peaks = simulate(generate("interleaved-1f1b", p, m, num_chunks=v, group_size=group_size), costs).peak_memory
+    limit = MemoryLimit(multiple=1.5, is_interleaved=True, group_size=group_size)
+    assert interleaved_peaks(placement, costs, m, group_size=group_size) == peaks
     assert limit.in_bytes(placement, costs, m, None) == 1.5 * max(peaks)
     assert limit.in_bytes(placement, costs, m, None, (7.0,) * p) == 1.5 * (max(peaks) + 7.0)
 

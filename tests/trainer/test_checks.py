@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.zero_bubble.planner.generate import generate
 from megatron.zero_bubble.planner.memory_limit import MemoryLimit
-from megatron.zero_bubble.schedule import Placement
+from megatron.zero_bubble.schedule import OpKind, Placement
 from megatron.zero_bubble.trainer.arguments import parse_arguments
 from megatron.zero_bubble.trainer.checks import complete_and_check
 from tests.checked_flags import GOOD, checked, checked_job
@@ -75,6 +76,26 @@ def test_zero_bubble_plans_for_as_many_chunks_as_megatrons_flags_make(changes, k
     assert job.plan.name == "auto"
     assert job.plan.placement == Placement(kind, job.plan.placement.num_ranks, chunks)
     assert job.flags.memory_limit == MemoryLimit(multiple=1.0, is_interleaved=kind == "interleaved")
+
+
+@pytest.mark.parametrize("group_size", [4, 8, 12])
+def test_a_plan_has_room_for_megatron_cores_order_in_groups_of_any_size(group_size):
+    """With dropout the plan keeps this order, so that the same random numbers are drawn."""
+    job = checked_job(
+        {
+            "--zero-bubble": None,
+            "--global-batch-size": "32",
+            "--num-virtual-stages-per-pipeline-rank": "2",
+            "--microbatch-group-size-per-virtual-pipeline-stage": str(group_size),
+        }
+    )
+    number, ranks = job.flags.most_microbatches, job.plan.placement.num_ranks
+    own = generate("interleaved-1f1b", ranks, number, num_chunks=2, group_size=group_size)
+    planned, expected = (
+        [[op for op in ops if op.kind is OpKind.F] for ops in schedule.ops]
+        for schedule in (job.plan.schedule(number).without_communication(), own)
+    )
+    assert planned == expected
 
 
 def test_the_number_of_replicas_counts():

@@ -168,6 +168,7 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
         check_num_ranks(shape, world_size)
         given = Namespace(**vars(shape))
         given.hybrid_layer_pattern = given.hybrid_layer_pattern or given.hybrid_override_pattern
+        given.microbatch_group_size_per_vp_stage = shape.microbatch_group_size_per_virtual_pipeline_stage
         if given.hybrid_layer_pattern is not None:
             divide_pattern(given, flags)
             shape = replace(shape, num_layers=len(HybridPattern.parse(given.hybrid_layer_pattern).symbols))

@@ -130,7 +130,7 @@ class ScriptHooks:
             )
         yield Hook(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            ("module", "ddp_config"),
+            ("config", "module", "ddp_config"),
             "splits linear layers before DDP wraps them, so that W calls the hook with which DDP reduces gradients",
             lambda call: self.run.wrap_in_ddp(call),
         )

@@ -201,6 +201,8 @@ class ScriptUnits:
         split_weight_gradients([call["module"]], self._store)
         # During the measurement, replicas neither gather parameters nor reduce gradients.
         defer_in_ddp(call, overlap_grad_reduce=False, overlap_param_gather=False)
+        # Copied, because a measurement sets the configuration's functions, and the script's own model may share it.
+        call["config"] = copy.copy(call["config"])
         call.proceed()
         raise _HasBuilt(call["self"])
 

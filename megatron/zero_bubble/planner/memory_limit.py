@@ -30,9 +30,13 @@ class MemoryLimit:
     num_bytes: int | None = None
     """The memory limit in bytes."""
     is_interleaved: bool = False
-    """Whether `multiple` refers to the peak of interleaved 1F1B for v > 1 chunks a rank: p + (p-1)/v microbatches."""
+    """Whether `multiple` refers, for v > 1 chunks a rank, to the peak of interleaved 1F1B. In groups of p microbatches
+    the peak is (p + (p-1)/v) M_B."""
     pairs: bool = False
     """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
+    group_size: int | None = None
+    """Number of microbatches that pass through a chunk of interleaved 1F1B before the next chunk's turn; by default the
+    number of ranks."""
 
     @classmethod
     def parse(cls, text: str) -> MemoryLimit:
@@ -93,7 +97,7 @@ class MemoryLimit:
         """The function that computes each rank's peak memory; the memory limit is a multiple of the largest peak."""
         if not self.is_interleaved or placement.num_chunks == 1:
             return one_f_one_b_peaks
-        return partial(interleaved_peaks, pairs=self.pairs)
+        return partial(interleaved_peaks, pairs=self.pairs, group_size=self.group_size)
 
 
 def _positive(number: str, text: str) -> float:
@@ -149,19 +153,21 @@ def interleaved_peaks(
     recompute: Recompute = Recompute.NONE,
     *,
     pairs: bool = False,
+    group_size: int | None = None,
 ) -> tuple[float, ...]:
     """Rank -> peak memory of interleaved 1F1B, for the chunks of `placement`, with or without pairs.
 
-    The number of microbatches is rounded up to a multiple of the number of ranks, as megatron-core requires.
+    The number of microbatches is rounded up to a multiple of `group_size`, the number of microbatches that pass through
+    a chunk before the next chunk's turn. By default `group_size` is the number of ranks, of which megatron-core
+    requires a multiple.
     """
-    p = placement.num_ranks
-    # With more than three groups of p microbatches the peaks stay the same, apart from `memory_left`.
-    num_groups = min(3, -(-num_microbatches // p))
-    left = max(0, num_microbatches - num_groups * p)
+    p, size = placement.num_ranks, group_size or placement.num_ranks
+    # With more than three groups of at least p microbatches the peaks stay the same, apart from `memory_left`.
+    num_groups = min(3, -(-num_microbatches // size))
+    left = max(0, num_microbatches - num_groups * size)
+    own = interleaved_pairs if pairs and recompute is not Recompute.FULL else interleaved_1f1b
+    schedule = own(p, num_groups * size, num_chunks=placement.num_chunks, group_size=size)
     if recompute is Recompute.FULL:
-        schedule = with_recomputation(interleaved_1f1b(p, num_groups * p, num_chunks=placement.num_chunks))
-    else:
-        own = interleaved_pairs if pairs else interleaved_1f1b
-        schedule = own(p, num_groups * p, num_chunks=placement.num_chunks)
+        schedule = with_recomputation(schedule)
     peaks = peak_memory(schedule, costs)
     return tuple(peak + left * memory_left(costs, placement.stages_of(rank)) for rank, peak in enumerate(peaks))

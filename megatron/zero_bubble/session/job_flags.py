@@ -155,6 +155,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
                 multiple=1.0,
                 is_interleaved=self.model_chunks is not None,
                 pairs=self.overlap_moe_expert_parallel_comm,
+                group_size=self.microbatch_group_size_per_virtual_pipeline_stage,
             )
         pending = pending_backwards(text)
         if pending is None or pending == "auto":

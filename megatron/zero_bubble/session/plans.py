@@ -14,7 +14,9 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Infeasible, Placement, Schedule, ScheduleError, StageCosts, simulate
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.formats import schedule_from_text
-from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, PlacementKind
+from megatron.zero_bubble.schedule.generators.interleaved import interleaved_1f1b
+from megatron.zero_bubble.schedule.ir import MAX_OPERATIONS, Op, PlacementKind
+from megatron.zero_bubble.schedule.kinds import OpKind
 from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.aliases import pending_backwards
 from megatron.zero_bubble.session.features import check_offload, check_pairs, plans_offload
@@ -46,6 +48,7 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
         if not name.startswith(_FILE):
             kind = cast("PlacementKind | None", flags.zero_bubble_placement)
             plan = RunSchedules.named(name, num_ranks, num_chunks, kind)
+            _check_group_size(flags, plan)
             if flags.rank == 0:
                 plan = replace(plan, watch=announced)
             limit = _limit_before_measuring(flags, plan.placement)
@@ -82,10 +85,49 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
     microbatches as there are ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
-    draws = (flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
-    if given is None and placement.kind == "interleaved" and draws:
+    if given is None and placement.kind == "interleaved" and _draws_in_order(flags):
         return placement.num_ranks
     return given
+
+
+def _check_group_size(flags: JobFlags, plan: RunSchedules) -> None:
+    """Raise `ValueError` if megatron-core's flag gives groups with too few microbatches, or too many for a schedule."""
+    name = "microbatch_group_size_per_virtual_pipeline_stage"
+    size, ranks = getattr(flags, name), plan.placement.num_ranks
+    if size is None or plan.placement.kind != "interleaved":
+        return
+    number = flags.num_microbatches(min(flags.batch_sizes))
+    if size < ranks or (size > number >= ranks and not plan.adapts):
+        most = "" if plan.adapts else f", and at most {number}, the number of microbatches"
+        raise ValueError(f"{flag_name(name)} {size}: give at least {ranks}, the number of pipeline ranks{most}")
+
+
+def _draws_in_order(flags: JobFlags) -> bool:
+    """Whether the random numbers of dropout depend on the order of the forwards of a rank."""
+    return bool(flags.attention_dropout or flags.hidden_dropout) and not flags.zero_bubble_seed_by_layer
+
+
+def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:
+    """A line about dropout if a plan does not have room for megatron-core's order of forwards; empty otherwise."""
+    placement, size = schedule.placement, group_size(flags, schedule.placement)
+    if placement.kind != "interleaved" or size is None or not _draws_in_order(flags):
+        return ""
+    try:
+        own = interleaved_1f1b(
+            placement.num_ranks, schedule.num_microbatches, num_chunks=placement.num_chunks, group_size=size
+        )
+    except ScheduleError:  # megatron-core has no schedule for this number of microbatches
+        return ""
+    if all(_forwards(schedule, rank) == _forwards(own, rank) for rank in range(placement.num_ranks)):
+        return ""
+    return (
+        f" > {limit_flag(flags)}: megatron-core's order of forwards, in groups of {size} microbatches, needs more "
+        "memory; in the planned order dropout draws other random numbers, unless --zero-bubble-seed-by-layer is given"
+    )
+
+
+def _forwards(schedule: Schedule, rank: int) -> list[Op]:
+    return [op for op in schedule.ops[rank] if op.kind is OpKind.F]
 
 
 def _check_recomputation(flags: JobFlags, name: str) -> None:

@@ -31,6 +31,7 @@ from megatron.zero_bubble.runtime.recorder import device_clock
 from megatron.zero_bubble.runtime.replica_waits import ReplicaWaits, Waits
 from megatron.zero_bubble.runtime.rollback import make_rollback
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, with_states
 from megatron.zero_bubble.session.environment import shared_cores
@@ -43,6 +44,7 @@ from megatron.zero_bubble.session.features import (
 )
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.model_states import Parameters, States
+from megatron.zero_bubble.session.plans import other_numbers_line
 from megatron.zero_bubble.session.profiled_costs import fit_units
 from megatron.zero_bubble.session.profiling import report_plan, too_short_to_profile
 from megatron.zero_bubble.session.reports import channels_line, describe_hierarchy, print_rank_0, without_gain
@@ -69,10 +71,17 @@ def run_plan(
     if flags.zero_bubble_communicator == "host":
         print_rank_0(" > messages between stages go through host memory (--zero-bubble-communicator host)")
 
+    def warn_of_order(schedule: Schedule) -> None:
+        if line := other_numbers_line(flags, schedule):
+            print_rank_0(line)
+
     def report(plan: Report) -> None:
         report_plan(flags, plan)
+        warn_of_order(plan.prediction.schedule)
         write_plan(plan)
 
+    if job.plan.adapts:
+        warn_of_order(job.plan.schedule(flags.most_microbatches))
     return ForwardBackward(
         job.plan,
         store,

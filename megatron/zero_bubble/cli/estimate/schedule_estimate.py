@@ -237,9 +237,11 @@ def estimate(job: EstimatedJob, name: str) -> Estimate:
 
 def _memory_limit(job: EstimatedJob, placement: Placement) -> MemoryLimit:
     """Return the memory limit that the flags set or, by default, the peak of megatron-core's own schedule."""
-    pairs = job.flags.overlap_moe_expert_parallel_comm
-    default = MemoryLimit(multiple=1.0, is_interleaved=placement.kind == "interleaved", pairs=pairs)
-    return job.flags.memory_limit or default
+    if job.flags.memory_limit is not None:
+        return job.flags.memory_limit
+    is_interleaved, pairs = placement.kind == "interleaved", job.flags.overlap_moe_expert_parallel_comm
+    size = job.flags.microbatch_group_size_per_virtual_pipeline_stage
+    return MemoryLimit(multiple=1.0, is_interleaved=is_interleaved, pairs=pairs, group_size=size)
 
 
 def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutEstimate:
