@@ -104,9 +104,9 @@ class ScriptStages:
     def is_stage(self, call: Call, wanted: int) -> bool:
         """Answer a call that asks whether the current stage is the stage `wanted`, where -1 is the last stage.
 
-        In a V, the current stage is the stage whose forward step runs or, if no forward step runs, the stage of the
-        chunk that the call names. Without a V, and if the call names no chunk or ignores virtual stages, megatron-core
-        answers the call.
+        In a V, the current stage is the stage whose forward step runs. If no forward step runs, the current stage is
+        the stage of the chunk that the call names. In a placement other than a V, megatron-core answers the call. If no
+        forward step runs, megatron-core also answers a call that names no chunk or that ignores virtual stages.
         """
         wanted %= self._placement.num_stages
         if self._running is not None:

@@ -92,8 +92,8 @@ def write_in_threads(*, keep_results: bool) -> None:
     Args:
         keep_results: whether the writing threads put their results into a queue in this process. If `keep_results` is
             false, megatron-core starts a server process for the results at the first save. megatron-core's server
-            process takes 150 MB of memory on each rank, and survives when the rank is killed. For asynchronous saves,
-            which need the server process, `keep_results` must be false.
+            process takes 150 MB of memory on each rank, and survives when the rank is killed. `keep_results` must be
+            false for asynchronous saves, which need megatron-core's server process.
     """
     for name in _NAMES:
         if hasattr(FileSystemWriterAsync, name):

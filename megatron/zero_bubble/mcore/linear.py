@@ -74,9 +74,9 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
 def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
     """Return the output layer if it multiplies with the weight of the embedding on the same stage, else None.
 
-    With multi-token prediction, the last stage has a copy of the embedding. A tied output layer on this stage
-    multiplies with the weight of the copy of the embedding, and leaves its own weight unused. Autograd adds up the
-    gradient of a shared weight in B, so the backward of a tied output layer is not split into B and W.
+    With multi-token prediction, a tied output layer computes the logits with the weight of the last stage's copy of the
+    embedding, and its own weight is unused. Autograd adds up the gradient of a shared weight in B, so the backward of a
+    tied output layer is not split into B and W.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)

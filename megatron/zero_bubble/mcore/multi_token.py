@@ -47,6 +47,6 @@ def track(sums: dict[str, torch.Tensor]) -> None:
 
 
 def forget_losses() -> None:
-    """Set the sums of multi-token prediction to zero; also called before the forwards of an iteration run again."""
+    """Set the summed losses of multi-token prediction to zero, for a new iteration or a repeat of its forwards."""
     for sums in tracked_sums().values():
         sums.zero_()

@@ -44,8 +44,8 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """Condition: the value, a number of weight shards, exceeds the number of tensor-parallel ranks in the setting
-    `name`."""
+    """Condition: the refused setting, a number of weight shards, is greater than the setting `name`, a number of
+    tensor-parallel ranks."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 

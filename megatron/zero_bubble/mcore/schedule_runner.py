@@ -165,7 +165,7 @@ class ForwardBackward:
         return self._connections.shapes_vary
 
     def take_order_times(self) -> OrderTimes | None:
-        """Return predicted times of the steps since the last call in which microbatches had a planned order."""
+        """Return the predicted times of steps with a planned microbatch order, since the last call of this method."""
         return self._step_plans.take_times()
 
     def __call__(self, **arguments: Any) -> list[Any]:

@@ -96,14 +96,15 @@ def _gated(part: ShardedTensorFactory, parameter: DTensor) -> ShardedTensorFacto
 
 
 def places_of_gated_rows(replica: int, num_replicas: int, rank: int, num_ranks: int) -> tuple[list[int], int]:
-    """Return the positions of a replica's rows in the unsharded weight of a gated layer.
-
-    The rows of the unsharded weight are divided into pieces of equal size; the positions are numbers of pieces.
+    """Return the places, in the unsharded weight of a gated layer, of the rows that FSDP2 gives to one replica.
 
     The unsharded weight of a gated layer contains all rows of the gate, followed by all rows of the input projection. A
-    tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. The rows
-    of a tensor-parallel rank are divided among this rank's replicas. The function returns the numbers of the replica's
-    pieces, and the number of all pieces of the unsharded weight.
+    tensor-parallel rank has its part of the gate's rows, followed by its part of the input projection's rows. FSDP2
+    divides the rows of a tensor-parallel rank among this rank's replicas.
+
+    Returns:
+        The indices of the replica's pieces of the unsharded weight, and the total number of pieces. The pieces are
+        ranges of consecutive rows, all of the same length. Index 0 is the piece with the first rows.
     """
     # With an odd number of replicas, the middle replica has rows of the gate and of the input.
     num_pieces = 1 if num_replicas % 2 == 0 else 2

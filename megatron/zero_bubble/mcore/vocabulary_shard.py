@@ -10,20 +10,23 @@ and z_d, the label's logit if the label's row is in the shard, else 0. The m_d, 
     M = max m_d,   S = sum s_d exp(m_d - M),   Z = sum z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
 
 Let g = dLoss/dl be the gradient of the training loss with respect to the loss l of each token. Let G_d be 1 at the
-label's row, if the shard has this row, and 0 at all other rows. The gradients of X and of W_d are
+label's row, if the shard has this row, and 0 at all other rows. The gradient of the hidden states X is
 
-    dX = g sum_d (alpha_d P_d - G_d) W_d,   dW_d = (g (alpha_d P_d - G_d))^T X.
+    dX = g sum_d (alpha_d P_d - G_d) W_d.
 
-The computation is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288). The product with W_d needs no
-data of other shards, and is computed before the shards exchange statistics. This module writes the difference in dX
-and dW_d as
+The gradient of the weights W_d of one shard is
 
-    alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d   with   D_d = P_d - G_d,
+    dW_d = (g (alpha_d P_d - G_d))^T X.
 
-and computes the product D_d W_d. If the model predicts a label with high probability, alpha_d P_d almost equals G_d.
-If alpha_d P_d almost equals G_d, rounding alpha_d P_d to 16 bits would lose most of the difference alpha_d P_d - G_d.
-If the model predicts a label with high probability, the two terms alpha_d D_d and (alpha_d - 1) G_d are small, so that
-rounding D_d to 16 bits loses little.
+The computation is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288). Both gradients contain the
+difference alpha_d P_d - G_d. With D_d = P_d - G_d, this module computes the difference as
+
+    alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d.
+
+The product D_d W_d needs no data of other shards, and is computed before the shards exchange statistics. If the model
+predicts a label with high probability, alpha_d P_d almost equals G_d. If alpha_d P_d almost equals G_d, rounding
+alpha_d P_d to 16 bits would lose most of the difference alpha_d P_d - G_d. If the model predicts a label with high
+probability, the two terms alpha_d D_d and (alpha_d - 1) G_d are small, so that rounding D_d to 16 bits loses little.
 """
 
 from __future__ import annotations
@@ -53,8 +56,9 @@ class Rows:
         """Return every token's row in this shard, and whether the token is in this shard; tokens of other shards get
         arbitrary rows.
 
-        The tokens of other shards get rows that are spread over the whole shard. If the tokens of other shards shared
-        one row, a GPU would add the gradients of these tokens, which are zeros, to this row one after the other.
+        The arbitrary rows of tokens of other shards are spread over all rows of this shard. If the tokens of other
+        shards shared one row, a GPU would add the gradients of these tokens, which are zeros, to this row one after the
+        other.
         """
         row = tokens - self.first
         return torch.remainder(row, self.count), (row >= 0) & (row < self.count)

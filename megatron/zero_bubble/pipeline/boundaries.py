@@ -46,11 +46,8 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
     """
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
-    """`best[k][n]` describes the most even partition of the first n layers into k parts.
-
-    The description is the total of the parts' squared sums, the total of the parts' squared lengths, and the first
-    layer of the last part.
-    """
+    """`best[k][n]` describes the most even partition of the first n layers into k parts by three numbers: the total of
+    the parts' squared sums, the total of the parts' squared lengths, and the index of the last part's first layer."""
     for part in range(num_parts):
         ends: dict[int, tuple[float, float, int]] = {}
         for first, (squares, lengths, _) in best[-1].items():

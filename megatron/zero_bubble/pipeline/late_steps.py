@@ -199,8 +199,8 @@ class LateSteps:
 
         Raises:
             ValueError: on all ranks, if a forward of the step or an optimizer's step has failed, or the step has to be
-                amended but its gradients have changed. Before the error is raised, every rank that took the optimizer's
-                step before validation undoes this step.
+                amended but its gradients have changed. Before `validate` raises the ValueError, every rank that has
+                taken the optimizer's step undoes this step.
         """
         if self._pending is None:
             return False

@@ -99,7 +99,10 @@ class LayerStage:
             self._microbatches = Microbatches([inputs[n] for n in places], [targets[n] for n in places])
 
     def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
-        """Set the spec of each stage's message to the next stage; if shapes vary, the specs' shapes are examples."""
+        """Set the structure, shapes and types of the message that each stage sends to the next stage.
+
+        If shapes vary, the given shapes are examples.
+        """
         self._sent = sent
         self._announced = {stage: spec.announced() for stage, spec in sent.items()} if shapes_vary else {}
 

@@ -114,7 +114,7 @@ class LayoutRequest:
         return measure_layers(self.layers, self.loss_fn, self.options.example, self.device, self.options.split_layers)
 
     def _weights(self, times: list[LayerTimes] | None) -> tuple[Sequence[float], str]:
-        """Return the load of every layer, by which layers are divided among stages, and the unit of the loads."""
+        """Return the load of every layer, for balancing the stages, and the unit of the loads."""
         if times is not None:
             return [sum(of_layer) for of_layer in times], "s a microbatch"
         partition = self.options.partition

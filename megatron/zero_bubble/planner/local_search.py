@@ -28,7 +28,8 @@ TENURE = 12
 PATIENCE = 50
 """Largest number of moves in a row without a better plan, before a restart."""
 OPERATIONS_PER_MOVE = 8
-"""In a small problem the search restarts after (number of operations / this number) moves without a better plan."""
+"""In a small problem, the number of moves in a row without a better plan is at most the number of operations of the
+problem, divided by this number."""
 ATTEMPTS = 3
 """Largest number of moves that are tried, from the lowest estimated cost up, until a move causes no deadlock."""
 RESTARTS = 15

@@ -22,7 +22,8 @@ _IDLE_TRIPS = 7
 _BUSY_TRIPS = 16
 """Number of messages that each rank sends while it computes; the mean of the messages' times is used."""
 _COLLECTIVES = 16
-"""Least number of collectives to measure; each rank waits for the result of at least one collective."""
+"""Least number of measured collectives. In a pipeline with more ranks than this number, one collective is measured for
+each rank."""
 _PRODUCTS = 1000
 """Number of small matrix products that keep a rank busy during a measurement: about 5 ms on a CPU core."""
 
@@ -98,8 +99,8 @@ def _round_trip(
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
     """Measure how many milliseconds a rank waits for the collective that follows the softmax S on vocabulary shards.
 
-    `measure_collective` is a collective call of the whole job, with the same result on every rank. As in training, the
-    measured collective gathers three numbers per token, sums a message over the ranks, and runs in an `ExchangeLane`.
+    All ranks of the job call `measure_collective`, and get the same result. The measured collective gathers three
+    numbers per token and then sums a message over the ranks. As in training, collectives run in an `ExchangeLane`.
 
     Args:
         collectives: collectives of this pipeline's ranks.

@@ -270,8 +270,8 @@ class StageCosts:
     def split_ranks(self, placement: Placement) -> StageCosts:
         """Divide these costs, which are the costs of whole ranks, equally among the chunks of `placement`.
 
-        The time of a message between neighbouring ranks does not change. A message from the last rank to the first rank
-        takes as long as the slowest message between neighbouring ranks.
+        Dividing the costs does not change the time of a message between neighbouring ranks. A message from the last
+        rank to the first rank takes as long as the slowest message between neighbouring ranks.
         """
         if placement.num_chunks == 1:
             return self

@@ -52,7 +52,7 @@ class Source(NamedTuple):
     """Whether the stage that makes the result is on another rank."""
     edge: int | None
     """The number s if a message between stages s and s + 1 carries the result; None if a collective carries the result.
-    The number has no meaning if the same rank makes and uses the result."""
+    The value of `edge` has no meaning if the same rank makes and uses the result."""
 
 
 @lru_cache(maxsize=MAX_STAGES)

@@ -72,9 +72,10 @@ class Hierarchy:
         return iteration > self.warmup
 
     def group_size_after(self, iteration: int) -> int | None:
-        """Size of the largest groups of replicas that average their parameters after `iteration` (from 1).
+        """Size of the largest groups of replicas that average their parameters after `iteration`.
 
-        `group_size_after` returns None if no group averages its parameters after `iteration`.
+        The number of the first iteration is 1. `group_size_after` returns None if no group averages its parameters
+        after `iteration`.
         """
         if not self.is_local(iteration):
             return None

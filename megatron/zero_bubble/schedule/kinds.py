@@ -93,11 +93,11 @@ class Need(NamedTuple):
     """A result that an operation needs, if the stage that makes the result exists."""
 
     result: OpKind
-    """The needed result. For example, `OpKind.B` is the gradient of a stage's input, which a B or a BW makes."""
+    """The needed result. For example, `OpKind.B` stands for the gradient of a stage's input, made by a B or a BW."""
     place: Place
     """The stage or rank that makes the result."""
     num_before: int = 0
-    """Operations of microbatch k need the result of microbatch k - `num_before`; VALIDATE counts iterations."""
+    """Operations of microbatch k need the result of microbatch k - `num_before`; for VALIDATE, k is an iteration."""
     is_optional: bool = False
     """Whether the result is needed only if the schedule has an operation of kind `result` for the microbatch."""
     only_at: Place | None = None
@@ -161,7 +161,7 @@ class KindFacts:
     waiting: str = ""
     """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """Plural name of the results, if each microbatch must have one result, in microbatch order; otherwise empty."""
+    """Plural name of results that a stage must make once for each microbatch, in microbatch order; empty for others."""
     pairs_with: OpKind | None = None
     """Kind of the preceding operation with which this operation runs as one (see `pairs`); None outside of pairs."""
     runs_on: Place = Place.SAME_STAGE

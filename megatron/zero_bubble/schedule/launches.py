@@ -125,7 +125,7 @@ class Host:
     def sending(self) -> list[End]:
         """Return this rank's endpoints of the streams on which the rank has posted sends or collectives.
 
-        The rank ends an iteration only after all of these sends and collectives are complete.
+        The rank ends an iteration only after all sends and collectives that it has posted are complete.
         """
         return [end for end in self._ends.values() if end.sends and end.num_posted]
 

@@ -38,8 +38,9 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     the same rank need no message. All ranks run the collectives of vocabulary shards in the same order (see
     `place_collectives`).
 
-    A receive is posted `receive_ahead` computations before its consumer, or earlier if the next receive of its channel
-    is posted earlier. If receives `receive_ahead` computations before their consumers cause a deadlock or a longer
+    A receive is posted `receive_ahead` computations before its consumer. If the tensors of two messages of a channel
+    are used in the opposite order of their sends, both receives are posted `receive_ahead` computations before the
+    first use. If posting the receives `receive_ahead` computations before their consumers causes a deadlock or a longer
     makespan on GPUs with one hardware queue (see `streams`), `lower` also tries the places of receives that
     `_between_makers` chooses. The places that `_between_makers` chooses exclude deadlocks. Of two lowered schedules,
     `lower` returns the schedule with the shorter makespan on GPUs with one hardware queue. A lowered schedule deadlocks
@@ -108,9 +109,8 @@ class _Place(NamedTuple):
     """Position of the computation right before which the receive is posted."""
     turn: int
     """Sort key of receives that are posted before the same computation. The key of a receive is a number in the serial
-    order: the number of the computation that makes the previous message of the receive's channel. Sorted by the number
-    of the computation that makes the previous message of their channel, receives are in the order in which their
-    channels become free."""
+    order: the number of the computation that makes the previous message of the receive's channel. Receives before
+    the same computation are posted in the order in which their channels become free."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -218,9 +218,9 @@ def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
 def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
     """Place each receive `receive_ahead` computations before its consumer.
 
-    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. A
-    receive is posted more than `receive_ahead` computations before its consumer if the next receive of its channel
-    would otherwise be posted first.
+    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If the
+    tensors of two messages of the channel are used in the opposite order of their sends, both receives are posted
+    `receive_ahead` computations before the first use.
     """
     phases = order.phases[channel.destination]
     places: list[_Place] = []
@@ -236,8 +236,9 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
     Consider a run of all computations one at a time, in `order`. A receive is posted after the computation that makes
     the previous message of its channel, so that the receive blocks no launch of its own rank. A receive is posted
     before the computation that makes the next message of its channel, because the send of the next message waits for
-    the receive. By induction, whenever a computation starts in a run of all computations one at a time, each channel
-    has at most one incomplete message, which is the last posted message of the channel, and no earlier launch waits.
+    the receive. If computations run one at a time in `order`, each channel has at most one incomplete message at the
+    start of a computation, as induction shows. The incomplete message of a channel is the last posted message of the
+    channel. When a computation starts, none of the earlier launches waits.
 
     The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later than
     the preferred place if the previous message of its channel is still in flight at the preferred place. A receive is

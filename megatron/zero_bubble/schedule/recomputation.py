@@ -49,8 +49,9 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
     """Insert R like `with_recomputation`, but with at least one R on every stage, to measure the costs of R.
 
-    A stage without an R gets an R for its first microbatch. No other set of R with at least one R on every stage needs
-    less memory, so that the costs of R can be measured even in a model whose activations would not all fit in memory.
+    A stage without an R gets an R for its first microbatch. Among all sets of R with at least one R on every stage, the
+    inserted R need the least memory. The costs of R can therefore be measured even in a model whose activations would
+    not all fit in memory.
     """
     groups, schedule = schedule.groups, with_recomputation(schedule)
     ranks = [list(ops) for ops in schedule.ops]

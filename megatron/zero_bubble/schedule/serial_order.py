@@ -64,8 +64,8 @@ class SerialOrder:
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase (from the second on) -> smallest number, in the serial order, of any rank's VALIDATE right before the
-        phase."""
+        """Phase (from the second on) -> number, in the serial order, of the first of the VALIDATE operations that ranks
+        run right before the phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
         stops = [timed.end for lane in timeline.computations for timed in lane]

@@ -87,7 +87,7 @@ def _in_order(times: _Times) -> Schedule:
 
 
 _Timed = tuple[float, int, int, Op]
-"""(planned start, order of operations with the same start, microbatch, operation)."""
+"""(planned start, sort key of operations with the same planned start, microbatch, operation)."""
 
 
 class _Times:
@@ -141,7 +141,7 @@ class _Times:
         return starts
 
     def _starts_of(self, rank: int, result: OpKind) -> list[float]:
-        """Microbatch -> planned start of the operation in chunk 0 of `rank` that makes `result`, which is B or W."""
+        """Microbatch -> planned start of the operation in chunk 0 of `rank` that makes `result` (the kind B or W)."""
         starts = self._starts[rank]
         kinds = (result, *(kind for kind in BACKWARDS if result in KINDS[kind].makes))
         return [

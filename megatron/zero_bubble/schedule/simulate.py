@@ -111,8 +111,8 @@ class _Step(NamedTuple):
     time: float
     """Time of the operation."""
     plain_waits: tuple[tuple[int, float | None], ...]
-    """(`_Wait.slot`, `_Wait.transit`) of each needed result. Empty if a needed result is optional, belongs to another
-    microbatch, or arrives in a message that occupies the receiver."""
+    """The fields `slot` and `transit` of `_Wait` for each needed result. Empty if a needed result is optional, belongs
+    to another microbatch, or arrives in a message that occupies the receiver."""
     waits: tuple[_Wait, ...]
     """The results that the operation needs. Empty if `plain_waits` lists these results."""
     slots: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Reorders the last W of every rank by parameter, so that the reduction of gradients over replicas overlaps with W.
 
-The gradient of a parameter can be reduced over the data-parallel replicas after the last W of the parameter. If the
-last W of a rank run microbatch by microbatch, every parameter has its last W at the end of the iteration. After the
-last B of a rank, all remaining W have their inputs, so that these W can run parameter by parameter. The gradient of one
+The gradient of a parameter can be reduced over the data-parallel replicas after the last W of the parameter. If a rank
+runs W in microbatch order until the end, every parameter has its last W at the end of the iteration. After the last B
+of a rank, all remaining W have their inputs, so that these W can run parameter by parameter. The gradient of one
 parameter is reduced while the W of the next parameter run ("Zero Bubble Pipeline Parallelism", appendix A). Reordering
 W changes no bit of a gradient, because the terms of each gradient are added in microbatch order all the same. On a rank
 with a vocabulary shard, the last weight gradients of the output layer (T) come before the last W. The last weight

@@ -49,8 +49,8 @@ def validate(schedule: Schedule) -> None:
       and EW once for every microbatch, and the last rank runs L (loss).
     - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights
       (W, BW) in microbatch order, so that sums of gradients are the same, bit for bit.
-    - The inputs of an operation from its own rank are made earlier on the rank. The inputs of a forward and a backward
-      that run as one operation are made before both.
+    - A rank runs an operation after the operations of the same rank that make its inputs. The inputs of a forward and a
+      backward that run as one operation are made before both.
     - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
       The sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
       same order.

@@ -35,8 +35,8 @@ from megatron.zero_bubble.session.running import communicator_of
 SECONDS = 6.0
 """Approximate duration of a rehearsal."""
 _LONGEST = 4000.0
-"""Predicted milliseconds of a step above which no layout is rehearsed. The time for which ranks wait for processor
-cores is short in comparison with such a long step."""
+"""Predicted milliseconds of a step above which no layout is rehearsed. In a long step, the time for which ranks wait
+for processor cores is a small part of the step."""
 
 
 def new_choice(

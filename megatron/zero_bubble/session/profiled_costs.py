@@ -128,6 +128,6 @@ class _Fit(NamedTuple):
         return [embedding, *(of_kinds[kind] for kind in self.kinds), output]
 
     def solve_layers(self, costs: Sequence[float]) -> list[float]:
-        """Solve the equations for the stages' `costs`, with embedding and output at zero; return each layer's costs."""
+        """Solve for each layer's costs, given the stages' `costs`, to which embedding and output do not contribute."""
         of_kinds = nonnegative_least_squares(self.layers, np.asarray(costs, dtype=float)).tolist()
         return [of_kinds[kind] for kind in self.kinds]

@@ -110,9 +110,9 @@ def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
     Rank 0 prints its error at once. A rank other than rank 0 sleeps for some seconds before it prints its error. If
-    rank 0 has the same error, torchrun ends the sleeping ranks, and the error is printed only once. A rank that has
-    lost its connection to another rank also sleeps before it prints its error, even if it is rank 0: torchrun usually
-    notices meanwhile that the other rank has failed, and ends all ranks.
+    rank 0 ends with an error, torchrun ends the other ranks during their sleep, and only the error of rank 0 is
+    printed. A rank that has lost its connection to another rank also sleeps before it prints its error, even if it is
+    rank 0: torchrun usually notices meanwhile that the other rank has failed, and ends all ranks.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -147,9 +147,9 @@ def _lost_process(error: Exception) -> SessionError | None:
 def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
-    torchrun reports the failure with the earliest time, in whole seconds, as the cause. The written time is one second
-    before the time of the error, because a rank that torchrun itself has ended may have the same time as the rank with
-    the error.
+    torchrun reports the failure with the earliest time, in whole seconds, as the cause. `_tell_torchrun` writes
+    a time that is one second before the error, because torchrun may end other ranks in the second of the error, and
+    also counts their ends as failures.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

@@ -63,8 +63,8 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "optimizer_offload_fraction": 1.0,
     }
 )
-"""Field -> default of its flag, if the default differs from the field's own default. Such a default is Megatron-LM's
-default, or a default for megatron-core's layers without Transformer Engine."""
+"""Field -> default of its flag, if the default differs from the field's own default. Each default in `_DEFAULTS` is
+Megatron-LM's default, or a default for megatron-core's layers without Transformer Engine."""
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "normalization": ("LayerNorm", "RMSNorm"),

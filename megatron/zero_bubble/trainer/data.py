@@ -35,9 +35,9 @@ from megatron.zero_bubble.trainer.data_files import fingerprint
 class ContentKeyedGPTDataset(GPTDataset):
     """A GPTDataset that names its cached sample index after the path of the data and the lengths of the documents.
 
-    megatron-core names this cache after the path of the data and settings, but not after the contents. With
-    megatron-core's name, data tokenised again under the same path would use the old data's index, and samples would be
-    out of range or silently wrong.
+    megatron-core names this cache after the path of the data and settings, but not after the contents. With the name
+    that megatron-core gives to the cache, data tokenised again under the same path would use the old data's sample
+    index, and samples would be out of range or silently wrong.
     """
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:

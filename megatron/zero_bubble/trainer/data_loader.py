@@ -176,7 +176,7 @@ def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dic
 
 
 def _length_multiple(args: Arguments) -> int:
-    """Return the number of which the length of every microbatch must be a multiple.
+    """Return an integer that must divide the length of every microbatch.
 
     Tensor-parallel and context-parallel ranks get equal parts of a microbatch only if its length is a multiple of the
     returned number.

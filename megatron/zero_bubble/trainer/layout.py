@@ -29,8 +29,8 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_i
 def unit_models(args: Arguments) -> UnitModels:
     """Return functions that build a model's units (embedding, layers, output) and run them, for measurements.
 
-    Call `unit_models` inside of `initialized`, after the size of the vocabulary is known. Any placement on the job's
-    pipeline ranks may be passed to `initialized`.
+    Call `unit_models` in a `with initialized(...)` block, after the size of the vocabulary is known. Any placement on
+    the job's pipeline ranks may be passed to `initialized`.
     """
     microbatch = random_microbatch(
         args.padded_vocab_size, args.micro_batch_size, args.seq_length, has_mask=args.reset_attention_mask
@@ -56,9 +56,9 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 def settle_layout(args: Arguments, session: Session) -> Arguments:
     """Choose the parts of the layout that no flag gives, and adopt the layout's placement; a collective call.
 
-    Call `settle_layout` inside of `initialized`, before the model is built. `settle_layout` leaves the random states
-    equal to the random states of a run that started with the chosen layout. A job that continues from a checkpoint
-    keeps the layout of the checkpoint, so that its losses equal the losses of an uninterrupted job.
+    Call `settle_layout` in a `with initialized(...)` block, before the model is built. `settle_layout` leaves the
+    random states equal to the random states of a run that started with the chosen layout. A job that continues from a
+    checkpoint keeps the layout of the checkpoint, so that its losses equal the losses of an uninterrupted job.
 
     Returns:
         The flags with the chosen layout.

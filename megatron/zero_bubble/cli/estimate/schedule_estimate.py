@@ -43,11 +43,11 @@ class Estimate:
     limit: float | None = None
     """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit.
 
-    If the memory limit of the flags is `auto` and no plan fits in `limit`, the schedule is the plan with the least
-    memory. In all other cases, the schedule's activations do not exceed `limit`.
+    The schedule's activations do not exceed `limit`, with one exception: if the memory limit of the flags is `auto` and
+    no plan fits in `limit`, the schedule is the plan with the least memory.
     """
     without_pairs: Timeline | None = None
-    """The timeline of the schedule planned without pairs; None if the schedule is not planned with pairs.
+    """For a schedule that is planned with pairs, the timeline of a second plan without pairs; otherwise None.
 
     A pair runs a forward and a backward as one operation.
     """

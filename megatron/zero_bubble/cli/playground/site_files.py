@@ -26,8 +26,8 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 """The files of the npm package pyodide that a browser loads."""
 
 PYODIDE = _HERE / "npm" / "node_modules" / "pyodide"
-"""Folder into which `make playground` installs the npm package pyodide. A wheel that is built afterwards contains the
-npm package."""
+"""Folder into which `make playground` installs the npm package pyodide. A wheel that is built after `make playground`
+contains the npm package."""
 
 START: dict[str, Any] = {
     "shared": {

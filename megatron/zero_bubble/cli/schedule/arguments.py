@@ -216,8 +216,9 @@ class CurveFlags(ScheduleFlags, ResultFlags):
     def first(self) -> float:
         """The curve's smallest memory limit, in units of 1F1B's peak memory (pipeline size times M_B).
 
-        By default, the smallest memory limit is 0.5 or, if plans may recompute activations or --dial is given, 0.125.
-        Plans that recompute activations or copy activations to the host need less memory.
+        By default, the smallest memory limit is 0.5 times 1F1B's peak memory. If plans may recompute activations, or if
+        --dial is given, the default is 0.125 times 1F1B's peak memory. Plans that recompute activations or copy
+        activations to the host need less memory.
         """
         if self.from_ is not None:
             return self.from_

@@ -37,7 +37,8 @@ recompute and copy.
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
-"""Largest relative time that the plot of --dial shows, so that short times can be distinguished."""
+"""Largest time that the plot of --dial shows, divided by the time of the fastest plan that keeps all activations. With
+longer times in the plot, short times could not be distinguished."""
 _PARTS = (0.8, 0.5, 0.25)
 """Shares of the fastest plan's memory. For each share, the printed text has times under the largest memory limit that
 does not exceed this share of the fastest plan's memory."""

@@ -13,9 +13,9 @@ from megatron.zero_bubble.schedule.kinds import OpKind
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Generate DualPipeV as DeepSeek published it.
 
-    If B takes as long as F, the bubble with p ranks is (p-1)(FB + BW - 3W), where FB is the time of a pair of one
-    chunk, BW the time of B and W of one chunk together, and W the time of W of one chunk. The peak memory is (2p+1)/2
-    M_B. Source: DeepSeek-V3, arXiv 2412.19437, and DeepSeek's repository DualPipe.
+    A pair runs a forward and a backward as one operation. For one chunk, let FB be the time of a pair, W the time of W,
+    and BW the time of B and W together. If B takes as long as F, the bubble with p ranks is (p-1)(FB + BW - 3W). The
+    peak memory is (2p+1)/2 M_B. Source: DeepSeek-V3, arXiv 2412.19437, and DeepSeek's repository DualPipe.
 
     Args:
         num_ranks: number of ranks p.
