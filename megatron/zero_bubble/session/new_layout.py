@@ -32,7 +32,7 @@ from megatron.zero_bubble.session.progress_lines import ProgressLines
 from megatron.zero_bubble.session.reports import layout_lines, print_line, print_rank_0
 from megatron.zero_bubble.session.running import communicator_of
 
-SECONDS = 6.0
+SECONDS = 8.0
 """Approximate duration of a rehearsal."""
 _LONGEST = 4000.0
 """Predicted milliseconds of a step above which no layout is rehearsed. In a long step, the time for which ranks wait
@@ -101,16 +101,16 @@ def _write(output: str, model: ModelCosts) -> None:
 
 
 def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
-    """The chosen plan, the best plan without vocabulary shards, and the plans of Megatron's split.
+    """The chosen plan, the best plan without vocabulary shards, and megatron-core's own schedule on Megatron's split.
 
-    The result is empty if Megatron's split is the chosen layout, if there is only one plan, if a schedule has pairs of
-    F and B or copies to the host, or if a step is predicted to take longer than `_LONGEST`.
+    If megatron-core's own schedule does not fit, the planned schedule on Megatron's split takes its place. The result
+    is empty if Megatron's split is the chosen layout, if there is only one plan, if a schedule has pairs of F and B or
+    copies to the host, or if a step is predicted to take longer than `_LONGEST`.
     """
     chosen = choice.plan
     unsharded = [plan for plan in (chosen, *chosen.others) if not plan.layout.vocabulary_parallel]
-    plans = list(
-        {(plan.layout, plan.request.schedule): plan for plan in (chosen, *unsharded[:1], *choice.megatrons)}.values()
-    )
+    candidates = (chosen, *unsharded[:1], *choice.megatrons[-1:])
+    plans = list({(plan.layout, plan.request.schedule): plan for plan in candidates}.values())
     kinds = set[OpKind]().union(*(plan.timeline.schedule.kinds for plan in plans))
     is_settled = choice.is_megatrons_split or len(plans) == 1
     if is_settled or kinds & {*PAIRED, OpKind.D} or max(plan.time for plan in plans) > _LONGEST:
@@ -130,15 +130,21 @@ def _contender(plan: Plan, request: PlanRequest) -> Contender:
 
 
 def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
-    """Choose again among the rehearsed plans, by their rehearsed times."""
+    """Choose again among the rehearsed plans, by their rehearsed times.
+
+    The time of the planned schedule on Megatron's split follows from the rehearsal of megatron-core's own schedule.
+    """
     request, planned = choice.request, _plans_to_rehearse(choice)
     plans = [
         replace(plan, slowdown=time / request.time_of(plan.timeline), others=())
         for plan, time in zip(planned, times, strict=True)
     ]
-    is_allowed = request.usual is not None and request.allows(request.usual)
-    ours = [plan for plan in plans if plan.request.schedule == request.schedule]
     own = [plan for plan in plans if plan.request.schedule != request.schedule]
+    ours = [plan for plan in plans if plan.request.schedule == request.schedule]
+    if own and all(plan.layout != request.usual for plan in ours):
+        delay = own[0].slowdown / choice.megatrons[-1].slowdown
+        ours += [replace(plan, slowdown=plan.slowdown * delay, others=()) for plan in choice.megatrons[:-1]]
+    is_allowed = request.usual is not None and request.allows(request.usual)
     rivals = [plan for plan in ours if is_allowed or plan.layout != request.usual]
     chosen = choose(rivals, request.usual, own[0].time if own and is_allowed else inf)
     rehearsed = {plan.layout.combination for plan in ours}
@@ -147,5 +153,5 @@ def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
         replace(chosen, others=others),
         tuple(plan for plan in (*ours, *own) if plan.layout == request.usual),
         request,
-        tuple((before, after.time) for before, after in zip(planned, plans, strict=True)),
+        tuple(zip(planned, times, strict=True)),
     )
