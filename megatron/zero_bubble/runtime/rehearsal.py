@@ -32,7 +32,7 @@ from megatron.zero_bubble.schedule.lower_collectives import joined_early
 
 _SIZE = 128
 """Rows and columns of the matrices whose products take the place of a model: one product takes about 0.1 ms."""
-_BLOCKS, _PRODUCTS = 9, 100
+_BLOCKS, _PRODUCTS = 25, 100
 """Number of timed blocks of products in the calibration, and number of products in a block."""
 _INTERLOCKED_STEPS = 3
 """Number of consecutive steps in one measurement if ranks begin a step without waiting for each other; otherwise a

@@ -54,12 +54,20 @@ def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
 
 
 def rehearsal_words(rehearsed: Sequence[tuple[Plan, float]], usual: Layout | None) -> str:
-    """The rehearsed and the planned time of each plan, in words; `usual` is the layout of Megatron's flags."""
-    return "; ".join(
-        f"{time:.1f} (planned: {plan.time:.1f}) "
-        + (f"Megatron's split, {plan.request.schedule}" if plan.layout == usual else placement_words(plan.layout))
-        for plan, time in rehearsed
-    )
+    """The speed of each rehearsed plan relative to the last plan: as rehearsed, and as planned.
+
+    Args:
+        rehearsed: plans and their times after the rehearsal.
+        usual: the layout of Megatron's flags.
+    """
+
+    def name(plan: Plan) -> str:
+        is_megatrons = plan.layout == usual
+        return f"Megatron's split, {plan.request.schedule}" if is_megatrons else placement_words(plan.layout)
+
+    *rivals, (last, of_last) = rehearsed
+    speeds = (f"{of_last / time:.3f} (planned: {last.time / plan.time:.3f}) {name(plan)}" for plan, time in rivals)
+    return f"times as fast as {name(last)}: {'; '.join(speeds)}"
 
 
 def placement_words(layout: Layout) -> str:

@@ -130,20 +130,21 @@ def _contender(plan: Plan, request: PlanRequest) -> Contender:
 
 
 def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
-    """Choose again among the rehearsed plans, by their rehearsed times.
+    """Choose again among the rehearsed plans.
 
-    The time of the planned schedule on Megatron's split follows from the rehearsal of megatron-core's own schedule.
+    The rehearsal decides only the ratios of the plans' times: the last plan, of Megatron's split, keeps its predicted
+    time, because a busy machine may compute faster or slower during a short rehearsal than in training.
     """
     request, planned = choice.request, _plans_to_rehearse(choice)
+    last = planned[-1].time / times[-1]
     plans = [
-        replace(plan, slowdown=time / request.time_of(plan.timeline), others=())
+        replace(plan, slowdown=last * time / request.time_of(plan.timeline), others=())
         for plan, time in zip(planned, times, strict=True)
     ]
     own = [plan for plan in plans if plan.request.schedule != request.schedule]
     ours = [plan for plan in plans if plan.request.schedule == request.schedule]
-    if own and all(plan.layout != request.usual for plan in ours):
-        delay = own[0].slowdown / choice.megatrons[-1].slowdown
-        ours += [replace(plan, slowdown=plan.slowdown * delay, others=()) for plan in choice.megatrons[:-1]]
+    if all(plan.layout != request.usual for plan in ours):
+        ours += [replace(plan, others=()) for plan in choice.megatrons[:-1]]
     is_allowed = request.usual is not None and request.allows(request.usual)
     rivals = [plan for plan in ours if is_allowed or plan.layout != request.usual]
     chosen = choose(rivals, request.usual, own[0].time if own and is_allowed else inf)
@@ -153,5 +154,5 @@ def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
         replace(chosen, others=others),
         tuple(plan for plan in (*ours, *own) if plan.layout == request.usual),
         request,
-        tuple(zip(planned, times, strict=True)),
+        tuple((before, after.time) for before, after in zip(planned, plans, strict=True)),
     )

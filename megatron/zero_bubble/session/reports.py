@@ -93,7 +93,7 @@ def layout_lines(choice: LayoutChoice, flags: Mapping[str, Any]) -> Iterator[str
         figures = (cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True))
         yield f"     {'  '.join((*names, *figures))}"
     if choice.rehearsed:
-        yield f"     step when rehearsed (ms): {rehearsal_words(choice.rehearsed, choice.request.usual)}"
+        yield f"     rehearsed, {rehearsal_words(choice.rehearsed, choice.request.usual)}"
     if choice.megatrons:
         yield f"     as fast as, with Megatron's split: {gain_words(chosen, choice.megatrons)}"
     yield f"     the same layout in another run: {flags_text(flags)}"
