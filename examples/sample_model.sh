@@ -8,7 +8,7 @@ if [[ -z ${PIPELINE_SIZE:-} ]]; then
     PIPELINE_SIZE=2
     while ((2 * PIPELINE_SIZE <= devices && PIPELINE_SIZE < 8)); do ((PIPELINE_SIZE *= 2)); done
 fi
-NUM_MICROBATCHES=8
+NUM_MICROBATCHES=$((2 * PIPELINE_SIZE))
 SAMPLE=.cache/sample
 
 GPT_MODEL_ARGS=(
