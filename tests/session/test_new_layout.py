@@ -70,6 +70,17 @@ def test_shards_are_kept_if_the_rehearsal_is_as_fast_as_the_plan(choose, capsys)
     assert re.search(r"as fast as, with Megatron's split: 1\.[34]\d\d times auto, 1\.500 times 1f1b$", printed, re.M)
 
 
+def test_other_layouts_with_shards_are_corrected_like_the_rehearsed_one(choose, capsys):
+    row = r"^     interleaved, 4 chunks, vocabulary shards +\S+ +([\d.]+) "
+    choose(lambda contender: 0.0, message=None)
+    [planned] = re.findall(row, capsys.readouterr().out, re.M)
+    choose(lambda contender: 100.0)
+    printed = capsys.readouterr().out
+    [corrected] = re.findall(row, printed, re.M)
+    [speed] = re.findall(r"1f1b: 1\.000 \(planned: ([\d.]+)\) interleaved, 3 chunks, vocabulary shards", printed)
+    assert float(corrected) == pytest.approx(float(planned) * float(speed), rel=1e-3)
+
+
 def test_a_rehearsal_on_a_slower_machine_changes_no_prediction_for_megatrons_split(choose):
     fast, _ = choose(lambda contender: 100.0 if is_sharded(contender) else 150.0)
     slow, _ = choose(lambda contender: 300.0 if is_sharded(contender) else 450.0)

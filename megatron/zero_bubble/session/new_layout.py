@@ -133,26 +133,36 @@ def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
     """Choose again among the rehearsed plans.
 
     The rehearsal decides only the ratios of the plans' times: the last plan, of Megatron's split, keeps its predicted
-    time, because a busy machine may compute faster or slower during a short rehearsal than in training.
+    time, because a busy machine may compute faster or slower during a short rehearsal than in training. The predicted
+    times of other layouts are corrected by the rehearsed layout that also has, or also lacks, vocabulary shards.
     """
     request, planned = choice.request, _plans_to_rehearse(choice)
-    last = planned[-1].time / times[-1]
-    plans = [
-        replace(plan, slowdown=last * time / request.time_of(plan.timeline), others=())
-        for plan, time in zip(planned, times, strict=True)
-    ]
+    unit = planned[-1].time / times[-1]
+    plans = [_delayed(plan, unit * time / plan.time) for plan, time in zip(planned, times, strict=True)]
     own = [plan for plan in plans if plan.request.schedule != request.schedule]
     ours = [plan for plan in plans if plan.request.schedule == request.schedule]
     if all(plan.layout != request.usual for plan in ours):
-        ours += [replace(plan, others=()) for plan in choice.megatrons[:-1]]
+        ours += [_delayed(plan, 1.0) for plan in choice.megatrons[:-1]]
     is_allowed = request.usual is not None and request.allows(request.usual)
     rivals = [plan for plan in ours if is_allowed or plan.layout != request.usual]
     chosen = choose(rivals, request.usual, own[0].time if own and is_allowed else inf)
-    rehearsed = {plan.layout.combination for plan in ours}
-    others = (*chosen.others, *(plan for plan in choice.plan.others if plan.layout.combination not in rehearsed))
+
+    delays = {
+        before.layout.vocabulary_parallel: after.time / before.time
+        for before, after in zip(planned, plans, strict=True)
+        if after not in own
+    }
+    combinations = {plan.layout.combination for plan in ours}
+    others = [plan for plan in choice.plan.others if plan.layout.combination not in combinations]
+    corrected = (_delayed(plan, delays.get(plan.layout.vocabulary_parallel, 1.0)) for plan in others)
     return LayoutChoice(
-        replace(chosen, others=others),
+        replace(chosen, others=tuple(sorted((*chosen.others, *corrected), key=lambda plan: plan.time))),
         tuple(plan for plan in (*ours, *own) if plan.layout == request.usual),
         request,
         tuple((before, after.time) for before, after in zip(planned, plans, strict=True)),
     )
+
+
+def _delayed(plan: Plan, factor: float) -> Plan:
+    """The plan without other plans, and with `factor` times its time."""
+    return replace(plan, slowdown=factor * plan.slowdown, others=())
