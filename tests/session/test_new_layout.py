@@ -13,7 +13,7 @@ from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.rehearsal import Contender
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.session import new_layout
-from megatron.zero_bubble.session.layout_choice import ChosenLayout
+from megatron.zero_bubble.session.layout_choice import ChosenLayout, choose_layout
 from megatron.zero_bubble.session.new_layout import new_choice
 from tests.session.test_layout_choice import HEAVY, MODEL, flags
 
@@ -119,6 +119,18 @@ def test_a_contender_has_the_costs_of_its_operations_without_the_delays_that_the
     units = (MILD.embedding, *MILD.layers, output)
     backwards = sum(unit.time_b + unit.time_w for unit in units)
     assert sum(megatrons.costs.time_b) + sum(megatrons.costs.time_w) == pytest.approx(0.9 * backwards)
+
+
+def test_groups_of_layers_take_their_time_within_b():
+    """In little memory, stages recompute their layers in groups; a rehearsal has no layers that it could group."""
+    model = replace(MILD, layers=tuple(replace(layer, num_blocks=1.0) for layer in MILD.layers))
+    tight = flags(num_layers=16, zero_bubble_memory_limit="3MiB", zero_bubble_placement="linear")
+    choice = choose_layout(tight, model, None, 1024)
+    assert max(choice.plan.timeline.schedule.groups) > 1
+    contender = new_layout._contender(choice.plan, choice.request)
+    assert contender.schedule.groups == ()
+    assert contender.schedule.ops == choice.plan.timeline.schedule.ops
+    assert sum(contender.costs.time_b) > 1.1 * (sum(layer.time_b for layer in model.layers) + MILD.output.time_b)
 
 
 EVEN = replace(MODEL, output=replace(MODEL.output, time_f=0.01, time_b=0.01, time_w=0.01))

@@ -19,6 +19,7 @@ from megatron.zero_bubble.runtime.device import least_free_bytes, own_device
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.rehearsal import Contender, rehearse
 from megatron.zero_bubble.schedule import OpKind
+from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.formats import units_to_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.pairs import PAIRED
@@ -126,7 +127,10 @@ def _contender(plan: Plan, request: PlanRequest) -> Contender:
     costs = model_of(replace(request, costs=model), layout).of_stages(layout.partition, layout.placement)
     if is_own and layout.recompute is Recompute.FULL:
         costs = costs.recomputing_in_backward()
-    return Contender(plan.timeline.schedule, costs, interlocks=request.post_validation)
+    # B of a stage with several groups of layers recomputes all groups but one; in the rehearsal B only takes longer.
+    schedule = plan.timeline.schedule
+    costs = in_groups(costs, schedule.groups)
+    return Contender(replace(schedule, groups=()), costs, interlocks=request.post_validation)
 
 
 def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
