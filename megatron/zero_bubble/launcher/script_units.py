@@ -164,7 +164,10 @@ class ScriptUnits:
             setup.proceed()
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of a model: while costs are measured, build the requested unit instead."""
+        """Hook around a model's constructor: while costs are measured, build only one unit, such as a single layer.
+
+        If no unit is requested (`_unit` is None), raise `_BuildsModel`.
+        """
         unit = self._unit
         if unit is None:
             raise _BuildsModel(call)
@@ -190,7 +193,10 @@ class ScriptUnits:
         keep_unit(call["self"], unit._replace(layer=None if unit.layer is None else 0))
 
     def select_layers(self, call: Call) -> tuple[list[str], int]:
-        """Hook around `select_pipeline_segment`: while a unit is built, return the layers of a pipeline of one rank."""
+        """Hook around `select_pipeline_segment`: return all layers of a pattern, as in a pipeline of one rank.
+
+        The hook is called only while costs are measured.
+        """
         return list(call["main_pattern"]), 0
 
     def wrap_in_ddp(self, call: Call) -> None:

@@ -52,8 +52,9 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Change a model's local layers so that their counted memory and work are the memory and work of a GPU's kernels.
+    """Change a model of megatron-core's own layers, to count the memory and the operations of a GPU's kernels.
 
+    Autograd then saves the same tensors, and torch's FLOP counter counts the same operations, as with these kernels.
     The projections are not changed, and are counted as megatron-core implements them.
     """
     for module in list(model.modules()):

@@ -120,7 +120,10 @@ class TiedLayer:
         return result
 
     def _broadcast(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Broadcast `tensor` from the rank that holds `stage`, unless one rank holds all copies; return `tensor`."""
+        """Broadcast `tensor` from the rank of `stage` to all ranks that hold a copy of the layer; return `tensor`.
+
+        If one rank holds all copies of the tied layer, nothing is sent.
+        """
         if self._collectives is not None:
             self._collectives.broadcast(tensor, self._roots[stage])
         return tensor

@@ -149,7 +149,8 @@ class InGroups(EventLoop):
 
         The oldest unfinished microbatch is the first microbatch that has not passed through all chunks of the rank.
         Memory for the remaining F of the oldest unfinished microbatch is reserved, because later microbatches could
-        take this memory. Microbatches before the oldest unfinished microbatch only release memory.
+        take this memory. Microbatches before the oldest unfinished microbatch need no reserved memory, because they
+        have no F left on this rank.
         """
         if self.memory[rank] + self.allocation[f] > self.limits[rank]:
             return False

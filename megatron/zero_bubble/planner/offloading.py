@@ -94,11 +94,11 @@ def offloaded(
 
 
 def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
-    """Yield simulations of the schedule with copies, each with its expected time, for several values of `CopyRule`.
+    """Yield simulations of the schedule with copies to the host, each with its expected time, for several copy rules.
 
-    The budget of the problem limits the number of values of `CopyRule`. The slowdown that variations in durations cause
-    is computed once, for the schedule without copies. If a candidate is much slower than `shortest`, its copies are not
-    placed again.
+    More copy rules (`CopyRule`) are tried if `problem.budget`, the number of operations that may be planned, is larger.
+    The slowdown that variations in durations cause is computed once, for the schedule without copies. If a candidate is
+    much slower than `shortest`, its copies are not placed again.
     """
     num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
     without = _simulated(schedule.without_communication(), problem)

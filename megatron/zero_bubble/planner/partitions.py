@@ -12,11 +12,11 @@ from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, Uni
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 STAGES_WEIGHT = 0.2
-"""Surcharge on the time of a partition, as a fraction of the time, for each unit of `_unevenness` of the stages'
-work."""
+"""Weight of unequal work of the stages when partitions are compared. The estimated time of a partition is multiplied by
+`1 + STAGES_WEIGHT * u + HOLDING_WEIGHT * v`. In this factor u is `_unevenness` of the stages' work, and v is
+`_unevenness` of the ranks' memory."""
 HOLDING_WEIGHT = 0.1
-"""Surcharge on the time of a partition, as a fraction of the time, for each unit of `_unevenness` of the ranks'
-memory."""
+"""Weight of unequal memory of the ranks when partitions are compared, in the formula at `STAGES_WEIGHT`."""
 ALIKE = 1.005
 """Partitions with times that differ by at most this factor are equally good. The most even of equally good partitions
 is taken, so that two measurements of the same costs lead to the same partition."""

@@ -20,9 +20,11 @@ MARGIN = 0.9
 
 
 def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
-    """Return, for each rank, the part of its memory limit `in_bytes` that may be in use between two operations.
+    """Return, for each rank, its memory limit minus the temporary memory of one operation, but at least 1 byte.
 
-    The rest of the memory limit is reserved for the temporary memory of one operation (`inside`), such as logits.
+    Args:
+        in_bytes: rank -> memory limit for activations and temporary memory, in bytes.
+        inside: rank -> temporary memory that one operation needs, such as logits, in bytes.
     """
     # At least 1 byte, so that planning fails with an error that names the smallest limit that works.
     return tuple(max(1.0, limit - needed) for limit, needed in zip(in_bytes, inside, strict=True))

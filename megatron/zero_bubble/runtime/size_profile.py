@@ -129,9 +129,10 @@ def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages:
 
 
 def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, float]]]) -> dict[OpKind, Curve]:
-    """Return a curve for each kind of operation; a fused backward gives half of its curve to B and half to W.
+    """Fit a curve for each kind of operation: its measured time or memory as a function of the microbatch size.
 
-    If B and W were measured separately, the curves of B and of W fit their own samples.
+    The curve of a fused backward is divided equally between B and W. If B and W were also measured separately, the
+    curves of B and of W fit their own samples.
     """
     fitted = {kind: _fit(values) for kind, values in samples.items() if values}
     parts = [by_result({kind: curve[part] for kind, curve in fitted.items()}) for part in range(len(Curve._fields))]

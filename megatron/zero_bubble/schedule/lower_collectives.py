@@ -34,9 +34,9 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
     rank joins a collective right before its first computation whose planned end is later than the planned start of the
-    collective. With one hardware queue, a rank that joins while the previous collective is in flight delays its own
-    next computation. To avoid a delay of its next computation, a rank joins the collective after that computation,
-    unless the collective would lose more time than the computation would gain.
+    collective. On a GPU with one hardware queue, a rank that joins a collective while the previous collective is in
+    flight delays its own next computation. To avoid a delay of its next computation, a rank joins the collective after
+    that computation, unless the collective would lose more time than the computation would gain.
 
     Collectives cannot cause a deadlock, however long the operations take. Consider a run of all computations one at a
     time, in `order`. Every rank joins a collective before the first operation that needs this collective or a later

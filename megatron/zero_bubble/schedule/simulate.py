@@ -116,7 +116,7 @@ class _Step(NamedTuple):
     waits: tuple[_Wait, ...]
     """The results that the operation needs. Empty if `plain_waits` lists these results."""
     slots: tuple[int, ...]
-    """Indices of the operation's results for microbatch 0 in the list of end times."""
+    """Positions, in the list of end times, of the end times of the operation's results for microbatch 0."""
     sending: float
     """Time for which the message with the result occupies the sender."""
 

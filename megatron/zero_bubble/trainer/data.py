@@ -47,7 +47,7 @@ class ContentKeyedGPTDataset(GPTDataset):
 
 
 _OF_ONE_LENGTH = (ContentKeyedGPTDataset, MockGPTDataset)
-"""Classes of datasets whose samples all have the sequence length: one for data in files, and one for mock data."""
+"""Dataset classes in which every sample has `--seq-length` tokens: one for data in files, and one for mock data."""
 
 
 @dataclass(frozen=True)

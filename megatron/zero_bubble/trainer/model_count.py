@@ -142,8 +142,9 @@ def count_model(args: Arguments) -> ModelCount:
 def flops_of_sequence(args: Arguments) -> float:
     """Count the floating-point operations of training on one sequence, as Megatron-LM counts them.
 
-    Each matrix product adds its operations three times: for F, B and W. Attention adds half of its operations, because
-    the mask is causal. Recomputation adds no operations to the count.
+    Each matrix product adds its operations three times: for F, B and W. The products of attention are counted only for
+    pairs of a query and a key that the mask allows. A causal mask without a window allows half of all pairs.
+    Recomputation adds no operations to the count.
     """
     fused = args.changed(
         {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True, **_ALONE}

@@ -2,8 +2,8 @@
 
     python -m megatron.zero_bubble.cli.check.rank PLAN.json
 
-Each rank needs RANK, WORLD_SIZE and LOCAL_RANK in its environment. Rank 0 writes the times at which each training
-begins and ends to a file.
+Each rank needs RANK, WORLD_SIZE and LOCAL_RANK in its environment. Rank 0 records the start time and the end time of
+each training in a file.
 """
 
 from __future__ import annotations

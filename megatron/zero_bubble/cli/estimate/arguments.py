@@ -53,8 +53,8 @@ class ClusterFlags(CommandFlags):
     )
     expert_bandwidth: float | None = flag(
         "speed at which a device exchanges tokens with experts on other devices, in GB/s; exchanges then add to the "
-        "time of layers (default: --interconnect-bandwidth with --overlap-moe-expert-parallel-comm, else --mfu "
-        "includes the exchanges)",
+        "time of layers (default: --interconnect-bandwidth with --overlap-moe-expert-parallel-comm; otherwise no time "
+        "is added for exchanges, so --mfu has to allow for them)",
         None,
         parse=positive,
         metavar="X",
