@@ -51,9 +51,9 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     Stages may be uneven if zero bubble chooses the layout, or with `--allow-padding-num-layers`.
 
     Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
-    layout. If stages may be uneven, the hook changes two of the script's arguments while `validate_args` runs: the
-    argument for the layout gets the most even layout, and the argument for the number of chunks gets None. If zero
-    bubble chooses the layout, the hook restores both arguments after `validate_args`.
+    layout. If stages may be uneven and such a number is given, the hook changes two of the script's arguments before
+    `validate_args` runs: the argument for the layout gets the most even layout, and the argument for the number of
+    chunks gets None. If zero bubble chooses the layout, the hook restores both arguments after `validate_args`.
     """
     script = call["args"]
     with users_mistakes():

@@ -141,8 +141,8 @@ def divide_pattern(script: Namespace, flags: LaunchFlags) -> None:
     Megatron-LM divides a pattern without `|` into one chunk a rank, all with the same number of layers.
 
     Raises:
-        SessionError: the schedule needs a layer pattern that is divided by `|`, but other arguments also set the number
-            of layers of a rank.
+        SessionError: the function has to divide the layer pattern by `|`, but other arguments also set the number of
+            layers of a rank.
     """
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
     num_chunks = 1 if entry is None else entry.num_chunks

@@ -1,10 +1,10 @@
 """Handles a script's calls of `optimizer.step()` under post-validation and hierarchical SGD.
 
-Under post-validation the schedule has already taken the step when the script calls `optimizer.step()`. The hooked
-`optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and bf16. In the first and
-the last iteration, and in iterations that the script logs, the hooked `optimizer.step()` also validates the step and
-returns the norm of the gradients. Gradients are zeroed when the step is validated. A save or an evaluation first
-validates a step that is not validated yet.
+Under post-validation the schedule has already taken the step when the script calls `optimizer.step()`. In most
+iterations, the hooked `optimizer.step()` reports at once that the parameters were updated, which is true with fp32 and
+bf16. In the first and the last iteration, and in iterations that the script logs, the hooked `optimizer.step()` first
+validates the step, and reports the outcome and the norm of the gradients. Gradients are zeroed when the step is
+validated. A save or an evaluation first validates a step that is not validated yet.
 
 Megatron-LM reduces each iteration's loss over all replicas, and this reduction makes all replicas wait for each other.
 Under hierarchical SGD, Megatron-LM gets this replica's own loss in a form that Megatron-LM does not reduce, so that

@@ -47,7 +47,10 @@ def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) 
 
 
 def _failure(error: BaseException) -> CheckpointError:
-    """Say why a write failed, with the operating system's message if torch and megatron-core pass it on."""
+    """Return an error that says why a write failed.
+
+    The error has the operating system's message if torch and megatron-core pass the message on.
+    """
     text = first_sentence(error).removeprefix("Worker failure: ")
     is_short = "inline_container.cc" in text
     return CheckpointError("a write failed, as on a full disk" if is_short else re.sub(r"^\[Errno \d+\] ", "", text))

@@ -55,7 +55,8 @@ def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
     """Change a model of megatron-core's own layers, to count the memory and the operations of a GPU's kernels.
 
     Autograd then saves the same tensors, and torch's FLOP counter counts the same operations, as with these kernels.
-    The projections are not changed, and are counted as megatron-core implements them.
+    The projections are counted as megatron-core implements them. For a kernel of Transformer Engine, every
+    tensor-parallel rank gets a whole copy of the projections to latent vectors.
     """
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):

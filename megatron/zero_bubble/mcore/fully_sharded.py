@@ -134,7 +134,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """Accumulate a weight's gradient from W, and reduce a layer's gradients after the last W of the layer.
+        """Accumulate a weight's gradient from W; after W of all weights of a layer, reduce the layer's gradients.
 
         A layer's gradients are reduced only in the last microbatch of a step or, with `reduces_every_microbatch`, in
         every microbatch.

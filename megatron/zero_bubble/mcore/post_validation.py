@@ -67,7 +67,7 @@ class _Pending:
     waits: bool
     """Whether every rank withholds the step until its validation, because many recent steps were wrong."""
     squared_norms: list[_Reduction]
-    """Reductions of squared gradient norms: one per optimizer, or one for all optimizers in the same process group."""
+    """Reductions of squared gradient norms: one per optimizer, or a single one if all optimizers share a group."""
     found_inf: list[_Reduction]
     """For each loss scale two flags: [an Inf or NaN was found, a rank has stepped]."""
     scales: list[dict[str, Any]]

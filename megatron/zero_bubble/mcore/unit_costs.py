@@ -69,8 +69,8 @@ def measure_model(
         timeout: time limit for one message.
         seconds: time for building and measuring all units; each unit is timed at least once, even if that takes longer.
         pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`); if so, each unit
-            also runs one pair of a forward and a backward. With `pairs`, the exchange times in the result are the times
-            of token exchanges that overlap with computation.
+            also runs one pair of a forward and a backward. With `pairs`, `all_to_all_f` and `all_to_all_b` in a unit's
+            costs are the times of the exchanges between experts that overlap with computation in a pair.
 
     Returns:
         The model's costs, and the ratio of a pair's time to the time of its F and B in succession (None without pairs).

@@ -93,8 +93,9 @@ class StepMessages:
         """Set the stage's data, and describe the data.
 
         Returns:
-            A text that contains everything on which the specs of messages depend, and True if microbatches differ in
-            shape, otherwise False.
+            A text that contains everything on this rank on which the specs of messages depend, and True if the inputs
+            of microbatches differ in shape, otherwise False. On a rank without the first stage, the second value is
+            always False.
         """
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])

@@ -143,7 +143,7 @@ def connect_ties(
 def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Average gradients over replicas as DistributedDataParallel does: divide each gradient first, then sum.
 
-    A parameter without a gradient on any replica gets no gradient.
+    If no replica has a gradient for a parameter, the parameter gets no gradient.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:

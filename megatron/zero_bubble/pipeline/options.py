@@ -125,7 +125,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_types(layers: Any, loss_fn: Any, options: Any) -> None:
-    """Check the types of the arguments that the ranks of a `Pipeline` do not compare with each other.
+    """Check the types of the arguments `layers`, `loss_fn` and `options` of a `Pipeline`.
 
     Raises:
         ValueError: an argument has a wrong type.

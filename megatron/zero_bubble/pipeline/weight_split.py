@@ -66,8 +66,8 @@ def split_modules(
     """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
 
     A layer that shares a parameter with another layer is not split, because autograd adds up the gradients of both
-    layers in B. A layer with a `forward` that was set on the instance, for example by an adapter, is not split. A new
-    call of `split_modules` replaces the splits of earlier calls.
+    layers in B. A layer with a `forward` that was set on the instance, for example by an adapter, is not split. If an
+    earlier call of `split_modules` has split a layer in `modules`, the new call replaces this split.
 
     Args:
         others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep its
