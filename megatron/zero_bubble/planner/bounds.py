@@ -207,7 +207,7 @@ class _Rank:
 
     @property
     def window_of_last_f(self) -> float:
-        """Length of the path through the rank's last F: a lower bound on the time from the first F to the last B.
+        """Length of the path through the rank's last F, a lower bound on the time from the first F to the last B's end.
 
         Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the
         microbatch of that F passes through the last stage and back. With recomputation the returned bound is zero.

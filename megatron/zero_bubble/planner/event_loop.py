@@ -58,7 +58,7 @@ class EventLoop(ABC):
         self.allocation = problem.allocation
         self.work = list(problem.work)
         """Rank -> total time of the rank's operations. The total includes an R for each microbatch whose activations
-        have been dropped."""
+        have been dropped and, under full recomputation, an R for every microbatch on all stages but the last."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
@@ -86,9 +86,9 @@ class EventLoop(ABC):
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of operations on the rank's vocabulary shard for which three conditions hold: the arrival time
-        of the inputs is known, the operation has not run, and the operation is not one of the ready weight gradients in
-        `weights`."""
+        """Rank -> number of losses and operations on the rank's vocabulary shard for which three conditions hold: the
+        arrival time of the inputs is known, the operation has not run, and the operation is not one of the ready weight
+        gradients in `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []

@@ -32,7 +32,7 @@ CHUNKS = (2, 3, 4)
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 """Larger numbers of chunks, tried in order as long as each number makes the plan faster by the factor `GAIN`."""
 WITHOUT_GAIN = 3
-"""Number of successive placements without gain from recomputation, after which recomputation is no longer tried."""
+"""Recomputation is no longer tried after this number of successive combinations without gain from recomputation."""
 GAIN = 1.003
 """A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5
@@ -285,7 +285,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans or, if durations vary, the best plan of each combination, without slow plans (see `COMPARED`)."""
+        """All plans; if durations vary, fast plans (`COMPARED`): best of each combination and of the usual layout."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

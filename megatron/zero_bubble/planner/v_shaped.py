@@ -39,7 +39,8 @@ falls by the decrease."""
 WORTH_VARYING = 0.01
 """Building blocks are varied if the cost of the best plan exceeds the lower bound by more than this fraction."""
 NUM_VARIATIONS = 150
-"""Largest number of random and varied building blocks that a search tries before its budget of operations is spent."""
+"""Largest number of random and varied building blocks that a search tries. A search tries fewer building blocks if its
+budget of operations is spent, or if a plan reaches the target cost."""
 NUM_RANDOM = 60
 """Number of random building blocks that a search tries before it varies the best building blocks."""
 NUM_VARIED = 8

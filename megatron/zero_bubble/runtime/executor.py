@@ -275,8 +275,8 @@ class Executor:
     def _validate(self, given: Stage, op: Op) -> None:
         """Validate the last optimizer step; if the step was wrong, every rank repeats all operations that precede `op`.
 
-        Before a rank repeats operations, it receives the messages that other ranks sent before they validated the step.
-        A channel delivers messages in order, and the repeated operations send all messages again.
+        Before a rank repeats operations, it receives the outstanding messages that other ranks sent before they
+        validated the step. A channel delivers messages in order, and the repeated operations send these messages again.
         """
         stage = cast(SteppingStage, given)
         is_wrong = stage.validate()

@@ -26,7 +26,7 @@ class OffloadStore:
     Within `forward`, autograd's saved tensors are replaced by entries of this store. A storage that several saved
     tensors share is copied once. Parameters, other tensors that collect a gradient, tensors that the caller keeps
     anyway, and small tensors stay on the device. `release` frees the storages on the device, and `bring_back` allocates
-    new storages. After `wait_until_back`, a backward gets every saved tensor from the storage that `bring_back`
+    new storages. After `wait_until_back`, a backward gets every released tensor from the storage that `bring_back`
     allocated, with the size and the strides that the tensor had in the forward.
 
     Args:

@@ -107,11 +107,11 @@ def rehearse(
         message: type and shape [..., hidden] of a message between stages, on a CPU.
         communicator: class of the channels between stages.
         timeout: time limit of one message or collective.
-        seconds: approximate time of the rehearsal; every schedule is measured at least three times, even if that takes
-            longer.
+        seconds: approximate upper limit of the time of the rehearsal; every schedule is measured at least three times,
+            even if that takes longer.
 
     Returns:
-        For each element of `contenders`, the median milliseconds of a step on the slowest rank.
+        For each element of `contenders`, the milliseconds of a step on the slowest rank, from medians over the rounds.
     """
     work = _calibrated_work()
     with ExitStack() as opened:

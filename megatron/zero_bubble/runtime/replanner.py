@@ -125,7 +125,7 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def after_step(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Return the plan for the next steps if measured times call for a change, else None; a collective call."""
+        """Return the plan for the next steps if the next steps run another plan, else None; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()

@@ -94,7 +94,7 @@ class VariableCommunicator:
         return receive
 
     def post(self, receive: _Receive) -> PendingReceive:
-        """Post the channel's receives up to `receive`, each once the header with its message's shape has arrived."""
+        """Post the channel's receives up to `receive` in order; wait for each unknown shape to arrive in a header."""
         channel = self._channels[receive.source]
         while receive.posted is None:
             first = channel.popleft()

@@ -27,7 +27,7 @@ from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 
 _LOOKS = 10
-"""Number of checks of a rank's position within one timeout."""
+"""Smallest number of checks of a rank's position within one timeout."""
 _LONGEST_PAUSE = 5.0
 """Largest number of seconds between two checks.
 

@@ -99,7 +99,7 @@ class Need(NamedTuple):
     num_before: int = 0
     """Operations of microbatch k need the result of microbatch k - `num_before`; for VALIDATE, k is an iteration."""
     is_optional: bool = False
-    """Whether the result is needed only if the schedule has an operation of kind `result` for the microbatch."""
+    """Whether the result is needed only if the microbatch has an operation of kind `result` at `place`."""
     only_at: Place | None = None
     """The stage, first or last, whose operations alone need the result; None if all stages need the result."""
 

@@ -93,7 +93,7 @@ class SerialOrder:
         return [numbers[first:end] for first, end in pairwise(firsts)]
 
     def _turn(self, rank: int, position: int) -> tuple[float, bool]:
-        """Sort key of operations with the same end time: the end of each operation in a simulation with unit costs.
+        """Sort key of operations that take no time and have the same end: their end in a simulation with unit costs.
 
         With unit costs, an operation that takes time ends later than the operations that make its inputs. Among
         operations with the same end in the simulation with unit costs, operations that take no time come last.

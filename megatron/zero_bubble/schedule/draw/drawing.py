@@ -211,5 +211,5 @@ def drawing(timeline: Timeline, *, widest: int = _WIDEST_BY_ITSELF, **options: U
 
 
 def _type_width(label: str) -> float:
-    """Estimated width of a label, as a multiple of the font size."""
+    """Smallest width to which a label may be narrowed (see `Drawing.squeezed`), as a multiple of the font size."""
     return sum(0.66 if letter == "W" else 0.6 for letter in label)

@@ -81,7 +81,7 @@ def _frame(drawing: Drawing, rank: int, bubble: Bubble) -> Iterator[str]:
 
 
 def _operations(drawing: Drawing, rank: int) -> Iterator[tuple[int, str]]:
-    """Yield (microbatch, SVG element) for every operation in a rank's row, except operations that take no time."""
+    """Yield (microbatch, SVG element) for every operation in a rank's row, except copies and operations of `_marks`."""
     timeline, schedule = drawing.timeline, drawing.timeline.schedule
     unit, lane, in_pairs = drawing.time_unit, timeline.lanes[rank], forwards_in_pairs(schedule, rank)
     memory = timeline.memory_held(rank)
