@@ -2,9 +2,9 @@
 
     python -m benchmarks.document_schedules
 
-The command draws every schedule of the registry with 4 ranks and 8 microbatches into docs/schedules/. The table
-compares all schedules with the times that the zero-bubble paper published for its models. Run this command after any
-change to a schedule.
+The command draws every schedule of the registry with 4 ranks and 8 microbatches into docs/schedules/. In the
+table, all schedules are simulated with the times that the zero-bubble paper published for its models. Run this command
+after any change to a schedule.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python -m benchmarks.lengths --pipeline-size 4 --num-microbatches 8 --lengths lognormal --steps 20
 
 The lengths are drawn at random for each step. The distribution is `lognormal` with a sigma of 0.8, or `bimodal`, in
-which one of eight microbatches is ten times as long as the others. The times of F, B and W of a microbatch are
-proportional to its length. Every step runs three times: under 1F1B in data order, under a schedule that is planned for
-the mean length, in data order, and under the same schedule in the planned order of microbatches. The last lines have
-the mean ratios of the three times over all steps, and the largest difference between measured and simulated times. Run
-this benchmark while nothing else uses the machine.
+which each microbatch is ten times as long with a probability of one in eight. The times of F, B and W of a microbatch
+are proportional to its length. Every step runs three times: under 1F1B in data order, under a schedule that is planned
+for the mean length, in data order, and under the same schedule in the planned order of microbatches. The last lines
+have the mean ratios of the three times over all steps, and the largest difference between measured and simulated times.
+Run this benchmark while nothing else uses the machine.
 
 A mistake in the flags ends the command with a one-line message and exit status 2.
 """

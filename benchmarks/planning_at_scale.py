@@ -21,7 +21,7 @@ HEADS = ("schedule", "ranks", "microbatches", "with", "plan (s)", "simulate (s)"
 
 @dataclass(frozen=True)
 class LargeProblem:
-    """A planning problem: the name of a schedule, and stages whose times differ from 1 by up to a tenth."""
+    """A planning problem: the name of a schedule, and stages whose times differ from a mean by up to a tenth."""
 
     schedule: str
     num_ranks: int

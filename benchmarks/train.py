@@ -6,8 +6,9 @@
 
 The peers are megatron-core's interleaved schedule and the schedules of torch.distributed.pipelining, with the same
 layers, data, optimizer and loop (benchmarks/pretrain_gpt_torch.py). `--peers megatron-core` leaves out
-torch.distributed.pipelining. `zero-bubble benchmark --help` describes the measurements. A schedule of
-torch.distributed.pipelining has a predicted time only if one of this project's schedules has the same order.
+torch.distributed.pipelining. `zero-bubble benchmark --help` describes the measurements. For a schedule of
+torch.distributed.pipelining, the column `predicted` has a bubble rate only if one of this project's schedules has the
+same order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron.zero_bubble.session.flag_parser import flag
 _PROG = "benchmarks.train"
 _SAME_ORDER = {**ONE_CHUNK, "Interleaved1F1B": "interleaved-1f1b"}
 """Name of a schedule of torch.distributed.pipelining -> this project's schedule with the same order, whose simulation
-predicts the time."""
+predicts the bubble rate and the time."""
 
 
 @dataclass(frozen=True)

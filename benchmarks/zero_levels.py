@@ -5,8 +5,9 @@
 
 Real processes train a small GPT in bf16 with Adam under ZB-H1 over gloo, with the trainer's classes. After the second
 step, each rank counts the bytes of its own states, and the data that went to collectives over replicas and to messages
-of the pipeline. All figures are divided by the number P of a rank's parameters. Communication is counted in passes: in
-one pass, P elements go once around the ring of replicas, and an all-reduce takes two passes.
+of the pipeline. All figures except the size of the pipeline's messages are divided by the number P of a rank's
+parameters. Communication is counted in passes: in one pass, P elements go once around the ring of replicas, and an
+all-reduce takes two passes.
 """
 
 from __future__ import annotations

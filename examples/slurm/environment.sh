@@ -4,8 +4,8 @@
 # value for tensor parallelism, messages between stages would wait behind computation.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 # A call that waits for the whole device also waits for receives that are posted ahead. A receive may depend on a later
-# operation of this rank, so that such a call may deadlock. To avoid such calls, load all kernels at the start, and let the
-# allocator map memory instead of freeing memory.
+# operation of this rank, so that such a call may deadlock. To avoid such calls, load all kernels at the start, and let
+# the allocator map memory instead of freeing memory.
 export CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-EAGER}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 # Print only warnings about the network.

@@ -149,7 +149,9 @@ def costs_of_units(
     profile: Profile | None = None,
     seconds: float = SECONDS,
 ) -> ModelCosts:
-    """The costs of a message and, without full recomputation, of embedding, layers and output; a collective call.
+    """The costs of embedding, layers and output, and of a message between stages; a collective call of all ranks.
+
+    The costs of F and B exclude full recomputation.
 
     Args:
         kinds: for each layer of the model, the index of its kind, as in `Unit.layer`.

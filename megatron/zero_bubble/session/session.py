@@ -299,7 +299,7 @@ class Session:
             self.post_validation.validate()
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
-        """Validate the last step; average parameters (and optimizer states if `with_states`); a collective call."""
+        """Validate the last step; average replicas under hierarchical SGD, see `Replicas`; a collective call."""
         self.settle()
         self.replicas.average_all(iteration, with_states=with_states)
 

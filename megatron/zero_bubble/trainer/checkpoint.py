@@ -138,7 +138,10 @@ class Checkpointer:
         print_rank_0(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 
     def _load(self, folder: Path) -> dict[str, Any]:
-        """Load the model, and by default the optimizer and random state; return the state common to all ranks."""
+        """Load the model, and by default the optimizer and random state; return the state common to all ranks.
+
+        The random state is loaded only if the job's ranks correspond to the ranks of the saved job.
+        """
         args = self._args
         needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")
         description, common = jointly(lambda: read_checked(folder, needed))

@@ -135,7 +135,7 @@ def _even_ends(job: EstimatedJob) -> dict[str, Any]:
 
 
 def _estimated(job: EstimatedJob, names: Sequence[str], *, frees_layout: bool = False) -> Results:
-    """Estimate the schedules `names`, and the job's layout if no flag fixes the layout.
+    """Estimate the schedules `names` and, if the job chooses its layout, the layout that the job would choose.
 
     If `frees_layout` is set, the results also contain the layout that the training would choose without Megatron's
     layout flags.
