@@ -22,8 +22,9 @@ from megatron.zero_bubble.planner.run_schedules import prepare
 from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, open_channels
 from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
 from megatron.zero_bubble.runtime.communicator import TensorSpec
-from megatron.zero_bubble.runtime.exchange_lane import new_lane
+from megatron.zero_bubble.runtime.exchange_lane import ThreadLane
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.recomputation_store import ForwardMode, RecomputationStore
 from megatron.zero_bubble.runtime.stage import VocabularyStage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -87,9 +88,7 @@ def _calibrated_work() -> Work:
         start = time.perf_counter()
         work.run(_PRODUCTS)
         blocks.append((time.perf_counter() - start) * 1e3 / _PRODUCTS)
-    everyone = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, statistics.median(blocks))
-    return Work(statistics.median(everyone))
+    return Work(statistics.median(from_all_ranks(statistics.median(blocks))))
 
 
 def rehearse(
@@ -123,9 +122,7 @@ def rehearse(
         dist.all_reduce(rounds, op=dist.ReduceOp.MIN)
         num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(rounds.item()) - 1))
         times = [[run.step_time() for run in runs] for _ in range(num_rounds)]
-    everyone = [times] * dist.get_world_size()
-    dist.all_gather_object(everyone, times)
-    slowest = torch.tensor(everyone, dtype=torch.float64).amax(0)  # [rounds, contenders]
+    slowest = torch.tensor(from_all_ranks(times), dtype=torch.float64).amax(0)  # [rounds, contenders]
     # The ratios within a round change less than the times, because all contenders share the machine's load.
     ratios = (slowest / slowest.mean(1, keepdim=True)).quantile(0.5, 0)
     return (ratios * slowest.mean(1).quantile(0.5)).tolist()
@@ -153,10 +150,10 @@ class _Rehearsal:
         if schedule.is_vocabulary_parallel:
             collectives = TorchCollectives(dist.get_process_group_ranks(group), group.rank(), message.device, timeout)
             opened.callback(collectives.close)
-            lane = new_lane(message.device, collectives.close)
+            lane = ThreadLane(collectives.close)
             opened.callback(lane.close)
             traffic = ShardTraffic(collectives, schedule, message)
-            prepared = joined_early(prepared) if lane.waits_in_thread else prepared
+            prepared = joined_early(prepared)
         self._group, self._interlocks = group, contender.interlocks
         self._stage = _BusyStage(work, costs, schedule, group.rank(), message, store, recomputation, traffic)
         self._executor = Executor(prepared, group.rank(), channels, store, recomputation, exchange_lane=lane)
@@ -242,7 +239,7 @@ class ShardTraffic:
         self._collectives = collectives
         placement = schedule.placement
         first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
-        hidden, *_ = message.shape[::-1]
+        hidden = message.shape[-1]
         values = message.empty().zero_()
         num_tokens = values.numel() // hidden
         tokens, numbers = (torch.zeros(num_tokens, dtype=dtype) for dtype in (torch.int64, torch.float32))
