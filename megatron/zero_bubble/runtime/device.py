@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -37,3 +38,13 @@ def least_free_bytes(device: torch.device) -> float:
     available = torch.tensor([float(free + unused)], dtype=torch.float64, device=device)
     dist.all_reduce(available, op=dist.ReduceOp.MIN)
     return available.item()
+
+
+def return_free_heap() -> None:
+    """Return the free memory of the C library's heap to the operating system.
+
+    The heap of glibc keeps memory that is free below memory in use. Other C libraries have no function `malloc_trim`.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

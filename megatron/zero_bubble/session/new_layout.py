@@ -15,7 +15,7 @@ from megatron.zero_bubble.planner.layout_plan import model_of
 from megatron.zero_bubble.planner.request import PlanRequest
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.copy_lane import copy_lane, link_rate
-from megatron.zero_bubble.runtime.device import least_free_bytes, own_device
+from megatron.zero_bubble.runtime.device import least_free_bytes, own_device, return_free_heap
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.rehearsal import Contender, rehearse
 from megatron.zero_bubble.schedule import OpKind
@@ -82,7 +82,9 @@ def new_choice(
         limits = None if is_megatrons_split else request.limits
         return ChosenLayout({**layout, LIMITS: limits}, request, choice.megatrons_time, is_megatrons_split)
 
-    return on_rank(0, decide)
+    chosen = on_rank(0, decide)
+    return_free_heap()  # measuring, planning and rehearsing leave free memory
+    return chosen
 
 
 def _planned(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> LayoutChoice:
