@@ -1,4 +1,4 @@
-"""Measure the gain of --zero-bubble over megatron-core's own schedules, in four situations, with real compute.
+"""Measure the gain of --zero-bubble over megatron-core's own schedules, in five situations, with real compute.
 
     python -m benchmarks.situations
     python -m benchmarks.situations --situation 'large vocabulary' --num-microbatches 8
@@ -6,8 +6,9 @@
 In each situation the same training runs in turns with megatron-core's 1F1B, with megatron-core's interleaved schedule
 of two chunks a rank, and with --zero-bubble. `zero-bubble benchmark` starts the trainings, as a user would. In the
 situation "full recomputation", the memory limit lets the plan restore the activations of two microbatches at a time. In
-the situation "memory short", megatron-core has to recompute all layers, while --zero-bubble chooses which activations
-to recompute within a memory limit. The last columns compare turns of the same round, with a bootstrap interval over
+the situation "full recomputation, same memory", the processes take about as much memory as under megatron-core. In the
+situation "memory short", megatron-core has to recompute all layers, while --zero-bubble chooses which activations to
+recompute within a memory limit. The last columns compare turns of the same round, with a bootstrap interval over
 rounds.
 
 A mistake in the flags ends the command with a one-line message and exit status 2. The exit status is 1 if a training
@@ -51,6 +52,7 @@ SITUATIONS = {
     "small vocabulary": Situation(_SMALL),
     "large vocabulary": Situation(("--seq-length", "128", "--micro-batch-size", "1", "--vocab-size", "32767")),
     "full recomputation": Situation((*_SMALL, *_RECOMPUTED), ("--zero-bubble-memory-limit", "2")),
+    "full recomputation, same memory": Situation((*_SMALL, *_RECOMPUTED), ("--zero-bubble-memory-limit", "0.35")),
     "memory short": Situation(
         _SMALL, ("--zero-bubble-recompute", "planned", "--zero-bubble-memory-limit", "0.7"), _RECOMPUTED
     ),

@@ -1,4 +1,4 @@
-"""The four situations in which --zero-bubble meets megatron-core's own schedules."""
+"""The five situations in which --zero-bubble meets megatron-core's own schedules."""
 
 from __future__ import annotations
 

@@ -222,6 +222,26 @@ def test_a_job_that_goes_on_keeps_the_memory_limits_of_the_layout(given: dict[st
     assert planning.limits == (LIMITS["zero_bubble_layout_limits"] if is_kept else None)
 
 
+@pytest.mark.parametrize(
+    ("layout", "is_megatrons"),
+    [
+        (Layout(Placement("linear", 4), (2, 2, 2, 2)), True),
+        (Layout(Placement("linear", 4), (2, 2, 2, 2), vocabulary_parallel=True), False),
+        (Layout(Placement("linear", 4), (1, 3, 2, 2)), False),
+        (Layout(Placement("v", 4, 2), (1,) * 8), False),
+    ],
+)
+def test_a_job_that_goes_on_with_megatrons_split_compares_the_planned_order_with_megatrons_order(
+    layout: Layout, is_megatrons: bool
+) -> None:
+    choice = saved_choice(Namespace(**{**vars(flags()), **flags_of_layout(layout)}), flags())
+    assert choice is not None
+    assert choice.is_megatrons_split is is_megatrons
+    planning = job_settings(flags(), {}, has_cuda=False, choice=choice).planning
+    assert planning is not None
+    assert planning.tries_own_order is is_megatrons
+
+
 def test_a_job_with_the_same_number_of_chunks_keeps_the_layout() -> None:
     choice = saved_choice(saved(zero_bubble_placement="interleaved"), flags(num_virtual_stages_per_pipeline_rank=2))
     assert choice is not None

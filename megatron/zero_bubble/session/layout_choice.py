@@ -187,14 +187,16 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
         return None
     if _limited_by(JobFlags.of(saved)) != _limited_by(flags):
         chosen[LIMITS] = None
-    choice = ChosenLayout({**chosen, **dict.fromkeys(_CHUNKS)})
     if (kind := chosen["zero_bubble_placement"]) is None:
         return None
-    placement = Placement(
-        kind, flags.pipeline_model_parallel_size, chunks_of_flags(replace(flags, **choice.flags)) or 1
-    )
-    is_other = flags.model_chunks is not None and placement not in _placements(flags, str(flags.schedule))
-    return None if is_other else choice
+    layout = {**chosen, **dict.fromkeys(_CHUNKS)}
+    resumed = replace(flags, **layout)
+    placement = Placement(kind, flags.pipeline_model_parallel_size, chunks_of_flags(resumed) or 1)
+    if flags.model_chunks is not None and placement not in _placements(flags, str(flags.schedule)):
+        return None
+    usual = _megatrons_layout(flags)
+    is_usual = (placement, partition_of_flags(resumed, placement)) == (usual.placement, usual.partition)
+    return ChosenLayout(layout, is_megatrons_split=is_usual and chosen["zero_bubble_vocabulary_parallel"] != "on")
 
 
 def _limited_by(flags: JobFlags) -> list[Any]:
