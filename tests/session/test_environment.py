@@ -136,6 +136,7 @@ def test_timers_inside_a_step_are_refused():
 )
 def test_more_ranks_than_devices_are_refused(monkeypatch, more_flags, environment, num_devices, message):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     args = arguments("--mock-data", "--vocab-size", "100", *more_flags)
     environment = {"WORLD_SIZE": "4", "LOCAL_RANK": "3", "RANK": "3", **environment}
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():

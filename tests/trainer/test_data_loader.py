@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from megatron.zero_bubble.session.start_up import SessionError
 from megatron.zero_bubble.trainer.data_loader import MicrobatchIterator
@@ -72,6 +73,16 @@ def test_a_worker_killed_with_a_lock_does_not_hang_the_end(iterator: MicrobatchI
         worker.join()
         iterator.close()
     assert all(process.exitcode for process in iterator._workers)
+
+
+def test_the_end_after_a_killed_worker_leaves_no_record_with_torch(iterator: MicrobatchIterator):
+    """torch would refuse the next iterator that is at the same address."""
+    next(iterator)
+    iterator._workers[0].kill()
+    iterator._workers[0].join()
+    iterator.close()
+    with pytest.raises(ValueError, match="Cannot find worker information"):
+        signal_handling._remove_worker_pids(id(iterator._batches))
 
 
 def test_a_worker_that_exits_is_named_with_its_status():

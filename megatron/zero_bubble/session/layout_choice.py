@@ -189,7 +189,7 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
         chosen[LIMITS] = None
     if (kind := chosen["zero_bubble_placement"]) is None:
         return None
-    layout = {**chosen, **dict.fromkeys(_CHUNKS)}
+    layout: dict[str, Any] = {**chosen, **dict.fromkeys(_CHUNKS)}
     resumed = replace(flags, **layout)
     placement = Placement(kind, flags.pipeline_model_parallel_size, chunks_of_flags(resumed) or 1)
     if flags.model_chunks is not None and placement not in _placements(flags, str(flags.schedule)):

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils import signal_handling
 
 from megatron.zero_bubble.runtime.look_ahead import LookAhead
 from megatron.zero_bubble.session.start_up import SessionError
@@ -91,12 +93,15 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
         """End the worker processes, by force if needed. A second call does nothing."""
         if not self._workers:
             return
-        if self._lost_workers():
+        batches: Any = self._batches
+        if not self._lost_workers():
+            batches._shutdown_workers()
+        elif not batches._shutdown:
             # torch ends its workers through an event. A killed worker may hold the event's lock, for which torch would
-            # wait forever.
-            self._batches._shutdown = True  # type: ignore[attr-defined]
-        else:
-            self._batches._shutdown_workers()  # type: ignore[attr-defined]
+            # wait forever. torch also records the workers by the address of the iterator, and refuses a later iterator
+            # at a recorded address.
+            batches._shutdown = True
+            signal_handling._remove_worker_pids(id(batches))
         for worker in self._workers:
             worker.kill()  # workers ignore SIGTERM, which torch has sent
             worker.join()
