@@ -195,8 +195,9 @@ def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     if flags.model_chunks is not None and placement not in _placements(flags, str(flags.schedule)):
         return None
     usual = _megatrons_layout(flags)
-    is_usual = (placement, partition_of_flags(resumed, placement)) == (usual.placement, usual.partition)
-    return ChosenLayout(layout, is_megatrons_split=is_usual and chosen["zero_bubble_vocabulary_parallel"] != "on")
+    spreads = chosen["zero_bubble_vocabulary_parallel"] == "on"
+    again = Layout(placement, partition_of_flags(resumed, placement), usual.recompute, spreads)
+    return ChosenLayout(layout, is_megatrons_split=again == usual)
 
 
 def _limited_by(flags: JobFlags) -> list[Any]:
