@@ -92,8 +92,7 @@ class ScriptUnits:
         Raises:
             SessionError: the costs of this model cannot be measured.
         """
-        with self._as_one_rank(setup):
-            return session.unit_costs(*self._models(setup))
+        return session.unit_costs(*self._models(setup))
 
     @contextlib.contextmanager
     def _as_one_rank(self, setup: Call) -> Iterator[None]:
@@ -140,7 +139,8 @@ class ScriptUnits:
     def _arguments(self, setup: Call) -> Call:
         """Return the arguments with which the script constructs a model of all layers."""
         try:
-            self._begin(setup)
+            with self._as_one_rank(setup):
+                self._begin(setup)
         except _BuildsModel as begun:
             return begun.arguments
         known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
@@ -149,7 +149,8 @@ class ScriptUnits:
     def _build(self, setup: Call, unit: Unit, store: WeightGradStore) -> torch.nn.Module:
         self._unit, self._store = unit, store
         try:
-            self._begin(setup)
+            with self._as_one_rank(setup):
+                self._begin(setup)
         except _HasBuilt as built:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # scripts wrap the model in DDP on a separate stream

@@ -78,7 +78,7 @@ def measure_model(
     Raises:
         ValueError: `pairs` is set, but the model cannot run a forward and a backward as one operation.
     """
-    with _undisturbed():
+    with undisturbed(), as_one_rank():
         measured = _measure_units(models, _units(kinds), seconds, pairs=pairs)
     everyone = from_all_ranks(measured)
     embedding, *of_layers, output = (
@@ -110,7 +110,7 @@ def count_states(models: UnitModels, kinds: Sequence[int]) -> list[float]:
     """Build all units of the model; return the bytes of model states of the embedding, every layer and the output."""
     units = _units(kinds)
     states = []
-    with _undisturbed():
+    with undisturbed(), as_one_rank():
         for index in range(len(units)):
             unit_run = UnitRun(models, units, index)
             states.append(unit_run.state_bytes())
@@ -143,9 +143,18 @@ def _fused_backward(everyone: Sequence[Sequence[MeasuredUnit]], kinds: Sequence[
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Let units of the model run as one-rank pipelines inside the `with` block; then restore the global state."""
+def undisturbed() -> Iterator[None]:
+    """Restore the random states, and free the memory of models, at the end of the `with` block."""
     random_states = Restart([])
+    yield
+    random_states.apply()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def as_one_rank() -> Iterator[None]:
+    """Let units of the model be built and run as parts of a one-rank pipeline inside the `with` block."""
     virtual_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     parallel_state.set_pipeline_model_parallel_rank(0)
     parallel_state.set_pipeline_model_parallel_world_size(1)
@@ -154,8 +163,6 @@ def _undisturbed() -> Iterator[None]:
     parallel_state.set_pipeline_model_parallel_rank(None)
     parallel_state.set_pipeline_model_parallel_world_size(None)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual_size)
-    random_states.apply()
-    _free()
 
 
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
@@ -194,9 +201,3 @@ def _agreed_passes(fitting: float) -> int:
     passes = torch.tensor(max(0, min(_MOST_PASSES - 1, math.floor(fitting))), device=torch.cuda.current_device())
     dist.all_reduce(passes, op=dist.ReduceOp.MIN)
     return int(passes.item())
-
-
-def _free() -> None:
-    """Free the memory of models that are no longer used."""
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -7,23 +7,19 @@ from dataclasses import replace
 from datetime import timedelta
 from math import inf
 
-from megatron.core import parallel_state
-
+from megatron.zero_bubble.mcore.connections import Connections
+from megatron.zero_bubble.mcore.model_units import UnitModels
+from megatron.zero_bubble.mcore.rehearsal import Contender, rehearse
 from megatron.zero_bubble.planner import Plan
 from megatron.zero_bubble.planner.choice import choose
-from megatron.zero_bubble.planner.layout_plan import model_of
 from megatron.zero_bubble.planner.request import PlanRequest
-from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.copy_lane import copy_lane, link_rate
 from megatron.zero_bubble.runtime.device import least_free_bytes, own_device, return_free_heap
 from megatron.zero_bubble.runtime.joint import on_rank
-from megatron.zero_bubble.runtime.rehearsal import Contender, rehearse
 from megatron.zero_bubble.schedule import OpKind
-from megatron.zero_bubble.schedule.block_groups import in_groups
 from megatron.zero_bubble.schedule.formats import units_to_json
 from megatron.zero_bubble.schedule.model_costs import ModelCosts
 from megatron.zero_bubble.schedule.pairs import PAIRED
-from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.session.features import plans_offload
 from megatron.zero_bubble.session.files import write_file
 from megatron.zero_bubble.session.job_flags import JobFlags
@@ -33,7 +29,7 @@ from megatron.zero_bubble.session.progress_lines import ProgressLines
 from megatron.zero_bubble.session.reports import layout_lines, print_line, print_rank_0
 from megatron.zero_bubble.session.running import communicator_of
 
-SECONDS = 8.0
+SECONDS = 12.0
 """Approximate duration of a rehearsal."""
 _LONGEST = 4000.0
 """Predicted milliseconds of a step above which no layout is rehearsed. In a long step, the time for which ranks wait
@@ -41,23 +37,23 @@ for processor cores is a small part of the step."""
 
 
 def new_choice(
-    flags: JobFlags, costs: ModelCosts, padded_vocab_size: int, message: TensorSpec | None = None
+    flags: JobFlags, costs: ModelCosts, padded_vocab_size: int, units: tuple[UnitModels, Sequence[int]] | None = None
 ) -> ChosenLayout:
     """Search for the best layout on rank 0, print the layout, and send it to all ranks; a collective call.
 
     If computation and communication share the cores of a CPU, a rank also waits for cores, and a step of a layout with
-    many messages or collectives may take longer than predicted. All ranks then rehearse the planned layout, the best
-    layout without vocabulary shards, and Megatron's split. The rehearsed times decide.
+    many messages or collectives may take longer than predicted. All ranks then rehearse the best layouts
+    with and without vocabulary shards, and Megatron's split. The rehearsed times decide.
 
     Args:
         costs: the costs of the model's units.
-        message: type and shape of a message between stages; None to choose without a rehearsal.
+        units: the units of the model, and for each layer the number of its kind; None to choose without a rehearsal.
 
     Raises:
         ValueError: no layout fits in the memory; raised on all ranks.
     """
     choices: list[LayoutChoice] = []
-    rehearses = message is not None and message.device.type == "cpu"
+    rehearses = units is not None and units[0].message.device.type == "cpu"
 
     def plan() -> list[Contender]:
         choices.append(_planned(flags, costs, padded_vocab_size))
@@ -67,11 +63,10 @@ def new_choice(
         return [_contender(plan, choices[0].request) for plan in plans]
 
     contenders, times = on_rank(0, plan), []
-    if contenders and message is not None:
+    if contenders and units is not None:
         print_rank_0(f" > rehearsing {len(contenders)} layouts for {SECONDS:g} seconds ...")
-        group = parallel_state.get_pipeline_model_parallel_group()
         timeout = timedelta(minutes=flags.distributed_timeout_minutes)
-        times = rehearse(contenders, group, message, communicator_of(flags), timeout, SECONDS)
+        times = rehearse(contenders, *units, lambda: Connections(communicator_of(flags), timeout), SECONDS)
 
     def decide() -> ChosenLayout:
         choice = _rehearsed(choices[0], times) if times else choices[0]
@@ -104,15 +99,15 @@ def _write(output: str, model: ModelCosts) -> None:
 
 
 def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
-    """The chosen plan, the best plan without vocabulary shards, and megatron-core's own schedule on Megatron's split.
+    """The best plans with and without vocabulary shards, and megatron-core's own schedule on Megatron's split.
 
     If megatron-core's own schedule does not fit, the planned schedule on Megatron's split takes its place. The result
     is empty if Megatron's split is the chosen layout, if there is only one plan, if a schedule has pairs of F and B or
     copies to the host, or if a step is predicted to take longer than `_LONGEST`.
     """
     chosen = choice.plan
-    unsharded = [plan for plan in (chosen, *chosen.others) if not plan.layout.vocabulary_parallel]
-    candidates = (chosen, *unsharded[:1], *choice.megatrons[-1:])
+    rivals = [plan for plan in chosen.others if plan.layout.vocabulary_parallel != chosen.layout.vocabulary_parallel]
+    candidates = (chosen, *rivals[:1], *choice.megatrons[-1:])
     plans = list({(plan.layout, plan.request.schedule): plan for plan in candidates}.values())
     kinds = set[OpKind]().union(*(plan.timeline.schedule.kinds for plan in plans))
     is_settled = choice.is_megatrons_split or len(plans) == 1
@@ -122,17 +117,7 @@ def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
 
 
 def _contender(plan: Plan, request: PlanRequest) -> Contender:
-    """A plan for the rehearsal, whose costs contain the times of computations but not of communication."""
-    layout, is_own = plan.layout, plan.request.schedule != request.schedule
-    model = replace(request.model, time_exchange=0.0, time_collective=0.0)
-    model = model.with_fused_backwards if is_own else model
-    costs = model_of(replace(request, costs=model), layout).of_stages(layout.partition, layout.placement)
-    if is_own and layout.recompute is Recompute.FULL:
-        costs = costs.recomputing_in_backward()
-    # B of a stage with several groups of layers recomputes all groups but one; in the rehearsal B only takes longer.
-    schedule = plan.timeline.schedule
-    costs = in_groups(costs, schedule.groups)
-    return Contender(replace(schedule, groups=()), costs, interlocks=request.post_validation)
+    return Contender(plan.timeline.schedule, plan.timeline.costs, plan.layout, interlocks=request.post_validation)
 
 
 def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:

@@ -23,7 +23,6 @@ from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.step_call import refuse_unsplit_recomputation, refuse_unsupported
 from megatron.zero_bubble.mcore.unit_seeds import drawn_by_unit, initialized_by_unit
 from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
-from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.plan_report import Report
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
@@ -80,7 +79,7 @@ class Session:
         self._resources = ExitStack()
         self._timeline: TimelineWriter | None = None
         self._watchdog: Watchdog | None = None
-        self._message: TensorSpec | None = None
+        self._units: tuple[UnitModels, Sequence[int]] | None = None
         self.has_started = False
         self.iteration = self.num_steps = self.num_microbatches = 0
         self.post_validation: PostValidation | None = None
@@ -129,7 +128,7 @@ class Session:
         Raises:
             ValueError: the given profile cannot be read, or does not determine the costs.
         """
-        self._message = models.message
+        self._units = models, kinds
         return costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
 
     def choose_layout(self, costs: ModelCosts, padded_vocab_size: int, **restrictions: Any) -> Mapping[str, Any]:
@@ -146,7 +145,7 @@ class Session:
             ValueError: no layout fits in the memory, or a flag does not work with the chosen layout.
         """
         given = replace(self.job.flags, **restrictions)
-        choice = new_choice(given, costs, padded_vocab_size, self._message)
+        choice = new_choice(given, costs, padded_vocab_size, self._units)
         self._take_layout(self.job.flags, choice)
         return choice.flags
 

@@ -1,0 +1,189 @@
+"""Rehearses schedules before a model is built: every schedule trains stages that are made from units of the model.
+
+A rehearsed stage has as many layers of each kind as the stage of the model, but layers of one kind share their weights,
+so that a rehearsal needs little memory. Everything else is as in training: executor, messages, recomputation, and the
+operations and collectives of vocabulary shards. On a CPU, where computation and communication share cores, a rehearsal
+therefore also measures the time for which ranks wait for cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
+from megatron.zero_bubble.mcore.connections import Connections
+from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, release
+from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
+from megatron.zero_bubble.mcore.unit_costs import as_one_rank, undisturbed
+from megatron.zero_bubble.mcore.unit_run import clear_losses
+from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
+from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
+from megatron.zero_bubble.runtime.joint import from_all_ranks
+from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
+from megatron.zero_bubble.schedule import Schedule, StageCosts
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+_INTERLOCKED_STEPS = 3
+"""Number of consecutive steps in one measurement if ranks begin a step without waiting for each other; otherwise a
+measurement is a single step."""
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12
+"""Smallest and largest number of measurements of each schedule; the schedules are measured in turn."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A schedule to rehearse.
+
+    Attributes:
+        schedule: a schedule without communication, without copies to the host, and without pairs of F and B.
+        costs: the costs of the stages, from which receives get their places in the schedule.
+        layout: the layout of the stages.
+        interlocks: whether ranks begin a step without waiting for each other, as with post-validation.
+    """
+
+    schedule: Schedule
+    costs: StageCosts
+    layout: Layout
+    interlocks: bool = False
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether the model recomputes layers, as an R of the schedule or within the backward."""
+        return self.layout.recompute is Recompute.FULL or self.schedule.recomputes
+
+
+def rehearse(
+    contenders: Sequence[Contender],
+    models: UnitModels,
+    kinds: Sequence[int],
+    connect: Callable[[], Connections],
+    seconds: float,
+) -> list[float]:
+    """Run schedules in turn and measure the time of a step of each schedule; a collective call of the whole job.
+
+    Args:
+        models: builds the units of the model.
+        kinds: for each layer of the model, the number of the layer's kind, as in `Unit.layer`.
+        connect: makes the connections of one schedule.
+        seconds: approximate upper limit of the time of all steps; every schedule is measured at least three times, even
+            if that takes longer.
+
+    Returns:
+        For each element of `contenders`, the milliseconds of a step on the slowest rank, from medians over the rounds.
+    """
+    with undisturbed(), ExitStack() as opened:
+        runs = [_Rehearsal(contender, models, kinds, connect()) for contender in contenders]
+        for run in runs:
+            opened.callback(run.close)
+            run.milliseconds(1)
+        start = time.perf_counter()
+        times = [[run.step_time() for run in runs]]
+        fitting = torch.tensor(seconds / (time.perf_counter() - start))
+        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
+        num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(fitting.item())))
+        times += [[run.step_time() for run in runs] for _ in range(num_rounds - 1)]
+    slowest = torch.tensor(from_all_ranks(times), dtype=torch.float64).amax(0)  # [rounds, contenders]
+    # The ratios within a round change less than the times, because all contenders share the machine's load.
+    ratios = (slowest / slowest.mean(1, keepdim=True)).quantile(0.5, 0)
+    return (ratios * slowest.mean(1).quantile(0.5)).tolist()
+
+
+class _Rehearsal:
+    """One rehearsed schedule on this rank, with stages and connections of its own."""
+
+    def __init__(
+        self, contender: Contender, models: UnitModels, kinds: Sequence[int], connections: Connections
+    ) -> None:
+        schedule, layout = contender.schedule, contender.layout
+        store = WeightGradStore(schedule.num_chunks)
+        with as_one_rank():
+            self._stages = _build_stages(contender, models, kinds, store)
+        if layout.vocabulary_parallel:
+            shard_vocabulary(self._stages, layout.placement)
+        request = PlanRequest(
+            schedule.name,
+            schedule.num_microbatches,
+            (layout.placement,),
+            # Without an R in the schedule, the backward recomputes.
+            recomputes=(layout.recompute if schedule.recomputes else Recompute.NONE,),
+            vocabulary_parallel=layout.vocabulary_parallel,
+        )
+        plan = RunSchedules(request).with_shared(prepare(schedule, contender.costs))
+        self._run = ForwardBackward(plan, store, connections)
+        self._interlocks = contender.interlocks
+        config = get_model_config(self._stages[0])
+        parts = models.context_parallel_size
+        if config.sequence_parallel:
+            parts *= config.tensor_model_parallel_size
+        self._arguments = {
+            "forward_step_func": models.forward_step,
+            "data_iterator": [models.data] * schedule.num_chunks,
+            "model": self._stages,
+            "num_microbatches": schedule.num_microbatches,
+            "seq_length": models.message.shape[0] * parts,
+            "micro_batch_size": models.message.shape[1],
+        }
+
+    def step_time(self) -> float:
+        """Return the milliseconds of a step."""
+        return self.milliseconds(_INTERLOCKED_STEPS if self._interlocks else 1)
+
+    def milliseconds(self, num_steps: int) -> float:
+        """Run consecutive steps; return the mean milliseconds of a step."""
+        with as_one_rank():
+            dist.barrier(parallel_state.get_pipeline_model_parallel_group())
+            start = time.perf_counter()
+            for _ in range(num_steps):
+                self._run(**self._arguments)
+            end = time.perf_counter()
+        clear_losses()
+        return (end - start) * 1e3 / num_steps
+
+    def close(self) -> None:
+        self._run.close()
+        release(self._stages)
+
+
+def _build_stages(
+    contender: Contender, models: UnitModels, kinds: Sequence[int], store: WeightGradStore
+) -> list[torch.nn.Module]:
+    """Build this rank's stages: each stage is a unit of the model, with the number of layers that the stage has.
+
+    The first stage is made from the unit with the embedding, and the last stage from the unit with the output layer.
+    """
+    placement, partition = contender.layout.placement, contender.layout.partition
+    rank = parallel_state.get_pipeline_model_parallel_group().rank()
+    layers: dict[int, torch.nn.Module] = {}
+    stages = []
+    for stage in placement.stages_of(rank):
+        begin = sum(partition[:stage])
+        own = kinds[begin : begin + partition[stage]]
+        for kind in {*own} - {*layers}:
+            [layers[kind]] = _stack_of(models.build(Unit(layer=kind), store)).layers
+        is_last = stage == placement.num_stages - 1
+        # A stage in between has at least one layer.
+        unit = Unit(embeds=stage == 0, is_last=is_last) if stage == 0 or is_last else Unit(layer=own[0])
+        model = models.build(unit, store)
+        stack = _stack_of(model)
+        stack.layers = torch.nn.ModuleList(layers[kind] for kind in own)
+        stack.num_layers_per_pipeline_rank = len(own)
+        if contender.recomputes_layers:
+            checkpoint_every_layer(get_model_config(model))
+        stages.append(model)
+    get_model_config(stages[0]).no_sync_func = [model.no_sync for model in stages]
+    return stages
+
+
+def _stack_of(model: torch.nn.Module) -> Any:
+    """Return the module of megatron-core's model that runs the layers one after the other."""
+    return unwrap_model(model).decoder
