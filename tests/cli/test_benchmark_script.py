@@ -81,7 +81,7 @@ def test_a_script_runs_under_the_launcher_without_and_with_the_plan():
         ("megatron-core interleaved, 2 chunks", (CHUNKS_FLAG, "2")),
     ]
     words = " ".join(field_on_cpu.flags)
-    assert "--seq-length 16 --train-iters 50 --zero-bubble-cpu --exit-interval 45 --log-throughput" in words
+    assert "--seq-length 16 --train-iters 50 --zero-bubble-cpu --exit-interval 50 --log-throughput" in words
     assert "--eval-iters 0" in words
     assert "--log-interval 5" in words
     assert "--save" not in words

@@ -265,11 +265,11 @@ def test_megatrons_own_order_is_tried_once_and_goes_on_if_it_is_faster(fused: fl
     run = Run(tries_own_order=True)
     run.fused = fused
     run.steps(60)
-    assert run.new_plans == [4, 12, *([20] if kept == "auto" else [])]
+    assert run.new_plans == [4, 12, 20, *([28] if kept == "1f1b" else [])]
     assert run.plan.schedule(2).name == kept
     *_, report = run.reports
     assert report.trial is not None
-    assert (report.trial.own_name, report.step) == ("1f1b", 19)
+    assert (report.trial.own_name, report.step) == ("1f1b", 27)
     assert report.trial.planned_span == pytest.approx(6.0)
     assert report.trial.own_span == pytest.approx(2 * (1 + 2 * fused))
     gain = fused if kept == "auto" else 1.0
@@ -342,15 +342,25 @@ def test_drift_is_not_looked_for_during_a_trial() -> None:
     run.steps(8, (9.0, 9.0, 9.0))
     assert run.plan.schedule(2).name == "auto", "the planned order was faster when it was measured"
     run.steps(15, (9.0, 9.0, 9.0))
-    assert [report.step for report in run.reports] == [9, 25, 40]
+    assert [report.step for report in run.reports] == [9, 33, 40]
 
 
 def test_the_own_order_stays_for_other_numbers_of_microbatches() -> None:
     run = Run(tries_own_order=True)
     run.fused = 0.5
-    run.steps(25)
+    run.steps(30)
     run.steps(5, m=3)
     assert run.plan.schedule(3).name == "1f1b"
+
+
+def test_a_machine_that_slows_down_steadily_favours_neither_order() -> None:
+    run = Run(tries_own_order=True)
+    run.steps(11)
+    for time in (1.1, 1.2):
+        run.steps(8, (time, time, time))
+    trial = run.reports[-1].trial
+    assert trial is not None
+    assert trial.planned_span == pytest.approx(trial.own_span)
 
 
 def test_a_plan_is_not_compared_with_steps_of_several_numbers_of_microbatches():

@@ -33,7 +33,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Schedule, StageCosts
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
-_INTERLOCKED_STEPS = 3
+_INTERLOCKED_STEPS = 2
 """Number of consecutive steps in one measurement if ranks begin a step without waiting for each other; otherwise a
 measurement is a single step."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12

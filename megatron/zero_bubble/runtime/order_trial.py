@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.zero_bubble.planner.megatrons_split import in_megatrons_order
+from megatron.zero_bubble.planner.prediction import MegatronsTime, work_of_stages
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.schedule import ScheduleError
+from megatron.zero_bubble.schedule import ScheduleError, StageCosts
 
 SMALL_GAIN = 1.05
 """A run also tries megatron-core's order if the planned order's predicted gain over that order is below this factor."""
@@ -20,21 +21,29 @@ this factor."""
 class OrderTrial:
     """A trial of megatron-core's own order for a few steps; the run then continues with the faster order.
 
+    The planned order runs before and after megatron-core's order, so that a machine that slowly becomes faster or
+    slower favours neither order.
+
     Attributes:
         num_microbatches: number of microbatches in each step before the trial.
         own: the schedules of megatron-core's own order.
         planned: the schedules of the planned order.
-        planned_span: milliseconds of a step in the planned order.
+        span_before: milliseconds of a step in the planned order, before the trial.
+        own_span: milliseconds of a step in megatron-core's own order; None while that order runs.
+        own_costs: the measured costs of the stages in megatron-core's own order; None while that order runs.
     """
 
     num_microbatches: int
     own: RunSchedules
     planned: RunSchedules
-    planned_span: float
+    span_before: float
+    own_span: float | None = None
+    own_costs: StageCosts | None = None
 
-    def result(self, own_span: float) -> TrialResult:
-        """Return the result of a trial in which a step took `own_span` milliseconds in megatron-core's own order."""
-        return TrialResult(self.own.name, own_span, self.planned_span)
+    def result(self, span_after: float) -> TrialResult:
+        """Return the result of a trial after which a step took `span_after` milliseconds in the planned order."""
+        assert self.own_span is not None, "megatron-core's order is not measured yet"
+        return TrialResult(self.own.name, self.own_span, (self.span_before + span_after) / 2)
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,11 @@ class TrialResult:
     def keeps_planned(self) -> bool:
         """Whether the planned order is faster by at least the factor `WORTHWHILE`."""
         return self.planned_span * WORTHWHILE <= self.own_span
+
+    def megatrons_time(self, milliseconds: float, costs: StageCosts) -> MegatronsTime:
+        """Return the time of megatron-core's order if the planned order takes `milliseconds`, by the measured ratio."""
+        own = milliseconds * self.own_span / self.planned_span
+        return MegatronsTime(own, work_of_stages(costs), is_same_layout=True)
 
     def __str__(self) -> str:
         decision = "goes on" if self.keeps_planned else f"gives way to {self.own_name}"

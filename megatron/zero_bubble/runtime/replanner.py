@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 
 from megatron.zero_bubble.planner.expected_time import expected_time
-from megatron.zero_bubble.planner.prediction import MegatronsTime, Prediction, work_of_stages
+from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
-from megatron.zero_bubble.runtime.order_trial import SMALL_GAIN, WORTHWHILE, OrderTrial, own_order
+from megatron.zero_bubble.runtime.order_trial import SMALL_GAIN, WORTHWHILE, OrderTrial, TrialResult, own_order
 from megatron.zero_bubble.runtime.plan_check import (
     SPAN_TOLERANCE,
     differences,
@@ -138,7 +138,7 @@ class Replanner:
             self._checked_numbers.add(num_microbatches)
         if step == self._check_at:
             if self._trial is not None:
-                return self._end_trial(self._trial)
+                return self._continue_trial(self._trial)
             if self._checked_numbers == {num_microbatches}:
                 return self._check(num_microbatches)
         if self._trial is None and self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
@@ -243,8 +243,7 @@ class Replanner:
     def _begin_trial(self, span: float, num_microbatches: int) -> RunSchedules | None:
         """Begin a trial of megatron-core's own order and return that order; None if the trial is not worthwhile.
 
-        Args:
-            span: milliseconds of a step with the current plan.
+        A step with the current plan takes `span` milliseconds.
         """
         planned = self._current
         if not self._options.tries_own_order or not planned.adapts or self._options.megatrons is not None:
@@ -258,32 +257,37 @@ class Replanner:
         self._checked_numbers.clear()
         return own
 
-    def _end_trial(self, trial: OrderTrial) -> RunSchedules | None:
-        """End a trial of megatron-core's own order; a collective call.
+    def _continue_trial(self, trial: OrderTrial) -> RunSchedules | None:
+        """Return the order of the next steps; None if it has not changed. A collective call.
 
-        Returns:
-            The planned order, if this order is faster or if a step of the trial had a different number of microbatches
-            from the steps before the trial. None if the run continues with megatron-core's own order.
+        A trial whose steps differ in the number of microbatches ends without a result.
         """
-        old, self._trial = self._profile, None
-        assert old is not None
         if self._checked_numbers != {trial.num_microbatches}:
+            self._trial = None
             self._checked.clear()
             return trial.planned
-        result = trial.result(self._measured.add_checked(self._checked))
-        self._step = self._check_at
+        span = self._measured.add_checked(self._checked)
         measured = self._measure(trial.num_microbatches, statistics.fmean)
+        if trial.own_span is not None:
+            return self._end_trial(trial, trial.result(span))
+        self._trial = replace(trial, own_span=span, own_costs=measured.costs)
+        self._check_at += CHECK_AFTER
+        self._checked_numbers.clear()
+        return trial.planned
+
+    def _end_trial(self, trial: OrderTrial, result: TrialResult) -> RunSchedules | None:
+        old, self._trial, self._step = self._profile, None, self._check_at
+        assert old is not None
         if not result.keeps_planned:
-            self._profile = replace(old, costs=with_measured_times(old.costs, measured.costs))
+            assert trial.own_costs is not None
+            self._profile = replace(old, costs=with_measured_times(old.costs, trial.own_costs))
             self._plan = self._current = trial.own
         prediction = self.predict(self._current.schedule(trial.num_microbatches))
         if result.keeps_planned:
-            # From now on, the measured ratio of the two orders' step times replaces the predicted ratio.
-            milliseconds = prediction.milliseconds * result.own_span / result.planned_span
-            self._megatrons = MegatronsTime(milliseconds, work_of_stages(old.costs), is_same_layout=True)
+            self._megatrons = result.megatrons_time(prediction.milliseconds, old.costs)
             prediction = replace(prediction, megatrons=self._megatrons)
         self._report(Report(prediction, result.keeps_planned, None, self._step, trial=result))
-        return trial.planned if result.keeps_planned else None
+        return None if result.keeps_planned else trial.own
 
     def predict(self, schedule: Schedule) -> Prediction:
         """Predict the time and the memory of a schedule from the costs of the present profile."""
@@ -291,10 +295,7 @@ class Replanner:
         return Prediction(self._profile, schedule, self._plan.recompute, self._megatrons)
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Measure the times again, and plan again if the times have changed by more than the threshold.
-
-        All ranks compare the same two profiles and therefore make the same decision.
-        """
+        """Measure the times again, and plan again if the times have changed by more than the threshold."""
         old, new = self._profile, self._measure(num_microbatches)
         assert old is not None
         # Memory and messages do not drift and are measured only once.

@@ -111,8 +111,8 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     rounds: int = _count_flag("number of trainings of every schedule", 5)
     warmup: int = _count_flag(
         "unmeasured iterations at the start of a training; `auto` plans after the sixth, may correct the plan after "
-        "the fourteenth, and may compare its order with megatron-core's order until the twenty-second",
-        25,
+        "the fourteenth, and may compare its order with megatron-core's order until the thirtieth",
+        30,
         7,
     )
     iterations: int = _count_flag("measured iterations of a training", 20)
