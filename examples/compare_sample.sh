@@ -7,5 +7,5 @@ cd "$(dirname "$0")/.."
 source examples/sample_model.sh
 
 exec python -m benchmarks.train --pipeline-size "$PIPELINE_SIZE" --num-microbatches "$NUM_MICROBATCHES" \
-    --peers megatron-core --schedule chosen --losses --rounds 2 --warmup 10 --iterations 10 "$@" -- \
+    --peers megatron-core --schedule chosen --losses --rounds 2 --warmup 15 --iterations 10 "$@" -- \
     "${GPT_MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}"
