@@ -121,9 +121,9 @@ def test_a_placement_that_a_flag_asks_for_is_kept_however_long_it_takes(choose):
 def test_a_contender_has_the_layout_and_the_schedule_of_its_plan(choose):
     model = replace(MILD, layers=tuple(replace(layer, num_blocks=1.0) for layer in MILD.layers))
     tight = {"zero_bubble_memory_limit": "3MiB", "zero_bubble_placement": "linear"}
-    planned = choose_layout(flags(num_layers=len(model.layers), **tight), model, None, 1024).plan
+    plan = choose_layout(flags(num_layers=len(model.layers), **tight), model, None, 1024).plan
     _, [first, *_] = choose(lambda contender: 100.0, model, **tight)
-    assert (first.layout, first.schedule, first.costs) == (planned.layout, planned.timeline.schedule, planned.timeline.costs)
+    assert (first.layout, first.schedule, first.costs) == (plan.layout, plan.timeline.schedule, plan.timeline.costs)
     assert max(first.schedule.groups) > 1
 
 
