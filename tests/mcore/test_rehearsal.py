@@ -109,10 +109,11 @@ def check(
     ("flags", "contenders", "counts"),
     [
         ((), in_whole_layers() + recomputing() + in_shards(), True),
+        (("--bf16",), in_whole_layers() + recomputing() + in_shards(), True),
         (EXPERTS, in_whole_layers() + recomputing(), False),
         (HYBRID, in_whole_layers() + in_shards(), True),
     ],
-    ids=["dense", "experts and multi-token prediction", "hybrid"],
+    ids=["dense", "16 bits", "experts and multi-token prediction", "hybrid"],
 )
 def test_stages_of_a_rehearsal_have_the_layers_of_the_layout(flags, contenders, counts):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -8,6 +8,7 @@ therefore also measures the time for which ranks wait for cores.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.zero_bubble.mcore.checkpointed_blocks import checkpoint_every_layer
 from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, release
+from megatron.zero_bubble.mcore.placement import StagePosition
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.unit_costs import as_one_rank, undisturbed
 from megatron.zero_bubble.mcore.unit_run import clear_losses
@@ -177,11 +180,21 @@ def _build_stages(
         stack = _stack_of(model)
         stack.layers = torch.nn.ModuleList(layers[kind] for kind in own)
         stack.num_layers_per_pipeline_rank = len(own)
+        _set_position(model, StagePosition(stage, placement.num_stages))
         if contender.recomputes_layers:
             checkpoint_every_layer(get_model_config(model))
         stages.append(model)
     get_model_config(stages[0]).no_sync_func = [model.no_sync for model in stages]
     return stages
+
+
+def _set_position(model: torch.nn.Module, position: StagePosition) -> None:
+    """Let `Float16Module` know the position of a stage: it converts the inputs of the first stage to 16 bits, and the
+    outputs of the last stage to 32 bits."""
+    for module in model.modules():
+        if isinstance(module, Float16Module):
+            module.pg_collection = copy.copy(module.pg_collection)
+            module.pg_collection.pp = position
 
 
 def _stack_of(model: torch.nn.Module) -> Any:
