@@ -31,7 +31,10 @@ from tests.ranks import be_rank, run_on_ranks
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, for which megatron-core is adapted")
 
 GPT = (*TINY_GPT, "--micro-batch-size", "2", "--pipeline-model-parallel-size", "2")
-EXPERTS = ("--num-experts", "2", "--moe-layer-freq", "[0]*2+[1]*2", "--disable-bias-linear", "--mtp-num-layers", "1")
+EXPERTS = (
+    *("--num-experts", "2", "--moe-layer-freq", "[0]*2+[1]*2", "--disable-bias-linear", "--mtp-num-layers", "1"),
+    *("--moe-aux-loss-coeff", "0.01"),
+)
 HYBRID = ("--hybrid-layer-pattern", "*-*-")
 LINEAR, V = Placement("linear", 2), Placement("v", 2, 2)
 SHARD = {"time_e": 1, "time_ew": 2, "time_s": 3, "time_t": 1, "memory_s": 1, "memory_t": -1}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
@@ -181,11 +182,25 @@ def _build_stages(
         stack.layers = torch.nn.ModuleList(layers[kind] for kind in own)
         stack.num_layers_per_pipeline_rank = len(own)
         _set_position(model, StagePosition(stage, placement.num_stages))
-        if contender.recomputes_layers:
-            checkpoint_every_layer(get_model_config(model))
         stages.append(model)
+    _adapt_configs(stages, recomputes=contender.recomputes_layers)
     get_model_config(stages[0]).no_sync_func = [model.no_sync for model in stages]
     return stages
+
+
+def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> None:
+    """Change the configurations of stages, which a unit does not share with other units.
+
+    megatron-core collects the losses of experts in a tensor with `config.num_layers` elements. The number of any layer
+    on this rank has to fit, because layers come from several units.
+    """
+    modules = [module for stage in stages for module in stage.modules()]
+    last = max(getattr(module, "layer_number", None) or 0 for module in modules)
+    given = (getattr(module, "config", None) for module in modules)
+    for config in {id(config): config for config in given if isinstance(config, TransformerConfig)}.values():
+        config.num_layers = max(config.num_layers, last)
+        if recomputes:
+            checkpoint_every_layer(config)
 
 
 def _set_position(model: torch.nn.Module, position: StagePosition) -> None:
