@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.zero_bubble.cli.trainings import complete_arguments
 from megatron.zero_bubble.mcore import rehearsal
 from megatron.zero_bubble.mcore.connections import Connections
+from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.rehearsal import Contender, rehearse
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.planner.request import Layout
@@ -75,6 +77,11 @@ def num_layers_run(contender: Contender, rank: int) -> int:
     return sum(partition[placement.stage_of(rank, op.chunk)] for op in ops if op.kind in {OpKind.F, *recomputes})
 
 
+def num_models() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), DECODER_MODELS) for thing in gc.get_objects())
+
+
 def check(
     rank: int, num_ranks: int, port: int, flags: Sequence[str], contenders: list[Contender], *, counts: bool
 ) -> None:
@@ -90,7 +97,7 @@ def check(
 
     with initialized(args, LINEAR), pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransformerLayer, "forward", counted)
-        random_state, models = torch.get_rng_state(), unit_models(args)
+        random_state, models, before = torch.get_rng_state(), unit_models(args), num_models()
         for each in contenders:
             run.clear()
             [time] = rehearse([each], models, layer_kinds(args), Connections, seconds=0)
@@ -104,6 +111,7 @@ def check(
         assert len(times) == len(contenders)
         assert min(times) > 0
         assert torch.equal(torch.get_rng_state(), random_state)
+        assert num_models() == before
         assert parallel_state.get_pipeline_model_parallel_rank() == rank
     dist.destroy_process_group()
 

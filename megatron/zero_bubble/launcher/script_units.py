@@ -139,8 +139,7 @@ class ScriptUnits:
     def _arguments(self, setup: Call) -> Call:
         """Return the arguments with which the script constructs a model of all layers."""
         try:
-            with self._as_one_rank(setup):
-                self._begin(setup)
+            self._begin(setup)
         except _BuildsModel as begun:
             return begun.arguments
         known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
@@ -149,8 +148,7 @@ class ScriptUnits:
     def _build(self, setup: Call, unit: Unit, store: WeightGradStore) -> torch.nn.Module:
         self._unit, self._store = unit, store
         try:
-            with self._as_one_rank(setup):
-                self._begin(setup)
+            self._begin(setup)
         except _HasBuilt as built:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # scripts wrap the model in DDP on a separate stream
@@ -160,8 +158,8 @@ class ScriptUnits:
         raise SessionError("costs can be measured only for a model in DDP, but the script builds a model without DDP")
 
     def _begin(self, setup: Call) -> None:
-        """Let the script begin to build its model, and drop the script's output, which would be misleading."""
-        with contextlib.redirect_stdout(io.StringIO()):
+        """Let the script begin to build its model for one rank, and drop the script's output, which would mislead."""
+        with self._as_one_rank(setup), contextlib.redirect_stdout(io.StringIO()):
             setup.proceed()
 
     def build_chunk(self, call: Call) -> None:

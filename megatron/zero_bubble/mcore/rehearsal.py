@@ -30,8 +30,8 @@ from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.unit_costs import as_one_rank, undisturbed
 from megatron.zero_bubble.mcore.unit_run import clear_losses
 from megatron.zero_bubble.mcore.vocabulary_model import shard_vocabulary
-from megatron.zero_bubble.planner.request import Layout, PlanRequest
-from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
+from megatron.zero_bubble.planner.request import Layout
+from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Schedule, StageCosts
@@ -111,18 +111,15 @@ class _Rehearsal:
         schedule, layout = contender.schedule, contender.layout
         store = WeightGradStore(schedule.num_chunks)
         with as_one_rank():
-            self._stages = _build_stages(contender, models, kinds, store)
+            self._stages, self._sources = _build_stages(contender, models, kinds, store)
         if layout.vocabulary_parallel:
             shard_vocabulary(self._stages, layout.placement)
-        request = PlanRequest(
-            schedule.name,
-            schedule.num_microbatches,
-            (layout.placement,),
+        plan = RunSchedules.of(schedule).requesting(
+            costs=contender.costs,
             # Without an R in the schedule, the backward recomputes.
             recomputes=(layout.recompute if schedule.recomputes else Recompute.NONE,),
             vocabulary_parallel=layout.vocabulary_parallel,
         )
-        plan = RunSchedules(request).with_shared(prepare(schedule, contender.costs))
         self._run = ForwardBackward(plan, store, connections)
         self._interlocks = contender.interlocks
         config = get_model_config(self._stages[0])
@@ -155,25 +152,29 @@ class _Rehearsal:
 
     def close(self) -> None:
         self._run.close()
-        release(self._stages)
+        release([*self._stages, *self._sources])
 
 
 def _build_stages(
     contender: Contender, models: UnitModels, kinds: Sequence[int], store: WeightGradStore
-) -> list[torch.nn.Module]:
+) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
     """Build this rank's stages: each stage is a unit of the model, with the number of layers that the stage has.
 
     The first stage is made from the unit with the embedding, and the last stage from the unit with the output layer.
+
+    Returns:
+        The stages, and the units from which the layers of the stages were taken.
     """
     placement, partition = contender.layout.placement, contender.layout.partition
     rank = parallel_state.get_pipeline_model_parallel_group().rank()
     layers: dict[int, torch.nn.Module] = {}
-    stages = []
+    stages, sources = [], []
     for stage in placement.stages_of(rank):
         begin = sum(partition[:stage])
         own = kinds[begin : begin + partition[stage]]
         for kind in {*own} - {*layers}:
-            [layers[kind]] = _stack_of(models.build(Unit(layer=kind), store)).layers
+            sources.append(models.build(Unit(layer=kind), store))
+            [layers[kind]] = _stack_of(sources[-1]).layers
         is_last = stage == placement.num_stages - 1
         # A stage in between has at least one layer.
         unit = Unit(embeds=stage == 0, is_last=is_last) if stage == 0 or is_last else Unit(layer=own[0])
@@ -185,7 +186,7 @@ def _build_stages(
         stages.append(model)
     _adapt_configs(stages, recomputes=contender.recomputes_layers)
     get_model_config(stages[0]).no_sync_func = [model.no_sync for model in stages]
-    return stages
+    return stages, sources
 
 
 def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> None:

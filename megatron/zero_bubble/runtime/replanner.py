@@ -267,7 +267,7 @@ class Replanner:
             self._checked.clear()
             return trial.planned
         span = self._measured.add_checked(self._checked)
-        measured = self._measure(trial.num_microbatches, statistics.fmean)
+        measured = self._measure(trial.num_microbatches, statistics.fmean)  # later profiles begin anew
         if trial.own_span is not None:
             return self._end_trial(trial, trial.result(span))
         self._trial = replace(trial, own_span=span, own_costs=measured.costs)

@@ -42,8 +42,8 @@ def new_choice(
     """Search for the best layout on rank 0, print the layout, and send it to all ranks; a collective call.
 
     If computation and communication share the cores of a CPU, a rank also waits for cores, and a step of a layout with
-    many messages or collectives may take longer than predicted. All ranks then rehearse the best layouts
-    with and without vocabulary shards, and Megatron's split. The rehearsed times decide.
+    many messages or collectives may take longer than predicted. All ranks then rehearse the best layouts with and
+    without vocabulary shards, and Megatron's split. The rehearsed times decide.
 
     Args:
         costs: the costs of the model's units.
