@@ -34,7 +34,8 @@ def test_any_placement_gets_a_plan_that_is_valid_fits_and_is_no_worse(data, plac
     timeline = simulate(schedule, costs, overlap_communication=overlap)
     assert (plan.cost, plan.tie) == problem.judged(timeline.cost, timeline.makespan)
     assert plan.cost <= begin.cost
-    assert num_recomputed(schedule) == num_recomputed(schedule_of_orders(problem, begin.orders))
+    if recompute is not Recompute.PLANNED:
+        assert num_recomputed(schedule) == num_recomputed(schedule_of_orders(problem, begin.orders))
     for peak, limit in zip(timeline.peak_memory, limits, strict=True):
         assert peak <= limit * (1 + 1e-9)
 

@@ -46,6 +46,7 @@ class OrderGraph:
             for k in range(m):
                 self.needs[target * m + k].append((source * m + k, latency))
                 self.users[source * m + k].append((target * m + k, latency))
+        self._first_r, self._end_r = codes.r * m, codes.drop * m
         self.restore([self._numbers(order) for order in orders])
         self.start = [0.0] * len(self.duration)
         self.end = [0.0] * len(self.duration)
@@ -59,30 +60,41 @@ class OrderGraph:
         """`cost` is the time by which orders are compared; `tie` decides between orders of equal cost."""
 
     def _numbers(self, order: Order) -> list[int]:
-        codes = self.codes
-        lane = []
-        for code, microbatch in self.codes.microbatches(order):
-            drops = codes.drop <= code < codes.e
-            number = (code - codes.drop * drops) * self.num_microbatches + microbatch
-            if drops:
-                self.dropped.add(number)
-                self.allocation[number] = self.problem.allocation[code]
-            lane.append(number)
-        return lane
+        codes, m = self.codes, self.num_microbatches
+        return [
+            (code - codes.drop * (codes.drop <= code < codes.e)) * m + microbatch
+            for code, microbatch in codes.microbatches(order)
+        ]
 
     def restore(self, lanes: Sequence[Sequence[int]]) -> None:
-        """Replace the orders by other orders of the same operations."""
+        """Replace the orders by other orders of the same operations; some R may be added or removed."""
         self.lanes = [list(lane) for lane in lanes]
         """Rank -> its operations in order."""
         self.position = {op: position for lane in lanes for position, op in enumerate(lane)}
         """Operation -> its position in the order of its rank."""
+        recomputed = {op - self._first_r for op in self.position if self._first_r <= op < self._end_r}
+        for forward in recomputed ^ self.dropped:
+            self._drop(forward, drops=forward in recomputed)
 
-    def move(self, rank: int, source: int, target: int) -> None:
-        """Move an operation of `rank` from position `source` of the order to position `target`."""
+    def replace(self, rank: int, first: int, end: int, part: Sequence[int]) -> None:
+        """Replace the operations of `rank` from position `first` up to position `end` by `part`.
+
+        `part` has the same operations in another order, but some R may be added or removed.
+        """
         lane = self.lanes[rank]
-        lane.insert(target, lane.pop(source))
-        for position in range(min(source, target), max(source, target) + 1):
+        changed = {*lane[first:end]} ^ {*part}
+        lane[first:end] = part
+        for position in range(first, len(lane) if len(part) != end - first else end):
             self.position[lane[position]] = position
+        added = {*part}
+        for recomputation in changed:
+            self._drop(recomputation - self._first_r, drops=recomputation in added)
+
+    def _drop(self, forward: int, *, drops: bool) -> None:
+        """Let a forward drop its activations, or keep them."""
+        code = forward // self.num_microbatches
+        (self.dropped.add if drops else self.dropped.remove)(forward)
+        self.allocation[forward] = self.problem.allocation[code + self.codes.drop * drops]
 
     def orders(self) -> list[Order]:
         m, drop = self.num_microbatches, self.codes.drop
@@ -195,19 +207,19 @@ class OrderGraph:
             rank = self.rank_of[source]
             position = last = self.position[source]
 
-    def longest_through(self, rank: int, low: int, part: Sequence[int]) -> float:
+    def longest_through(self, rank: int, first: int, end: int, part: Sequence[int]) -> float:
         """Estimate the cost of new orders by the length of the longest path through the operations of `part`.
 
         The estimate uses the start times and the critical paths of the current orders.
 
         Args:
             rank: the rank whose order changes.
-            low: position of the first operation of `part`.
-            part: operations of the rank in their new order.
+            first: position of the first operation that `part` replaces.
+            end: position after the last operation that `part` replaces.
+            part: operations of the rank in their new order, and R that are added.
         """
         lane = self.lanes[rank]
-        high = low + len(part)
-        now = self.start[lane[low - 1]] + self.duration[lane[low - 1]] if low > 0 else 0.0
+        now = self.start[lane[first - 1]] + self.duration[lane[first - 1]] if first > 0 else 0.0
         starts = []
         for op in part:
             for source, delay in self.needs[op]:
@@ -215,7 +227,7 @@ class OrderGraph:
             starts.append(now)
             now += self.duration[op]
         longest = 0.0
-        after = self.tail[lane[high]] if high < len(lane) else None
+        after = self.tail[lane[end]] if end < len(lane) else None
         for op, start in zip(reversed(part), reversed(starts), strict=True):
             rest = self.latency[op] + self.final[rank] if after is None else self.duration[op] + after
             for user, delay in self.users[op]:

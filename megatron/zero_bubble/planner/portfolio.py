@@ -13,7 +13,7 @@ from megatron.zero_bubble.planner.event_loop import EventLoop, PlannedOrders
 from megatron.zero_bubble.planner.expected_time import slowdown
 from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.fitting import dropped_to_fit
-from megatron.zero_bubble.planner.local_search import improve
+from megatron.zero_bubble.planner.local_search import RESTARTS, improve, move_cost
 from megatron.zero_bubble.planner.orders import one_by_one, orders_of_schedule, schedule_of_orders
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import tolerance
@@ -26,7 +26,14 @@ from megatron.zero_bubble.schedule.shard_ops import delays, with_best_delay, wit
 from megatron.zero_bubble.schedule.simulate import simulate
 
 NUM_PLANS = 3
-"""Number of the best plans that are kept, to be improved by local search."""
+"""Number of the best plans on which the local search spends most of its budget."""
+MOST_PLANS = 25
+"""Largest number of plans that are kept. From the best plans alone, the local search often ends in one and the same
+plan; other plans lead to others."""
+FEW_MOVES = 40
+"""Least number of moves of the local search on a kept plan, before the search continues with the best plans."""
+FEW_RESTARTS = 2
+"""Largest number of restarts in a row without a better plan, in the local search on each kept plan."""
 PARTS = 2
 """Number of parts into which the budget is divided if the planner chooses the recomputed microbatches."""
 LEAST_CANDIDATES = 12
@@ -38,7 +45,7 @@ INSERTED = 8
 problem divided by `INSERTED`."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """Factors by which the memory limit is raised for plans without recomputation, before activations are dropped."""
-IMPROVING = 0.5
+IMPROVING = 1
 """Budget of the local search, as a fraction of the budget of all candidates together."""
 
 
@@ -84,17 +91,17 @@ class Portfolio:
         return self.budget <= 0 or self.cost <= self.aim
 
     def schedules(self, problem: Problem) -> list[Schedule]:
-        """The schedule of the best plan; if durations vary, the schedules of all kept plans."""
-        return [schedule_of_orders(problem, plan.orders) for plan in self.plans[: None if problem.varies else 1]]
+        """The schedule of the best plan; if durations vary, the schedules of the best `NUM_PLANS` plans."""
+        return [schedule_of_orders(problem, plan.orders) for plan in self.plans[: NUM_PLANS if problem.varies else 1]]
 
     def offer(self, plan: PlannedOrders | None) -> None:
         """Keep `plan` if it is among the best so far and no kept plan has the same cost."""
         if plan is None or any(abs(plan.cost - other.cost) <= tolerance(other.cost) for other in self.plans):
             return
-        self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:NUM_PLANS]
+        self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:MOST_PLANS]
 
     def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
-        """Improve the best plans in turn by local search, with equal parts of the budget, until a plan is good enough.
+        """Improve plans by local search until a plan is good enough: first all kept plans a little, then the best.
 
         Plans of a long problem (see `Problem.is_long`) are not improved.
 
@@ -103,13 +110,27 @@ class Portfolio:
             budget: effort of the local search, as a number of planned operations.
             keeps_forwards: whether every rank keeps the order of its forwards.
         """
-        for number, plan in enumerate(list(self.plans)):
-            if budget > 0 and self.cost > self.aim and not problem.is_long:
-                share = budget // (NUM_PLANS - number)
-                better, left = improve(problem, plan, share, keeps_forwards=keeps_forwards)
+        if problem.is_long:
+            return
+        num_all = min(len(self.plans), budget // (2 * FEW_MOVES * move_cost(problem)))
+        if num_all > NUM_PLANS:
+            half = budget // 2
+            budget += self._improve_best(problem, num_all, half, FEW_RESTARTS, keeps_forwards=keeps_forwards) - half
+        self._improve_best(problem, NUM_PLANS, budget, RESTARTS, keeps_forwards=keeps_forwards)
+
+    def _improve_best(
+        self, problem: Problem, num_plans: int, budget: int, restarts: int, *, keeps_forwards: bool
+    ) -> int:
+        """Improve the best plans with equal parts of the budget; return the unspent budget."""
+        plans = self.plans[:num_plans]
+        for number, plan in enumerate(plans):
+            if budget > 0 and self.cost > self.aim:
+                share = budget // (len(plans) - number)
+                better, left = improve(problem, plan, share, restarts=restarts, keeps_forwards=keeps_forwards)
                 budget -= share - left
                 self.plans.remove(plan)
                 self.offer(better)
+        return budget
 
     def run(self, loop: EventLoop) -> float:
         """Run a scheduling policy, and keep its plan if it is among the best plans.

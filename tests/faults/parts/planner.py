@@ -7,10 +7,10 @@ from tests.faults import Fault
 FAULTS = (
     Fault(
         name="local-search-stale-memory",
-        file="planner/local_search.py",
-        old="""        self.graph.move(*move)
-        self.memory[move.rank] = self._memory_of(move.rank)""",
-        new="        self.graph.move(*move)",
+        file="planner/order_moves.py",
+        old="""        self._memory[move.rank] = self._memory_of(move.rank)
+        return""",
+        new="        return",
         effect=(
             "Under a tight memory limit the local search judges later moves by the memory before the first one, "
             "so that it refuses moves that fit, or its plan needs more memory than the limit."

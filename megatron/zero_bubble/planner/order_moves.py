@@ -1,0 +1,264 @@
+"""Moves of a local search over complete orders, with repairs that keep the memory limits.
+
+A *stretch* is a sequence of operations on the critical path that one rank runs without idle time. The critical path
+gets shorter only if an operation moves before the first or after the last operation of its stretch (Balas and
+Vazacopoulos 1998, Management Science 44). If the rank then exceeds its memory limit, other operations make room: weight
+gradients run earlier or, with planned recomputation, a microbatch drops its activations and gets an R (recomputation).
+An R on the critical path may also be removed, so that its F keeps the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from math import inf
+from typing import NamedTuple
+
+from megatron.zero_bubble.planner.critical_paths import OrderGraph, Stretch
+from megatron.zero_bubble.planner.problem import Problem
+from megatron.zero_bubble.planner.request import tolerance
+from megatron.zero_bubble.schedule.recomputation import Recompute
+
+REACH = 6
+"""Number of operations next to each end of a stretch of the critical path that the search tries to move past that end.
+A `Stretch` is a sequence of operations that one rank runs without idle time."""
+HORIZON = 200
+"""Number of operations after an operation that exceeds the memory limit in which a repair searches for a W or B."""
+
+
+class Move(NamedTuple):
+    """A change of the order of one rank: `part` replaces the operations from position `first` up to position `end`."""
+
+    rank: int
+    moved: int
+    """The operation that the move is about."""
+    first: int
+    end: int
+    """The position after the last replaced operation."""
+    part: list[int]
+    """The same operations in their new order; some R (recomputations) may be added or removed."""
+
+    @property
+    def removes_r(self) -> bool:
+        """Whether the moved operation is an R that the move removes."""
+        return self.moved not in self.part
+
+
+class OrderMoves:
+    """The possible moves of the orders of a graph, and the memory of every rank in these orders."""
+
+    def __init__(self, problem: Problem, graph: OrderGraph, *, keeps_forwards: bool) -> None:
+        self.problem, self.graph = problem, graph
+        self._keeps_forwards = keeps_forwards
+        self.limits = [limit + tolerance(limit) for limit in problem.limits]
+        """Rank -> memory limit of its activations."""
+        self.may_drop = problem.recompute is Recompute.PLANNED
+        """Whether moves may add and remove recomputations (R)."""
+        codes, size = problem.codes, problem.num_stages * problem.num_microbatches
+        self.b, self.w, self.r = (
+            range(code * problem.num_microbatches)[-size:] for code in (codes.w, codes.r, codes.drop)
+        )
+        """The numbers of all B, of all W and of all R; the k-th of each belongs to the forward with number k."""
+        self.measure()
+
+    def measure(self) -> None:
+        """Compute the memory of all ranks from the orders of the graph."""
+        self._memory = [self._memory_of(rank) for rank in range(self.problem.num_ranks)]
+        """Rank -> memory before each operation of the rank's order."""
+
+    def _memory_of(self, rank: int) -> list[float]:
+        return [0.0, *accumulate(self.graph.allocation[op] for op in self.graph.lanes[rank])]
+
+    def apply(self, move: Move) -> Move:
+        """Make a move; return the move that undoes it."""
+        replaced = self.graph.lanes[move.rank][move.first : move.end]
+        self.graph.replace(move.rank, move.first, move.end, move.part)
+        self._memory[move.rank] = self._memory_of(move.rank)
+        return move._replace(end=move.first + len(move.part), part=replaced)
+
+    def possible(self) -> Iterator[Move]:
+        """Yield the moves of operations on the critical path; the moves may exceed the memory limit of the rank."""
+        for stretch in self.graph.critical_stretches():
+            for source, target in self._out_of(stretch):
+                if self._keeps_dependencies(stretch.rank, source, target):
+                    yield self._single(stretch.rank, source, target)
+            if self.may_drop:
+                yield from self._without_r(stretch)
+
+    def fitting(self, move: Move) -> Iterator[Move]:
+        """Yield the move if the rank's memory stays within its limit; otherwise yield repaired moves that fit."""
+        if self._fits(move):
+            moves = [move]
+        else:
+            first_drops = (False, True) if self.may_drop else (False,)
+            repaired = (_Repair(self, move, drops_first=drops_first).move() for drops_first in first_drops)
+            moves = [each for each in repaired if each is not None]
+        yield from filter(self._keeps_recomputation, moves)
+
+    def _fits(self, move: Move) -> bool:
+        memory, limit, allocation = self.memory_before(move), self.limits[move.rank], self.graph.allocation
+        # If the move removes an R, the first operation is its F, which then allocates the memory of the R, too.
+        memory += allocation[move.moved] if move.removes_r else 0
+        for op in move.part:
+            memory += allocation[op]
+            if memory > limit:
+                return False
+        return True
+
+    def memory_before(self, move: Move) -> float:
+        """Memory of the rank before the changed part of its order."""
+        return self._memory[move.rank][move.first]
+
+    @staticmethod
+    def _out_of(stretch: Stretch) -> Iterator[tuple[int, int]]:
+        """Yield (source, target) of operations near the ends of a stretch that move past that end."""
+        for source in range(stretch.last - 1, max(stretch.first - 1, stretch.last - 1 - REACH), -1):
+            yield source, stretch.last
+        for source in range(stretch.first + 1, min(stretch.last + 1, stretch.first + 1 + REACH)):
+            yield source, stretch.first
+
+    def _single(self, rank: int, source: int, target: int) -> Move:
+        low, high = min(source, target), max(source, target)
+        part = self.graph.lanes[rank][low : high + 1]
+        moved = part.pop(source - low)
+        part.insert(target - low, moved)
+        return Move(rank, moved, low, high + 1, part)
+
+    def _keeps_dependencies(self, rank: int, source: int, target: int) -> bool:
+        """Whether a move of one operation keeps all dependencies between operations of the rank."""
+        lane = self.graph.lanes[rank]
+        op = lane[source]
+        if source < target:
+            return not any(self._waits_for(op, other) for other in lane[source + 1 : target + 1])
+        return not any(self._waits_for(other, op) for other in lane[target:source])
+
+    def _waits_for(self, earlier: int, later: int) -> bool:
+        """Whether `later`, which comes after `earlier` on the same rank, must stay after `earlier`.
+
+        Operations of one kind and stage keep the order of microbatches. F, R, B and W of one microbatch and stage keep
+        their order. An operation on a vocabulary shard comes after the operations whose results it needs.
+        """
+        m, size = self.problem.num_microbatches, self.problem.num_stages
+        code, other = earlier // m, later // m
+        if self._keeps_forwards and max(code, other) < size:
+            return True
+        is_on_stage = max(code, other) < self.problem.codes.e
+        is_same_microbatch = is_on_stage and code % size == other % size and earlier % m == later % m
+        return code == other or is_same_microbatch or any(need == earlier for need, _ in self.graph.needs[later])
+
+    def _without_r(self, stretch: Stretch) -> Iterator[Move]:
+        """Yield moves that remove an R of the stretch, so that its F keeps the activations."""
+        lane = self.graph.lanes[stretch.rank]
+        for position in range(stretch.first, stretch.last + 1):
+            if (recomputation := lane[position]) in self.r:
+                first = self.graph.position[recomputation - self.r.start]
+                part = lane[first:position] + lane[position + 1 : position + 2]
+                yield Move(stretch.rank, recomputation, first, position + 2, part)
+
+    def _keeps_recomputation(self, move: Move) -> bool:
+        """Whether every B without an R (recomputation) still runs right after its F, as full recomputation requires."""
+        if self.problem.recompute is not Recompute.FULL:
+            return True
+        lane = self.graph.lanes[move.rank]
+        changed = [*lane[max(0, move.first - 1) : move.first], *move.part, *lane[move.end : move.end + 1]]
+        return all(
+            later == op + len(self.b)
+            for op, later in pairwise(changed)
+            if op < len(self.b) and op not in self.graph.dropped
+        )
+
+
+class _Repair:
+    """Makes room in the memory of a rank whose order changes.
+
+    The operations are placed one by one in the order of the move. Before an operation that exceeds the memory limit,
+    the next weight gradients are placed, or activations are dropped until an R before their backward.
+    """
+
+    def __init__(self, moves: OrderMoves, move: Move, *, drops_first: bool) -> None:
+        self._graph, self._move = moves.graph, move
+        self._lane = moves.graph.lanes[move.rank]
+        self._order = [*move.part, *self._lane[move.end :]]
+        """The order of the rank from the first changed position on."""
+        self._num_placed, self._end = 0, move.end
+        self._limit, self._memory = moves.limits[move.rank], moves.memory_before(move)
+        self._kept = move.part[0] if move.removes_r else None
+        """The F that keeps its activations after the move, but not before."""
+        self._new_drops: set[int] = set()
+        """The F that drop their activations after the move, but not before."""
+        self._num_microbatches = moves.problem.num_microbatches
+        self._b, self._w, self._r = moves.b, moves.w, moves.r
+        repairs = [self._place_weight_gradient, self._drop]
+        self._repairs = repairs[::-1] if drops_first else repairs[: 1 + moves.may_drop]
+
+    def move(self) -> Move | None:
+        """The move with its repairs; None if the rank exceeds its memory limit with all repairs."""
+        while len(self._order) - self._num_placed > len(self._lane) - self._end:
+            op = self._order[self._num_placed]
+            amount = self._graph.allocation[op] + self._restored(op) * ((op == self._kept) - (op in self._new_drops))
+            if amount <= 0 or self._memory + amount <= self._limit:
+                self._memory += amount
+                self._num_placed += 1
+            elif not any(repair() for repair in self._repairs):
+                return None
+        return self._move._replace(end=self._end, part=self._order[: self._num_placed])
+
+    def _restored(self, forward: int) -> float:
+        """Memory that the R of a forward allocates; zero for other operations."""
+        return self._graph.allocation[self._r[forward]] if forward < len(self._r) else 0.0
+
+    def _place_weight_gradient(self) -> bool:
+        """Move the next W that can run before the next operation; return False if there is no such W."""
+        begin, waiting = self._num_placed, set[int]()
+        for position in range(begin, min(len(self._order), begin + HORIZON)):
+            op = self._order[position]
+            if op in self._w:
+                needs = [self._b[op - self._w.start], *(need for need, _ in self._graph.needs[op])]
+                if waiting.isdisjoint(needs):
+                    self._order.insert(begin, self._order.pop(position))
+                    self._end = max(self._end, self._graph.position[op] + 1)
+                    return self._graph.allocation[op] < 0
+            waiting.add(op)
+        return False
+
+    def _drop(self) -> bool:
+        """Drop activations that are in memory, and insert their R; return False if no activations can be dropped.
+
+        Of all activations in memory, the activations are dropped whose R has the shortest path through it; of several
+        such activations, those whose backward comes last.
+        """
+        graph, begin, m = self._graph, self._num_placed, self._num_microbatches
+        unplaced = self._order[begin + 1 : begin + HORIZON]
+        waiting, best, shortest = set(unplaced), None, inf
+        for position, op in enumerate(unplaced, begin + 1):
+            if op not in self._b or not self._may_drop(forward := op - self._b.start, waiting, position):
+                continue
+            before, r = self._lane[graph.position[op] - 1], self._r[forward]
+            path = graph.start[before] + graph.duration[before] + graph.duration[r] + graph.tail[op]
+            if path <= shortest:
+                of_stage = range(r, (r // m + 1) * m)
+                best, shortest = forward, path
+                place = next(place for place, each in enumerate(unplaced, begin + 1) if each in of_stage or each == op)
+        if best is None:
+            return False
+        self._end = max(self._end, graph.position[self._order[place]])
+        self._order.insert(place, self._r[best])
+        self._new_drops.add(best)
+        if best != self._order[begin]:
+            self._memory -= self._restored(best)
+        return True
+
+    def _may_drop(self, forward: int, waiting: set[int], position: int) -> bool:
+        """Whether the activations of `forward` are in memory, and may be dropped until the B at `position`.
+
+        The R of a stage run in the order of the microbatches.
+        """
+        is_next = forward == self._order[self._num_placed]
+        dropped = self._graph.dropped | self._new_drops
+        if forward in waiting or forward in dropped or self._restored(forward) <= 0:
+            return False
+        if is_next and position == self._num_placed + 1:
+            return False
+        m = self._num_microbatches
+        later = next((self._r[each] for each in range(forward, (forward // m + 1) * m) if each in dropped), None)
+        return later is None or later in waiting
