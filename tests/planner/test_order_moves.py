@@ -29,6 +29,10 @@ def _alone(limit: float, recompute: Recompute = Recompute.NONE) -> Problem:
     return Problem(Placement("linear", 1), 2, costs, (limit,), recompute=recompute)
 
 
+def _moves_of(graph: OrderGraph) -> OrderMoves:
+    return OrderMoves(graph.problem, graph, keeps_forwards=False)
+
+
 def _parts(problem: Problem, words: str, moved: str, before: str) -> set[str]:
     """The orders after a move of one operation to another operation, and after the repairs that fit in memory.
 
@@ -43,7 +47,7 @@ def _parts(problem: Problem, words: str, moved: str, before: str) -> set[str]:
     codes = [numbers.get(word, numbers[word.upper()]) // 2 + 4 * word.startswith("f") for word in words.split()]
     graph = OrderGraph(problem, [codes])
     assert graph.evaluate()
-    moves = OrderMoves(problem, graph, keeps_forwards=False)
+    moves = _moves_of(graph)
     [lane] = graph.lanes
     first, end = graph.position[numbers[before]], graph.position[numbers[moved]] + 1
     part = [numbers[moved], *lane[first : end - 1]]
@@ -75,6 +79,21 @@ def test_with_planned_recomputation_a_microbatch_drops_its_activations():
     assert _parts(problem, "F0 B0 W0 F1 B1 W1", "F1", "B0") == {"F0 f1 B0 W0 R1 B1 W1"}
 
 
+def test_a_move_that_would_drop_activations_of_two_microbatches_for_one_forward_does_not_fit():
+    """R1 is inserted before R2, and then R0 before R1; there the memory is too small for R0."""
+    costs = StageCosts.uniform(2, 1, 1, 1, memory_f=1, memory_b=-0.25, memory_w=-0.75)
+    costs = replace(costs, memory_f=(1, 2), memory_w=(-0.75, -1.75), time_r=(0.5, 0.5), memory_r=(0.75, 0))
+    fa, fb, ba, bb, wa, wb, ra, _, dropping_fa, _ = range(10)
+    before, between = [fa, fb, fa, dropping_fa], [ra, bb, wb]
+    after = [ba, wa, bb, wb, fb, ba, wa, bb, wb, ba, wa]
+    problem = Problem(Placement("interleaved", 1, 2), 3, costs, (5,), recompute=Recompute.PLANNED)
+    graph = OrderGraph(problem, [[*before, *between, fb, *after]])
+    assert graph.evaluate()
+    forward = 3 * fb + 1
+    move = Move(0, forward, 4, 8, [forward, *graph.lanes[0][4:7]])
+    assert not list(_moves_of(graph).fitting(move))
+
+
 def test_the_search_removes_r_for_which_the_memory_is_not_too_small():
     problem = replace(_alone(1, Recompute.PLANNED), num_microbatches=16)
     begin = run_in_order(problem, [[4, 3, 1, 2] * 16])
@@ -85,8 +104,8 @@ def test_the_search_removes_r_for_which_the_memory_is_not_too_small():
     assert num_recomputed(schedule_of_orders(problem, plan.orders)) == 0
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data(), placements, st.integers(1, 4), st.sampled_from(Recompute), st.floats(1, 2))
+@settings(max_examples=30, deadline=None)
+@given(st.data(), placements, st.integers(1, 7), st.sampled_from(Recompute), st.floats(1, 2))
 def test_every_move_keeps_the_order_valid_and_within_the_limits_and_can_be_undone(data, placement, m, recompute, room):
     costs = data.draw(random_costs(placement.num_stages))
     costs = replace(costs, time_r=costs.time_f, memory_r=costs.memory_f)
@@ -94,10 +113,10 @@ def test_every_move_keeps_the_order_valid_and_within_the_limits_and_can_be_undon
     problem = replace(problem, limits=tuple(room * limit for limit in problem.smallest_limits))
     begin = run_in_order(problem, one_by_one(problem))
     assert begin is not None
-    plan, _ = improve(problem, begin, 200 * problem.num_ops)
+    plan, _ = improve(problem, begin, 40 * problem.num_ops)
     graph = OrderGraph(problem, plan.orders)
     assert graph.evaluate()
-    moves = OrderMoves(problem, graph, keeps_forwards=False)
+    moves = _moves_of(graph)
     before = [list(lane) for lane in graph.lanes], set(graph.dropped), list(graph.allocation), graph.cost
     for move in list(chain.from_iterable(map(moves.fitting, moves.possible()))):
         estimate = graph.longest_through(move.rank, move.first, move.end, move.part)

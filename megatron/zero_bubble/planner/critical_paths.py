@@ -82,13 +82,16 @@ class OrderGraph:
         `part` has the same operations in another order, but some R may be added or removed.
         """
         lane = self.lanes[rank]
-        changed = {*lane[first:end]} ^ {*part}
+        removed = {*lane[first:end]}.difference(part)
+        added = {*part}.difference(lane[first:end])
         lane[first:end] = part
+        for recomputation in removed:
+            del self.position[recomputation]
+            self._drop(recomputation - self._first_r, drops=False)
         for position in range(first, len(lane) if len(part) != end - first else end):
             self.position[lane[position]] = position
-        added = {*part}
-        for recomputation in changed:
-            self._drop(recomputation - self._first_r, drops=recomputation in added)
+        for recomputation in added:
+            self._drop(recomputation - self._first_r, drops=True)
 
     def _drop(self, forward: int, *, drops: bool) -> None:
         """Let a forward drop its activations, or keep them."""

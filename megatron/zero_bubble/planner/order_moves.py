@@ -241,7 +241,8 @@ class _Repair:
                 place = next(place for place, each in enumerate(unplaced, begin + 1) if each in of_stage or each == op)
         if best is None:
             return False
-        self._end = max(self._end, graph.position[self._order[place]])
+        # An R that this repair has inserted has no position yet, and lies before the end.
+        self._end = max(self._end, graph.position.get(self._order[place], 0))
         self._order.insert(place, self._r[best])
         self._new_drops.add(best)
         if best != self._order[begin]:
