@@ -148,7 +148,7 @@ def test_a_job_whose_step_waits_for_all_ranks_gets_the_shorter_makespan():
         simulate(generate("auto", 8, 16, costs=costs, memory_limit=8.0, takes_makespan=takes), costs)
         for takes in (False, True)
     )
-    assert by_makespan.makespan < by_span.makespan
+    assert by_makespan.makespan < min(626, by_span.makespan)
     assert by_makespan.cost >= by_span.cost
     interlocked = generate("auto", 8, 16, costs=costs, memory_limit=8.0, takes_makespan=True, post_validation=True)
     assert interlocked == by_span.schedule

@@ -46,7 +46,8 @@ class OrderGraph:
             for k in range(m):
                 self.needs[target * m + k].append((source * m + k, latency))
                 self.users[source * m + k].append((target * m + k, latency))
-        self._first_r, self._end_r = codes.r * m, codes.drop * m
+        self.recomputations = range(codes.r * m, codes.drop * m)
+        """The numbers of all R; the k-th R belongs to the F with number k, and runs only if F drops activations."""
         self.restore([self._numbers(order) for order in orders])
         self.start = [0.0] * len(self.duration)
         self.end = [0.0] * len(self.duration)
@@ -72,7 +73,7 @@ class OrderGraph:
         """Rank -> its operations in order."""
         self.position = {op: position for lane in lanes for position, op in enumerate(lane)}
         """Operation -> its position in the order of its rank."""
-        recomputed = {op - self._first_r for op in self.position if self._first_r <= op < self._end_r}
+        recomputed = {op - self.recomputations.start for op in self.position if op in self.recomputations}
         for forward in recomputed ^ self.dropped:
             self._drop(forward, drops=forward in recomputed)
 
@@ -82,16 +83,15 @@ class OrderGraph:
         `part` has the same operations in another order, but some R may be added or removed.
         """
         lane = self.lanes[rank]
-        removed = {*lane[first:end]}.difference(part)
-        added = {*part}.difference(lane[first:end])
+        before, after = {*lane[first:end]}, {*part}
         lane[first:end] = part
-        for recomputation in removed:
+        for recomputation in before - after:
             del self.position[recomputation]
-            self._drop(recomputation - self._first_r, drops=False)
+            self._drop(recomputation - self.recomputations.start, drops=False)
         for position in range(first, len(lane) if len(part) != end - first else end):
             self.position[lane[position]] = position
-        for recomputation in added:
-            self._drop(recomputation - self._first_r, drops=True)
+        for recomputation in after - before:
+            self._drop(recomputation - self.recomputations.start, drops=True)
 
     def _drop(self, forward: int, *, drops: bool) -> None:
         """Let a forward drop its activations, or keep them."""

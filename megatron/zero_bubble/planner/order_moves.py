@@ -54,11 +54,10 @@ class OrderMoves:
         """Rank -> memory limit of its activations."""
         self.may_drop = problem.recompute is Recompute.PLANNED
         """Whether moves may add and remove recomputations (R)."""
-        codes, size = problem.codes, problem.num_stages * problem.num_microbatches
-        self.b, self.w, self.r = (
-            range(code * problem.num_microbatches)[-size:] for code in (codes.w, codes.r, codes.drop)
-        )
-        """The numbers of all B, of all W and of all R; the k-th of each belongs to the forward with number k."""
+        self.r = graph.recomputations
+        m, codes = problem.num_microbatches, problem.codes
+        self.b, self.w = (range(first * m, first * m + len(self.r)) for first in (codes.b, codes.w))
+        """The numbers of all B and of all W; the k-th B and the k-th W belong to the F with number k."""
         self.measure()
 
     def measure(self) -> None:
@@ -231,16 +230,17 @@ class _Repair:
         unplaced = self._order[begin + 1 : begin + HORIZON]
         waiting, best, shortest = set(unplaced), None, inf
         for position, op in enumerate(unplaced, begin + 1):
-            if op not in self._b or not self._may_drop(forward := op - self._b.start, waiting, position):
-                continue
-            before, r = self._lane[graph.position[op] - 1], self._r[forward]
-            path = graph.start[before] + graph.duration[before] + graph.duration[r] + graph.tail[op]
-            if path <= shortest:
-                of_stage = range(r, (r // m + 1) * m)
-                best, shortest = forward, path
-                place = next(place for place, each in enumerate(unplaced, begin + 1) if each in of_stage or each == op)
+            if op in self._b and self._may_drop(forward := op - self._b.start, waiting, position):
+                before = self._lane[graph.position[op] - 1]
+                path = graph.start[before] + graph.duration[before] + graph.duration[self._r[forward]] + graph.tail[op]
+                if path <= shortest:
+                    best, shortest = forward, path
         if best is None:
             return False
+        later_of_stage = range(self._r[best], self._r[best] + m - best % m)
+        place = next(
+            place for place, op in enumerate(unplaced, begin + 1) if op in later_of_stage or op == self._b[best]
+        )
         # An R that this repair has inserted has no position yet, and lies before the end.
         self._end = max(self._end, graph.position.get(self._order[place], 0))
         self._order.insert(place, self._r[best])
