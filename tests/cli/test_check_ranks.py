@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 from megatron.zero_bubble.cli.check import rank_check
 from megatron.zero_bubble.cli.check.host_collectives import stage_collectives
 from megatron.zero_bubble.cli.check.matrix import REFERENCE, cells, chosen, names
-from megatron.zero_bubble.cli.check.rank_check import RankCheck
+from megatron.zero_bubble.cli.check.rank_check import RankCheck, find_difference
 from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
 from tests.changes import Change, Run
 from tests.launch import ROOT
@@ -120,7 +121,10 @@ def run_on_forked_ranks(start: RankStart, trainings: dict[str, Any]) -> dict[str
 
 OF_THE_COMMAND = "PP4, two chunks a rank"
 """The layout that is checked by the command itself, over gloo and through host memory."""
-OVER_GLOO = ("PP4", "PP2 x TP2", "PP2 x DP2, overlapped", "PP4 from a checkpoint")
+OVER_GLOO = (
+    *("PP4", "PP2 x TP2", "PP2 x DP2, overlapped", "PP2 x EP2, two chunks a rank", "PP4, shards", "PP4, documents"),
+    "PP4 from a checkpoint",
+)
 THROUGH_HOST_MEMORY = ("PP2 x TP2", "PP2 x DP2, overlapped")
 """Layouts whose collectives carry tensors; a pipeline's messages are in the layout of the command."""
 
@@ -141,6 +145,7 @@ def test_the_matrix_equals_megatron_core(backend: str, layouts: tuple[str, ...],
 
 def test_the_matrix_is_the_one_that_is_promised():
     ours = {"zb-h1", "zb-2p", "auto", "post-validation", "recomputation", "interleaved-zb", "zb-v"}
+    ours |= {"pairs", "shards", "documents"}
     assert set(names()) == ours | {"copies"}
     of_engine = cells("tiny", Path("folder"), "transformer_engine")
     assert {cell.name for cell in of_engine if cell.is_ours} == ours
@@ -214,6 +219,20 @@ def test_what_differs_and_what_fails_is_told_and_the_rest_judged(tmp_path, monke
     text = found.as_text(markdown=False)
     assert "gloo, PP4, zb-2p: differs: from iteration 2: grad_norm" in text
     assert "gloo, PP4, auto: failed: out of order" in text
+
+
+def test_rounded_losses_may_differ_a_little(tmp_path):
+    def numerics(name: str, loss: float) -> Path:
+        path = tmp_path / name
+        path.write_text(json.dumps({"iteration": 1, "lm_loss": loss.hex(), "grad_norm": name}) + "\n")
+        return path
+
+    expected = numerics("expected", 4.0)
+    for loss, difference in ((4.039, None), (4.041, "from iteration 1: lm_loss 4.041, expected 4"), (math.nan, "nan")):
+        found = find_difference(expected, numerics("found", loss), "rounded losses")
+        assert (difference is None) == (found is None)
+        assert difference is None or difference in found
+    assert find_difference(expected, numerics("found", 4.039), "the losses") == "from iteration 1: lm_loss"
 
 
 def test_nothing_equals_a_reference_that_failed(tmp_path, monkeypatch):

@@ -11,6 +11,8 @@ from megatron.zero_bubble.cli.check.models import REPEATABLE_ATTENTION
 NUM_RANKS = 4
 VOCAB_SIZE = 120
 REFERENCE = "megatron-core"
+ROUNDING = 0.01
+"""Largest relative difference of `rounded losses`: in bf16, another order of sums changes the losses."""
 _CHECKPOINT = "checkpoint"
 _MODEL = {
     "paper": ("--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "256", "--micro-batch-size", "1"),
@@ -30,6 +32,11 @@ _LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
 """Flags that turn off clipping and dropout. The V placement changes the order of the sum in the gradient norm, and the
 ranks that draw random numbers."""
+_TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+_EXPERTS = (
+    *(*_PP2_DP2, "--expert-model-parallel-size", "2", "--num-experts", "4", "--moe-router-topk", "2"),
+    *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Cell:
     flags: tuple[str, ...]
     compares: str = "everything"
     """The values that must equal the values of the layout's reference training: `everything` that `--log-numerics`
-    writes, `the losses` or `nothing`."""
+    writes, `the losses`, `rounded losses` (to `ROUNDING`) or `nothing`."""
 
     @property
     def title(self) -> str:
@@ -55,7 +62,8 @@ class Cell:
 def _layout(name: str, flags: Sequence[str], **ours: Sequence[str]) -> list[Cell]:
     cells = [Cell(name, REFERENCE, tuple(flags))]
     for schedule, more in ours.items():
-        cells.append(Cell(name, schedule.replace("_", "-"), (*flags, *more)))
+        compares = "rounded losses" if schedule == "shards" else "everything"
+        cells.append(Cell(name, schedule.replace("_", "-"), (*flags, *more), compares))
     return cells
 
 
@@ -64,11 +72,10 @@ def _schedule_flags(schedule: str, *more: str) -> tuple[str, ...]:
 
 
 def _only_transformer_engine() -> list[Cell]:
-    experts = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-grouped-gemm", "--disable-bias-linear")
     return [
         *_layout(
             "PP2 x EP2, grouped experts",
-            (*_PP2_DP2, *experts, "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"),
+            (*_EXPERTS, "--moe-grouped-gemm"),
             zb_h1=_schedule_flags("zb-h1"),
         ),
         *_layout(
@@ -104,7 +111,7 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
         ),
         *_layout(
             "PP4, two chunks a rank",
-            (*_PP4, "--num-virtual-stages-per-pipeline-rank", "2"),
+            (*_PP4, *_TWO_CHUNKS),
             interleaved_zb=_schedule_flags("interleaved-zb"),
         ),
         *_layout(
@@ -113,6 +120,21 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
             zb_h1=_schedule_flags("zb-h1"),
         ),
         *_layout("PP2 x DP2, overlapped", _PP2_DP2, zb_h1=_schedule_flags("zb-h1")),
+        *_layout(
+            "PP2 x EP2, two chunks a rank",
+            (*_EXPERTS, *_TWO_CHUNKS),
+            pairs=_schedule_flags("interleaved-pairs", "--overlap-moe-expert-parallel-comm"),
+        ),
+        *_layout(
+            "PP4, shards",
+            (*_PP4, "--zero-bubble-seed-by-layer"),
+            shards=_schedule_flags("zb-2p", "--zero-bubble-vocabulary-parallel", "on"),
+        ),
+        *_layout(
+            "PP4, documents",
+            (*_PP4, "--variable-seq-lengths"),
+            documents=_schedule_flags("zb-2p", "--zero-bubble-microbatch-order", "data"),
+        ),
         *([] if is_local else _only_transformer_engine()),
         Cell(
             "PP4 from a checkpoint",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.check.matrix import NUM_RANKS, REFERENCE, Cell, write_corpus
+from megatron.zero_bubble.cli.check.matrix import NUM_RANKS, REFERENCE, ROUNDING, Cell, write_corpus
 from megatron.zero_bubble.cli.check.rank_jobs import Backend, Ended, Limits, RankStart
 from megatron.zero_bubble.cli.output import table
 
@@ -138,23 +139,31 @@ class RankCheck:
         reference = self._numerics(Cell(cell.layout, REFERENCE, ()), Backend(backend.name, backend.has_cuda))
         if not reference.exists():
             return result("no reference", "megatron-core's own training failed")
-        difference = find_difference(reference, self._numerics(cell, backend), cell.compares == "the losses")
+        difference = find_difference(reference, self._numerics(cell, backend), cell.compares)
         return result("equal") if difference is None else result("differs", difference)
 
 
-def find_difference(expected: Path, found: Path, losses_only: bool) -> str | None:
-    """Return the first difference between two files that `--log-numerics` wrote; None if they are the same."""
-    if not losses_only and expected.read_bytes() == found.read_bytes():
+def find_difference(expected: Path, found: Path, compares: str) -> str | None:
+    """Return the first difference between two files that `--log-numerics` wrote; None if they are the same.
+
+    Args:
+        compares: the values to compare, as in `Cell.compares`.
+    """
+    everything = compares == "everything"
+    if everything and expected.read_bytes() == found.read_bytes():
         return None
     ours, theirs = _numerics_of(found), _numerics_of(expected)
     if len(ours) != len(theirs):
         return f"{len(ours)} iterations, megatron-core's own training has {len(theirs)}"
     for our, their in zip(ours, theirs, strict=True):
-        names = ("iteration", "lm_loss") if losses_only else tuple(their)
+        names = tuple(their) if everything else ("iteration", "lm_loss")
         different = [name for name in names if our.get(name) != their[name]]
+        if compares == "rounded losses" and different == ["lm_loss"]:
+            mine, other = (float.fromhex(line["lm_loss"]) for line in (our, their))
+            different = [] if math.isclose(mine, other, rel_tol=ROUNDING) else [f"lm_loss {mine:g}, expected {other:g}"]
         if different:
             return f"from iteration {their['iteration']}: {', '.join(different)}"
-    return None if losses_only else "all values are equal, but not the bytes of the files"
+    return "all values are equal, but not the bytes of the files" if everything else None
 
 
 def _numerics_of(path: Path) -> list[dict[str, Any]]:
