@@ -197,6 +197,10 @@ def test_on_a_gpu_nccl_and_host_memory_are_tried_with_all_queues_and_with_one(tm
     found = check(tmp_path, monkeypatch, ranks, has_cuda=True)
     assert ranks.started == ["nccl", "nccl", "nccl, one queue", "host", "host, one queue"]
     assert found.passed
+    of_documents = {result.backend for result in found.results if result.cell == "documents"}
+    assert of_documents == {"nccl", "host", "host, one queue"}, "varying shapes need several queues"
+    [row] = [line for line in found.as_text(markdown=False).splitlines() if line.startswith("documents")]
+    assert "not run" in row
     assert found.refused == {}
 
 

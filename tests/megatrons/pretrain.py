@@ -31,7 +31,8 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 def forward_step(data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch: dict[str, Any] = {}
     if is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
-        batch = next(data_iterator)
+        device = next(model.parameters()).device
+        batch = {name: tensor.to(device) for name, tensor in next(data_iterator).items()}
     tokens, positions, labels, mask = (batch.get(name) for name in ("tokens", "position_ids", "labels", "loss_mask"))
     return model(tokens, positions, None, labels=labels), partial(loss_function, mask)
 

@@ -107,6 +107,16 @@ def test_blocking_launches_are_refused():
         check_environment(flags("--zero-bubble"), {"CUDA_LAUNCH_BLOCKING": "1"}, has_cuda=True)
 
 
+def test_varying_lengths_need_several_hardware_queues():
+    varying = ("--zero-bubble", "--variable-seq-lengths", "--mock-data")
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with pytest.raises(ValueError, match=r"--variable-seq-lengths needs .*: unset CUDA_DEVICE_MAX_CONNECTIONS"):
+        check_environment(flags(*varying), one, has_cuda=True)
+    check_environment(flags(*varying), {"CUDA_DEVICE_MAX_CONNECTIONS": "2"}, has_cuda=True)
+    check_environment(flags(*varying), one, has_cuda=False)
+    check_environment(flags(*varying, "--zero-bubble-communicator", "host"), one, has_cuda=True)
+
+
 def test_timers_inside_a_step_are_refused():
     """megatron-core's timers of level 2 synchronise the device around every F and B."""
     level_2 = ("--timing-log-level", "2")

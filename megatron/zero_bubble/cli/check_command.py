@@ -93,7 +93,10 @@ def check(flags: CheckFlags, scratch: Path) -> Findings:
 def _check_stage(model: Model, flags: CheckFlags, device: torch.device, results: dict[str, Any]) -> None:
     _say(f"measuring a stage of {model.name}, {flags.rounds} rounds")
     try:
-        results["stages"].append(_measure_stage(model, flags, device))
+        measured = _measure_stage(model, flags, device)
+        times = ", ".join(f"{kind} {measured.profile.time(kind):.3f} ms" for kind in measured.profile.times)
+        _say(f"{times}, (B + W) / fused {measured.profile.price:.3f}")
+        results["stages"].append(measured)
     except torch.OutOfMemoryError as error:
         results["without_room"][model.name] = one_line(error)
     # Reference cycles keep the memory of this stage alive, and the next stage needs the memory.

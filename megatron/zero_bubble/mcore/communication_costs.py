@@ -19,8 +19,10 @@ from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
 from megatron.zero_bubble.schedule import Placement
 
-_ROUNDS, _CALLS, _PRODUCTS = 12, 4, 2
-"""Numbers of rounds in a measurement, of communication calls in a round, and of matrix products during each call."""
+_CALLS, _PRODUCTS = 4, 2
+"""Numbers of communication calls in a round of a measurement, and of matrix products during each call."""
+_FEWEST_ROUNDS, _MOST_ROUNDS, _MILLISECONDS = 3, 12, 1000.0
+"""Limits of the number of rounds in a measurement, and approximate limit of the duration of all rounds."""
 
 
 def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
@@ -104,6 +106,8 @@ def measure_beside_compute(
             torch.cuda.synchronize()
         return (time.perf_counter() - begin) * 1e3 / _CALLS
 
-    milliseconds(communicates=True)
-    rounds = [milliseconds(communicates=True) - milliseconds(communicates=False) for _ in range(_ROUNDS)]
+    milliseconds(communicates=True)  # creates communicators
+    slowest = max(from_all_ranks(milliseconds(communicates=True)))
+    num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(_MILLISECONDS / (2 * _CALLS * slowest))))
+    rounds = [milliseconds(communicates=True) - milliseconds(communicates=False) for _ in range(num_rounds)]
     return max(0.0, statistics.median(from_all_ranks(statistics.fmean(rounds))))

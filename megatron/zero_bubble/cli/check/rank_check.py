@@ -62,7 +62,13 @@ class RankFindings:
             verdict = result.verdict if result.passed else result.verdict.upper()
             rows.setdefault((result.cell, result.layout), {})[result.backend] = verdict
         heads = (f"{NUM_RANKS} ranks, losses, norms and parameters", "layout", *backends)
-        parts = [table(heads, [(*key, *row.values()) for key, row in rows.items()], markdown=markdown)]
+        parts = [
+            table(
+                heads,
+                [(*key, *(row.get(name, "not run") for name in backends)) for key, row in rows.items()],
+                markdown=markdown,
+            )
+        ]
         parts += [f"{backend} cannot connect the ranks: {ended.error}\n" for backend, ended in self.refused.items()]
         parts += [
             f"{result.backend}, {result.layout}, {result.cell}: {result.verdict}: {result.detail}\n"
@@ -110,6 +116,8 @@ class RankCheck:
         return RankStart(backend, NUM_RANKS, self.paths, self.folder, self.limits).run(trainings)
 
     def _run_over(self, backend: Backend, everything: Sequence[Cell]) -> list[CellResult]:
+        if backend.refuses_varying_shapes:
+            everything = [cell for cell in everything if "--variable-seq-lengths" not in cell.flags]
         self.say(f"{NUM_RANKS} ranks over {backend.title}: {len(everything)} trainings")
         trainings = {}
         for cell in everything:

@@ -37,6 +37,11 @@ class Backend:
         return f"{self.name}, one queue" if self.one_queue else self.name
 
     @property
+    def refuses_varying_shapes(self) -> bool:
+        """Whether messages between GPUs must have the same shape in all microbatches."""
+        return self.one_queue and self.name != "host"
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """Flags that a training under a zero-bubble schedule needs with this `Backend`."""
         return ("--zero-bubble-communicator", "host") if self.name == "host" else ()
