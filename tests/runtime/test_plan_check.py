@@ -19,20 +19,31 @@ def words(planned: StageCosts, corrected: StageCosts) -> list[str]:
 
 def test_times_are_the_measured_ones_and_memory_and_messages_stay():
     measured = StageCosts.uniform(4, 4, 2, 1, 9, 777, -7, -7)
-    assert with_measured_times(PLANNED, measured) == replace(PLANNED, time_f=(4,) * 4)
+    assert with_measured_times(PLANNED, measured, generate("zb-h1", 4, 8)) == replace(PLANNED, time_f=(4,) * 4)
 
 
 @pytest.mark.parametrize(("measured_r", "expected"), [(0, 4), (5, 5)])
 def test_recomputation_that_did_not_run_has_changed_as_forwards_have(measured_r, expected):
     planned = StageCosts.uniform(2, 3, time_r=3, memory_r=0.5)
     measured = StageCosts.uniform(2, 4, time_r=measured_r, memory_r=0.5)
-    assert with_measured_times(planned, measured).time_r == (expected, expected)
+    assert with_measured_times(planned, measured, generate("zb-h1", 2, 4)).time_r == (expected, expected)
+
+
+def test_a_fused_backward_keeps_the_planned_shares_of_b_and_w():
+    """In 1F1B no B and no W runs alone, so that the measured costs have half of BW as B and half as W."""
+    planned = StageCosts.uniform(2, 3, 6, 3, saved_bw=1)
+    measured = StageCosts.uniform(2, 3, 8, 8)
+    corrected = with_measured_times(planned, measured, generate("1f1b", 2, 4))
+    assert (corrected.time_b, corrected.time_w, corrected.saved_bw) == ((12, 12), (6, 6), (2, 2))
+    apart = with_measured_times(planned, measured, generate("zb-h1", 2, 4))
+    assert (apart.time_b, apart.time_w) == ((8, 8), (8, 8))
+    assert apart.saved_bw == pytest.approx((16 / 9,) * 2), "no BW ran: the saving grows with B and W"
 
 
 def test_shards_that_did_not_run_keep_their_time():
     planned = replace(PLANNED, time_s=(2, 2, 2, 2), time_t=(1, 1, 1, 1))
     measured = replace(PLANNED, time_s=(3, 3, 3, 3))
-    corrected = with_measured_times(planned, measured)
+    corrected = with_measured_times(planned, measured, generate("zb-h1", 4, 8))
     assert (corrected.time_s, corrected.time_t) == ((3, 3, 3, 3), (1, 1, 1, 1))
 
 

@@ -6,7 +6,6 @@ from fractions import Fraction
 import pytest
 
 from megatron.zero_bubble.schedule import OpKind, Placement, ScheduleError, StageCosts
-from megatron.zero_bubble.schedule.costs import by_result
 
 
 def test_uniform_costs_repeat_for_every_stage():
@@ -64,10 +63,3 @@ def test_costs_of_ranks_are_split_into_chunks_and_summed_again():
     uneven = replace(StageCosts.uniform(6), time_f=(1, 2, 3, 4, 5, 6))
     assert uneven.whole_ranks(v).time_f == (7, 7, 7)
     assert uneven.whole_ranks(interleaved).time_f == (5, 7, 9)
-
-
-def test_a_fused_backward_is_half_b_and_half_w_where_no_more_is_known():
-    f, b, w, bw = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
-    assert by_result({f: 1, bw: 6}) == {f: 1, b: 3, w: 3}
-    assert by_result({f: 1, b: 2, w: 5}) == {f: 1, b: 2, w: 5}
-    assert by_result({f: 1, b: 2, w: 5, bw: 6}) == {f: 1, b: 2, w: 5}

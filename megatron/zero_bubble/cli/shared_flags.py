@@ -108,6 +108,9 @@ class CostFlags(CommandFlags):
     time_f: tuple[float, ...] | None = time_flag("forward")
     time_b: tuple[float, ...] | None = time_flag("the gradient of the input")
     time_w: tuple[float, ...] | None = time_flag("the gradient of the weights")
+    saved_bw: tuple[float, ...] | None = _cost_flag(
+        "time that BW, which computes both gradients, saves compared with B and W (default: 0)"
+    )
     time_r: tuple[float, ...] | None = _cost_flag("time of the recomputation of a microbatch (default: as F)")
     all_to_all_f: tuple[float, ...] | None = _cost_flag(
         "part of F's time in which tokens are exchanged between experts (default: 0); above 0, plans may run a forward "

@@ -67,6 +67,7 @@ def lower_bounds(
         raise ScheduleError(
             f"the placement has {placement.num_stages} stages, but the costs are for {costs.num_stages}"
         )
+    costs = costs.with_cheapest_weight_gradients
     if memory_limit is None:
         memory_limit = inf
     limits = memory_limit if isinstance(memory_limit, Sequence) else (memory_limit,) * placement.num_ranks

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+from megatron.zero_bubble.planner.fused_backwards import with_fused_backwards
 from megatron.zero_bubble.planner.offloading import offloaded
 from megatron.zero_bubble.planner.paired import with_pairs
 from megatron.zero_bubble.planner.periodic import extended, fewer_microbatches
@@ -91,8 +92,15 @@ def schedule_of(request: PlanRequest) -> Schedule:
         Infeasible: no schedule of this name fits in the memory limit.
         ScheduleError: the request is inconsistent, or has an option that the schedule does not support.
     """
-    entry = entry_of(request.schedule)
     request = request.checked()
+    schedule = _with_separate_backwards(request)
+    # Named schedules keep their published orders.
+    return with_fused_backwards(schedule, request) if request.schedule == "auto" else schedule
+
+
+def _with_separate_backwards(request: PlanRequest) -> Schedule:
+    """The schedule of a checked request; a planned schedule has a B and a W in place of each fused backward."""
+    entry = entry_of(request.schedule)
     unplanned = {"offload": request.offloads, "recomputation": request.recompute is Recompute.PLANNED}
     for option, is_asked_for in unplanned.items():
         if is_asked_for and not entry.uses_costs:

@@ -266,7 +266,8 @@ class _Search:
         bounds = lower_bounds(layout.placement, request.num_microbatches, costs, limits, weakest)
         if request.post_validation:
             return bounds.span
-        return max(bounds.span, _balance(request, layout).estimate(layout.partition))
+        cheapest = replace(request, costs=request.model.with_cheapest_weight_gradients)
+        return max(bounds.span, _balance(cheapest, layout).estimate(layout.partition))
 
     def improve(self, plan: Plan, effort: int) -> None:
         """Plan the layout of `plan` with `effort` if its lower bound is below the best time divided by `GAIN`."""

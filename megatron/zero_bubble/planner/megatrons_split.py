@@ -103,9 +103,7 @@ def _own(request: PlanRequest, layout: Layout) -> Plan:
         name = "interleaved-pairs"
     if layout.recompute is Recompute.PLANNED:
         layout = replace(layout, recompute=Recompute.NONE)
-    return plan_layout(
-        replace(request, schedule=name, costs=request.model.with_fused_backwards, offloads=False), layout
-    )
+    return plan_layout(replace(request, schedule=name, offloads=False), layout)
 
 
 def capacity_of_multiple(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.schedule import Placement, Schedule, StageCosts, simulate
+from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCosts, simulate
 from megatron.zero_bubble.schedule.kinds import TIMES
 
 TOLERANCE = 0.05
@@ -32,11 +32,18 @@ class Difference(NamedTuple):
         return f"{self.subject} {self.measured:.2f} ms, {self.planned:.2f} were planned"
 
 
-def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts:
+def with_measured_times(planned: StageCosts, measured: StageCosts, schedule: Schedule) -> StageCosts:
     """Return the planned costs with the measured times of operations, but with the planned memory and message times.
 
     A kind of operation that did not run keeps its planned time, except R, whose time changes in proportion to F's time.
+    If a stage ran BW only, the times of B and W and the time that BW saves keep their planned proportions.
+
+    Args:
+        planned: the costs from which the schedule was planned.
+        measured: costs that were measured while the schedule ran.
+        schedule: the schedule.
     """
+    measured = _in_planned_proportions(planned, measured, schedule)
     times = {
         name: tuple(new or old for new, old in zip(getattr(measured, name), getattr(planned, name), strict=True))
         for name in TIMES
@@ -48,7 +55,23 @@ def with_measured_times(planned: StageCosts, measured: StageCosts) -> StageCosts
         part: tuple(map(min, getattr(planned, part), times[whole]))
         for part, whole in (("all_to_all_f", "time_f"), ("all_to_all_b", "time_b"))
     }
-    return replace(planned, **times, **exchanged)
+    corrected = replace(planned, saved_bw=(), **times, **exchanged)
+    saved = zip(measured.saved_bw, corrected.saving_as(planned).saved_bw, strict=True)
+    return replace(corrected, saved_bw=tuple(new or old for new, old in saved))
+
+
+def _in_planned_proportions(planned: StageCosts, measured: StageCosts, schedule: Schedule) -> StageCosts:
+    """Divide the time of a BW into times of B and W as planned, on every stage that ran neither B nor W."""
+    lanes = enumerate(schedule.ops)
+    ran = {(schedule.placement.stage_of(rank, op.chunk), op.kind) for rank, lane in lanes for op in lane}
+    times = {name: list(getattr(measured, name)) for name in ("time_b", "time_w", "saved_bw")}
+    for stage in range(planned.num_stages):
+        if (stage, OpKind.BW) in ran and (stage, OpKind.B) not in ran:
+            fused = times["time_b"][stage] + times["time_w"][stage]
+            factor = fused / (planned.time_b[stage] + planned.time_w[stage] - planned.saved_bw[stage])
+            for name, values in times.items():
+                values[stage] = factor * getattr(planned, name)[stage]
+    return replace(measured, **{name: tuple(values) for name, values in times.items()})
 
 
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:

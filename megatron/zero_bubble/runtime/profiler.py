@@ -15,7 +15,6 @@ from megatron.zero_bubble.runtime.pair_times import NO_PAIRS, PairTime, PairTime
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
-from megatron.zero_bubble.schedule.costs import by_result
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, TIMES
 from megatron.zero_bubble.schedule.pairs import pairs
 
@@ -189,6 +188,26 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
     return combine_costs(placement, from_all_ranks((chunks, edges)))
 
 
+def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
+    """Convert values measured for each kind of operation, including the fused backward BW, to values of F, B and W.
+
+    Half of the value of a fused backward counts as B and half as W, unless B and W were measured separately.
+
+    Args:
+        measured: kind of operation -> measured value, such as a time.
+    """
+    values = {kind: value for kind, value in measured.items() if KINDS[kind].makes == (kind,)}
+    for kind, value in measured.items():
+        for result in KINDS[kind].makes:
+            values.setdefault(result, value / len(KINDS[kind].makes))
+    return values
+
+
+def _saved(fused: float, b: float, w: float) -> float:
+    """The time that a BW saves, at most half of the time of W; 0 if no BW was measured."""
+    return min(max(0.0, b + w - fused), w / 2) if fused else 0.0
+
+
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
     """Return each stage's shortest token-exchange time over its replicas; longer times include waits for replicas."""
     return tuple(
@@ -226,8 +245,10 @@ def combine_costs(
     # this memory is freed between S and T, in a collective, where memory is not measured.
     softmax = [max(0.0, kept) for kept in held_after(OpKind.S)]
     by_name = {name: most(times, kind) for name, kind in TIMES.items()}
+    fused = most([[dict(chunk.times) for chunk in replicas] for replicas in stages], OpKind.BW)
     costs = StageCosts(
         **by_name,
+        saved_bw=tuple(map(_saved, fused, by_name["time_b"], by_name["time_w"])),
         all_to_all_f=tuple(map(min, _exchange_times(stages, OpKind.F), by_name["time_f"])),
         all_to_all_b=tuple(map(min, _exchange_times(stages, OpKind.B, OpKind.BW), by_name["time_b"])),
         time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),

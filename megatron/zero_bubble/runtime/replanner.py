@@ -14,6 +14,7 @@ from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.runtime.device import MARGIN, least_free_bytes, limits_of_ranks
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
+from megatron.zero_bubble.runtime.measured_variant import measured_variant
 from megatron.zero_bubble.runtime.order_trial import SMALL_GAIN, WORTHWHILE, OrderTrial, TrialResult, own_order
 from megatron.zero_bubble.runtime.plan_check import (
     SPAN_TOLERANCE,
@@ -27,9 +28,8 @@ from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.runtime.run_costs import RunCosts
 from megatron.zero_bubble.schedule import Infeasible, Schedule, simulate
 from megatron.zero_bubble.schedule.formats import Profile
-from megatron.zero_bubble.schedule.host_link import with_copies_everywhere
-from megatron.zero_bubble.schedule.pairs import PAIRED, half_apart
-from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomputation_everywhere
+from megatron.zero_bubble.schedule.pairs import PAIRED
+from megatron.zero_bubble.schedule.recomputation import Recompute
 
 _DRIFT_STEPS = 20
 """Number of steps between two comparisons of the measured times of operations with earlier measured times."""
@@ -95,20 +95,12 @@ class Replanner:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
     def to_measure(self, schedule: Schedule) -> Schedule:
-        """Return a variant of `schedule` that measures all costs, or `schedule` itself once the costs are known.
+        """Return the variant of `schedule` that measures all costs, or `schedule` itself once the costs are known.
 
-        In the variant that measures all costs, every stage recomputes if the model may recompute, and copies
-        activations to the host if offload is allowed. If `schedule` has pairs, the variant runs some forwards and
-        backwards of every chunk separately. `to_measure` is called for every schedule that runs.
+        `to_measure` is called for every schedule that runs.
         """
         self._groups[schedule.num_microbatches] = schedule.groups
-        if self._profile is not None:
-            return schedule
-        if not schedule.kinds.isdisjoint(PAIRED):
-            schedule = half_apart(schedule)
-        if self._plan.recompute is not Recompute.NONE:
-            schedule = with_recomputation_everywhere(schedule)
-        return with_copies_everywhere(schedule) if self._plan.offloads else schedule
+        return schedule if self._profile is not None else measured_variant(schedule, self._plan)
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
         """Return a new plan if no plan for `num_microbatches` was made from the present profile, else None.
@@ -129,7 +121,10 @@ class Replanner:
         options = self._options
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
-            self._profile = self._measure(num_microbatches)
+            profile = self._measure(num_microbatches)
+            # Steps that measure costs split all backwards of a plan that adapts.
+            saves = self._plan.costs if self._plan.adapts else None
+            self._profile = replace(profile, costs=profile.costs.saving_as(saves))
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
         if not self._current.schedule(num_microbatches).kinds.isdisjoint(PAIRED):
@@ -221,7 +216,7 @@ class Replanner:
         old, running = self._profile, self._current.schedule(num_microbatches)
         assert old is not None
         measured = self._measure(num_microbatches, statistics.fmean)
-        costs = with_measured_times(old.costs, measured.costs)
+        costs = with_measured_times(old.costs, measured.costs, running)
         if span > simulate(running, costs).cost * (1 + SPAN_TOLERANCE):
             costs = with_measured_span(costs, running, span)
         changes = tuple(differences(old.costs, costs))
@@ -280,7 +275,8 @@ class Replanner:
         assert old is not None
         if not result.keeps_planned:
             assert trial.own_costs is not None
-            self._profile = replace(old, costs=with_measured_times(old.costs, trial.own_costs))
+            own = trial.own.schedule(trial.num_microbatches)
+            self._profile = replace(old, costs=with_measured_times(old.costs, trial.own_costs, own))
             self._plan = self._current = trial.own
         prediction = self.predict(self._current.schedule(trial.num_microbatches))
         if result.keeps_planned:
@@ -299,7 +295,7 @@ class Replanner:
         old, new = self._profile, self._measure(num_microbatches)
         assert old is not None
         # Memory and messages do not drift and are measured only once.
-        costs = with_measured_times(old.costs, new.costs)
+        costs = with_measured_times(old.costs, new.costs, self._current.schedule(num_microbatches))
         if largest_change(old.costs, costs) <= self._options.threshold:
             return None
         self._profile, self._step = replace(old, costs=costs, noise=new.noise), step

@@ -24,7 +24,7 @@ BLOCKS = ("num_blocks", "memory_outside")
 """The fields of `StageCosts` for recomputation in groups of layers."""
 COPY_COSTS = ("time_d", "time_h", "memory_d")
 """The fields of `StageCosts` for copies to and from the host."""
-OPTIONAL = ("time_r", "memory_r", *BLOCKS, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
+OPTIONAL = ("saved_bw", "time_r", "memory_r", *BLOCKS, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
 """The fields of `StageCosts` for recomputation, offload, experts and vocabulary shards, which are zeros by default."""
 
 
@@ -35,7 +35,7 @@ class StageCosts:
     All times are in the same unit, usually milliseconds. All memory is in the same unit, usually M_B, which is the
     activation memory of one microbatch on a whole rank. The memory of an operation is a change of memory: F allocates
     memory at its start, and B and W release memory at their end. `memory_b` and `memory_w` are usually negative,
-    because B and W usually release memory. BW costs as much as B and W together.
+    because B and W usually release memory. BW takes the time of B and W together minus `saved_bw`.
 
     Recomputation: if a microbatch has an R (recomputation), its F allocates `memory_f - memory_r`, and its R allocates
     `memory_r`.
@@ -61,6 +61,8 @@ class StageCosts:
     """Stage -> change of memory by B."""
     memory_w: tuple[float, ...]
     """Stage -> change of memory by W."""
+    saved_bw: tuple[float, ...] = ()
+    """Stage -> time that one BW saves, compared with a B and a W."""
     time_r: tuple[float, ...] = ()
     """Stage -> time of R, the recomputation of the activations that F drops."""
     memory_r: tuple[float, ...] = ()
@@ -113,6 +115,9 @@ class StageCosts:
             for exchanged, time in zip(getattr(self, part), getattr(self, whole), strict=True):
                 if exchanged > time:
                     raise ScheduleError(f"{part} must be a part of {whole}, got {exchanged} of {time}")
+        for saved, time in zip(self.saved_bw, self.time_w, strict=True):
+            if saved and saved >= time:
+                raise ScheduleError(f"saved_bw must be less than time_w, got {saved} and {time}")
 
     @staticmethod
     def _check(name: str, value: float) -> None:
@@ -141,18 +146,9 @@ class StageCosts:
         **others: float,
     ) -> StageCosts:
         """Return costs that are the same on every stage; `others` are values of fields in `OPTIONAL`."""
-        costs = {
-            "time_f": time_f,
-            "time_b": time_b,
-            "time_w": time_w,
-            "memory_f": memory_f,
-            "memory_b": memory_b,
-            "memory_w": memory_w,
-            "time_r": time_r,
-            "memory_r": memory_r,
-            **others,
-        }
-        every = {name: (cost,) * num_stages for name, cost in costs.items()}
+        names = ("time_f", "time_b", "time_w", "memory_f", "memory_b", "memory_w", "time_r", "memory_r")
+        costs = (time_f, time_b, time_w, memory_f, memory_b, memory_w, time_r, memory_r)
+        every = {name: (cost,) * num_stages for name, cost in (*zip(names, costs, strict=True), *others.items())}
         return cls(time_comm=(time_comm,) * (num_stages - 1), **every)
 
     @property
@@ -164,7 +160,13 @@ class StageCosts:
 
         The times of STEP and VALIDATE are zeros, because the time of a schedule does not include the optimizer.
         """
-        return {kind: self._sum(facts.time) for kind, facts in KINDS.items() if facts.message is None}
+        return {
+            kind: tuple(map(sub, self._sum(facts.time), getattr(self, facts.saves)))
+            if facts.saves
+            else self._sum(facts.time)
+            for kind, facts in KINDS.items()
+            if facts.message is None
+        }
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
         """Return the change of memory on every stage for each kind of operation except sends and receives."""
@@ -208,6 +210,18 @@ class StageCosts:
         return tuple(
             0 if here == there else time for time, (here, there) in zip(self.time_comm, pairwise(ranks), strict=True)
         )
+
+    def saving_as(self, other: StageCosts | None) -> StageCosts:
+        """Return these costs with a BW that saves the same share of B and W as in the costs `other`, if any."""
+        if other is None or not any(other.saved_bw):
+            return self
+        whole = zip(self.time_b, self.time_w, other.time_b, other.time_w, other.saved_bw, strict=True)
+        return replace(self, saved_bw=tuple((b + w) * saved / (old_b + old_w) for b, w, old_b, old_w, saved in whole))
+
+    @property
+    def with_cheapest_weight_gradients(self) -> StageCosts:
+        """These costs with the savings of BW subtracted from W, for lower bounds of schedules with and without BW."""
+        return replace(self, time_w=tuple(map(sub, self.time_w, self.saved_bw)), saved_bw=())
 
     def recomputing_in_backward(self) -> StageCosts:
         """Return the costs of a schedule in which B recomputes the activations that F drops, without a separate R."""
@@ -301,18 +315,3 @@ class StageCosts:
         """Stage -> sum of the fields of `StageCosts` in `names`; zeros if `names` is empty."""
         columns = [getattr(self, name) for name in names]
         return tuple(map(sum, zip(*columns, strict=True))) if columns else (0,) * self.num_stages
-
-
-def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
-    """Convert values measured for each kind of operation, including the fused backward BW, to values of F, B and W.
-
-    Half of the value of a fused backward counts as B and half as W, unless B and W were measured separately.
-
-    Args:
-        measured: kind of operation -> measured value, such as a time.
-    """
-    values = {kind: value for kind, value in measured.items() if KINDS[kind].makes == (kind,)}
-    for kind, value in measured.items():
-        for result in KINDS[kind].makes:
-            values.setdefault(result, value / len(KINDS[kind].makes))
-    return values

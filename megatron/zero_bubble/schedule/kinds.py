@@ -148,7 +148,9 @@ class KindFacts:
     collective: Collective | None = None
     """The collective that operations of the kind run; None for kinds that are not collectives."""
     time: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum is the time of the operation; empty if the operation takes no time."""
+    """The fields of `StageCosts` whose sum, minus the field `saves`, is the time of the operation; empty for none."""
+    saves: str = ""
+    """The field of `StageCosts` with the time that the operation saves because it makes several results at once."""
     memory: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum, minus the sum of `frees`, is the change of memory by the operation."""
     frees: tuple[str, ...] = ()
@@ -239,6 +241,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             _BACKWARD,
             makes=(OpKind.B, OpKind.W),
             time=("time_b", "time_w"),
+            saves="saved_bw",
             memory=("memory_b", "memory_w"),
             colour="#cc79a7",
             meaning="BW both gradients",
@@ -258,6 +261,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
             _BACKWARD,
             makes=(OpKind.B, OpKind.W),
             time=("time_b", "time_w"),
+            saves="saved_bw",
             memory=("memory_b", "memory_w"),
             pairs_with=OpKind.F,
             colour="#cc79a7",

@@ -84,16 +84,19 @@ class ModelCosts:
     """Time of a fused backward, divided by the time of B plus W; 0 if unknown."""
 
     @property
-    def with_fused_backwards(self) -> ModelCosts:
-        """The costs of a schedule whose backwards compute both gradients at once, as in megatron-core's schedules."""
-        factor = self.fused_backward or 1
+    def with_cheapest_weight_gradients(self) -> ModelCosts:
+        """The costs with the savings of a fused backward subtracted from W, for lower bounds of any schedule."""
 
-        def fused(unit: UnitCosts) -> UnitCosts:
-            exchanged = min(unit.all_to_all_b, factor * unit.time_b)
-            return replace(unit, time_b=factor * unit.time_b, time_w=factor * unit.time_w, all_to_all_b=exchanged)
+        def cheapest(unit: UnitCosts) -> UnitCosts:
+            return replace(unit, time_w=unit.time_w - self.saved_by_fusing(unit))
 
-        layers = tuple(map(fused, self.layers))
-        return replace(self, embedding=fused(self.embedding), layers=layers, output=fused(self.output))
+        layers = tuple(map(cheapest, self.layers))
+        return replace(self, embedding=cheapest(self.embedding), layers=layers, output=cheapest(self.output))
+
+    def saved_by_fusing(self, unit: UnitCosts) -> float:
+        """Time that a fused backward of a unit saves, at most half of the time of W."""
+        share = 1 - (self.fused_backward or 1)
+        return min(max(0.0, share) * (unit.time_b + unit.time_w), unit.time_w / 2)
 
     def vocabulary_parallel(self, num_ranks: int) -> ModelCosts:
         """The costs of the same model with the embedding and the output layer in equal shards on all ranks.
@@ -174,6 +177,7 @@ class ModelCosts:
             for field in fields(UnitCosts)
             if field.name != "state"
         }
+        per_stage["saved_bw"] = tuple(sum(map(self.saved_by_fusing, units)) for units in stages)
         for name in ("time_f", "time_b", "time_w"):
             # The times of a stage without layers may be zero, but times of `StageCosts` have to be above zero.
             per_stage[name] = tuple(max(SMALLEST, time) for time in per_stage[name])

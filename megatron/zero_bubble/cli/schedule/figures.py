@@ -196,6 +196,7 @@ def _cost_in_backward(schedule: Schedule, timeline: Timeline) -> float | None:
 
 
 _DEFAULTS = {
+    "saved_bw": 0,
     "time_comm": 0,
     "all_to_all_f": 0,
     "all_to_all_b": 0,

@@ -1,0 +1,92 @@
+"""Joins a B and the W right after it into a BW, where a fused backward shortens the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from megatron.zero_bubble.planner.request import PlanRequest
+from megatron.zero_bubble.schedule.ir import Op, Schedule
+from megatron.zero_bubble.schedule.kinds import OpKind
+from megatron.zero_bubble.schedule.simulate import simulate
+from megatron.zero_bubble.schedule.timeline import Timeline
+
+_PLANNED_APART = {OpKind.PB, OpKind.PBW, OpKind.D}
+"""Kinds of operations whose schedules keep B and W apart."""
+
+
+def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
+    """Join a B and the W right after it into a BW, if a fused backward saves time.
+
+    A BW delays the gradient that the previous stage waits for. Three schedules are compared: without joined operations,
+    with all pairs of a B and its W joined, and with the pairs joined whose BW ends before the previous stage starts its
+    B. The B and W of the last microbatch stay apart, because replicas reduce gradients during the last W.
+
+    Args:
+        schedule: a planned schedule without communication.
+        request: the request of the schedule; its costs contain the time that a BW saves.
+
+    Returns:
+        The fastest of the three schedules.
+    """
+    costs = request.stage_costs
+    if not any(costs.saved_bw) or schedule.groups or schedule.kinds & _PLANNED_APART:
+        return schedule
+
+    def simulated(joined: Iterable[frozenset[Op]]) -> Timeline:
+        changed = _joined(schedule, list(joined))
+        return simulate(changed, costs, overlap_communication=request.overlap_communication)
+
+    apart = simulated([frozenset()] * schedule.num_ranks)
+    everywhere = [_followed_by_w(lane, schedule.num_microbatches) for lane in schedule.ops]
+    without_delay = [ops & unhurried for ops, unhurried in zip(everywhere, _unhurried(apart), strict=True)]
+    timelines = (apart, simulated(without_delay), simulated(everywhere))
+    return min(timelines, key=request.time_of).schedule
+
+
+def with_separate_backwards(schedule: Schedule) -> Schedule:
+    """The schedule without communication, with a B and a W in place of each BW."""
+    lanes = [schedule.compute_ops(rank) for rank in range(schedule.num_ranks)]
+    ops = (tuple(part for op in lane for part in ([op] if op.kind is not OpKind.BW else _parts(op))) for lane in lanes)
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(ops), schedule.groups)
+
+
+def _parts(op: Op) -> tuple[Op, Op]:
+    return op._replace(kind=OpKind.B), op._replace(kind=OpKind.W)
+
+
+def _followed_by_w(lane: Sequence[Op], num_microbatches: int) -> frozenset[Op]:
+    """The B of a rank that the W of the same stage and microbatch follows, except the last microbatch."""
+    return frozenset(
+        op
+        for op, after in pairwise(lane)
+        if op.kind is OpKind.B and after == op._replace(kind=OpKind.W) and op.microbatch < num_microbatches - 1
+    )
+
+
+def _unhurried(timeline: Timeline) -> list[set[Op]]:
+    """Rank -> the B in whose place a BW would end before the previous stage starts its B."""
+    placement, costs = timeline.schedule.placement, timeline.costs
+    messages = costs.messages(placement)
+    backwards = [
+        (rank, placement.stage_of(rank, timed.op.chunk), timed)
+        for rank, lane in enumerate(timeline.lanes)
+        for timed in lane
+        if timed.op.kind in (OpKind.B, OpKind.BW)
+    ]
+    starts = {(stage, timed.op.microbatch): timed.start for _, stage, timed in backwards}
+    unhurried: list[set[Op]] = [set() for _ in timeline.lanes]
+    for rank, stage, (op, _, end) in backwards:
+        end += costs.time_w[stage] - costs.saved_bw[stage]
+        if stage == 0 or end + messages[stage - 1] <= starts[stage - 1, op.microbatch]:
+            unhurried[rank].add(op)
+    return unhurried
+
+
+def _joined(schedule: Schedule, joined: Sequence[frozenset[Op]]) -> Schedule:
+    """The schedule with a BW in place of each B in `joined` and of its W."""
+    ops = []
+    for lane, here in zip(schedule.ops, joined, strict=True):
+        dropped = {op._replace(kind=OpKind.W) for op in here}
+        ops.append(tuple(op._replace(kind=OpKind.BW) if op in here else op for op in lane if op not in dropped))
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(ops))
