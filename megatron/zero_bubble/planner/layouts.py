@@ -19,7 +19,7 @@ from megatron.zero_bubble.planner.choice import (
 from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, pairs_in, plan_layout, with_slowdown
 from megatron.zero_bubble.planner.megatrons_split import time_of_usual
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
-from megatron.zero_bubble.planner.request import Layout, PlanRequest
+from megatron.zero_bubble.planner.request import DRAFT_EFFORT, Layout, PlanRequest
 from megatron.zero_bubble.planner.search_extent import PROMISING, Extent, extent_of, most_moves
 from megatron.zero_bubble.schedule.costs import LARGEST
 from megatron.zero_bubble.schedule.errors import Infeasible, ScheduleError
@@ -39,7 +39,7 @@ COMPARED = 1.5
 """Plans that take at most this factor times the time of the fastest plan are compared by their expected times."""
 WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if no plan fits in memory, or if unlimited memory makes a plan faster by this factor."""
-EFFORT_FOR_LATENCY = 10_000
+EFFORT_FOR_LATENCY = DRAFT_EFFORT
 """Effort (number of operations to plan) of a layout's first plan in a small problem, if the layout has vocabulary
 shards and collectives are slower than messages. With a smaller value, the planned step can be 20% slower."""
 EFFORT_FOR_RECOMPUTING = 3_000
@@ -156,8 +156,8 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`; a plan with an effort above zero is compared by its expected time."""
-        if plan.request.effort > 0:
+        """Whether `plan` is faster than `known`, by expected times unless `plan` is a draft."""
+        if plan.request.effort > DRAFT_EFFORT:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
 

@@ -62,6 +62,11 @@ def budget_of(problem: Problem) -> int:
     return max(problem.budget, (LEAST_CANDIDATES if problem.budget > 0 else QUICK_CANDIDATES) * problem.num_ops)
 
 
+def is_draft(problem: Problem) -> bool:
+    """Whether the budget of the problem is too small for `LEAST_CANDIDATES` candidate orders."""
+    return problem.budget < LEAST_CANDIDATES * problem.num_ops
+
+
 class Portfolio:
     """The best plans of a search; the search ends when a plan reaches the target cost or the budget is spent.
 
@@ -173,7 +178,7 @@ class Portfolio:
 
     def fit(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
         """Plan without R under raised memory limits, drop the activations that do not fit, and keep the best plans."""
-        for factor in LARGER_LIMITS if problem.budget > 0 else LARGER_LIMITS[1:2]:
+        for factor in LARGER_LIMITS[1:2] if is_draft(problem) else LARGER_LIMITS:
             limits = tuple(factor * limit for limit in problem.limits)
             larger = replace(problem.keeping_everything(), limits=limits, budget=problem.budget // 4)
             if larger.is_feasible:
@@ -216,8 +221,8 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
 
     With `Recompute.PLANNED` there are three candidate schedules: with no R, with an R for each microbatch, and with
     some R. The fastest candidate is taken; among equally fast candidates, the candidate with the fewest R is taken. The
-    candidate without R is taken at once if unlimited memory would not make this candidate faster. With an effort of
-    zero, the candidate with an R for each microbatch is left out.
+    candidate without R is taken at once if unlimited memory would not make this candidate faster. In a draft, the
+    candidate with an R for each microbatch is left out.
 
     Args:
         problem: the problem to plan.
@@ -228,7 +233,7 @@ def recomputed_where_needed(problem: Problem, best: Callable[[Problem], Schedule
     """
     if problem.recompute is not Recompute.PLANNED:
         return best(problem)
-    is_quick, full = problem.budget == 0, replace(problem, recompute=Recompute.FULL)
+    is_quick, full = is_draft(problem), replace(problem, recompute=Recompute.FULL)
     problem = replace(problem, budget=problem.budget // PARTS)
     keeping = problem.keeping_everything()
     candidates, costs = [], []

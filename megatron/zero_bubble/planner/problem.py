@@ -11,7 +11,7 @@ from operator import add
 from megatron.zero_bubble.planner.bounds import lower_bounds
 from megatron.zero_bubble.planner.codes import Codes
 from megatron.zero_bubble.planner.footprint import Footprint, peak_of_one_microbatch
-from megatron.zero_bubble.planner.request import EFFORT, Limits, PlanRequest, tolerance
+from megatron.zero_bubble.planner.request import DRAFT_EFFORT, EFFORT, Limits, PlanRequest, tolerance
 from megatron.zero_bubble.schedule.costs import StageCosts
 from megatron.zero_bubble.schedule.errors import Infeasible
 from megatron.zero_bubble.schedule.graph import collective_time
@@ -61,8 +61,8 @@ class Problem:
             request.recompute,
             takes_makespan=request.is_judged_by_makespan,
             budget=request.effort,
-            spread=request.spread if request.effort > 0 else 0.0,
-            time_between=request.time_between if request.effort > 0 else 0.0,
+            spread=request.spread if request.effort > DRAFT_EFFORT else 0.0,
+            time_between=request.time_between if request.effort > DRAFT_EFFORT else 0.0,
         )
 
     @property

@@ -19,6 +19,8 @@ EFFORT = 300_000
 with the default effort takes about a second."""
 QUICK_EFFORT = 50_000
 """Number of operations to plan for a quick estimate."""
+DRAFT_EFFORT = 10_000
+"""Largest effort of a draft; drafts are compared by their simulated times, other plans by their expected times."""
 MOST_CHUNKS = 64
 """Largest number of model chunks a rank."""
 
