@@ -8,7 +8,11 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.planner.fused_backwards import with_fused_backwards, with_separate_backwards
+from megatron.zero_bubble.planner.fused_backwards import (
+    with_fused_backwards,
+    with_separate_backwards,
+    with_some_backwards_fused,
+)
 from megatron.zero_bubble.planner.generate import request_for
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, simulate, validate
 
@@ -64,6 +68,14 @@ def test_a_backward_that_the_previous_stage_waits_for_stays_split():
     assert [op.kind for op in fused.ops[0] if op.kind is OpKind.BW], "nobody waits for the first stage"
 
 
+def test_while_costs_are_measured_every_second_backward_is_fused():
+    schedule = with_some_backwards_fused(generate("1f1b", 4, 8))
+    validate(schedule)
+    for lane in schedule.ops:
+        assert [op.microbatch for op in lane if op.kind is OpKind.BW] == [0, 2, 4, 6]
+        assert [op.microbatch for op in lane if op.kind is OpKind.W] == [1, 3, 5, 7]
+
+
 @pytest.mark.parametrize("name", ["zb-h1", "zb-2p", "zb-v"])
 def test_named_schedules_keep_their_published_orders(name):
     costs = StageCosts.uniform(8 if name == "zb-v" else 4, saved_bw=0.5)
@@ -74,3 +86,12 @@ def test_one_f_one_b_is_never_faster_than_the_plan():
     costs = replace(COSTS, saved_bw=(1.5,) * 4)
     own = simulate(generate("1f1b", 4, 8), costs).makespan
     assert simulate(planned(costs), costs).makespan <= own
+
+
+def test_a_v_whose_b_adds_memory_is_planned():
+    """A candidate has every W right after its B, so that B and W together add less memory."""
+    costs = StageCosts.uniform(8, 2, 2, 2, 0.1, 0.1, 0.05, -0.15, saved_bw=0.5)
+    schedule = generate("auto", 4, 12, costs=costs, placement_kind="v", num_chunks=2, memory_limit=0.7)
+    validate(schedule)
+    assert max(simulate(schedule, costs).peak_memory) <= 0.7
+    assert kinds(schedule)[OpKind.BW] > 0

@@ -63,3 +63,13 @@ def test_costs_of_ranks_are_split_into_chunks_and_summed_again():
     uneven = replace(StageCosts.uniform(6), time_f=(1, 2, 3, 4, 5, 6))
     assert uneven.whole_ranks(v).time_f == (7, 7, 7)
     assert uneven.whole_ranks(interleaved).time_f == (5, 7, 9)
+
+
+def test_a_fused_backward_saves_a_share_of_other_costs_and_less_than_w():
+    planned = StageCosts.uniform(2, time_b=6, time_w=2, saved_bw=1)
+    assert StageCosts.uniform(2, time_b=12, time_w=4).saving_as(planned).saved_bw == (2, 2)
+    assert StageCosts.uniform(2, time_b=12, time_w=0.5).saving_as(planned).saved_bw == (0.25, 0.25)
+    assert planned.times()[OpKind.BW] == (7, 7)
+    assert planned.with_cheapest_weight_gradients.times()[OpKind.BW] == (7, 7)
+    with pytest.raises(ScheduleError, match="saved_bw must be less than time_w, got 2 and 2"):
+        replace(planned, saved_bw=(2, 2))

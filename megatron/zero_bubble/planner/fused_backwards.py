@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from megatron.zero_bubble.planner.request import PlanRequest
@@ -49,6 +50,22 @@ def with_separate_backwards(schedule: Schedule) -> Schedule:
     lanes = [schedule.compute_ops(rank) for rank in range(schedule.num_ranks)]
     ops = (tuple(part for op in lane for part in ([op] if op.kind is not OpKind.BW else _parts(op))) for lane in lanes)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(ops), schedule.groups)
+
+
+def with_some_backwards_fused(schedule: Schedule) -> Schedule:
+    """The schedule without communication, in which a step measures B, W and BW of each stage where W follows B.
+
+    In every stage, every second B that is followed by its W becomes a BW; all other BW become a B and a W.
+    """
+    apart = with_separate_backwards(schedule)
+    joined = []
+    for lane in apart.ops:
+        followed = _followed_by_w(lane, schedule.num_microbatches)
+        of_chunks = [
+            [op for op in lane if op in followed and op.chunk == chunk] for chunk in range(schedule.num_chunks)
+        ]
+        joined.append(frozenset(op for ops in of_chunks for op in ops[::2]))
+    return replace(_joined(apart, joined), groups=schedule.groups)
 
 
 def _parts(op: Op) -> tuple[Op, Op]:

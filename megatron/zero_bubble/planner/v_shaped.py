@@ -151,10 +151,11 @@ def _back_to_back(problem: Problem) -> Schedule | None:
     costs = problem.costs
     fused = replace(
         costs,
-        time_b=tuple(map(add, costs.time_b, costs.time_w)),
+        time_b=tuple(costs.times()[OpKind.BW]),
         time_w=tuple(max(SMALLEST, 1e-6 * w) for w in costs.time_w),
         memory_b=tuple(map(add, costs.memory_b, costs.memory_w)),
         memory_w=(0,) * problem.num_stages,
+        saved_bw=(),
     )
     added = (max(0, *map(costs.memory_b.__getitem__, stages)) for stages in problem.stages_of)
     limits = tuple(map(sub, problem.limits, added))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.planner.fused_backwards import with_separate_backwards
+from megatron.zero_bubble.planner.fused_backwards import with_some_backwards_fused
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.host_link import with_copies_everywhere
@@ -14,13 +14,13 @@ def measured_variant(schedule: Schedule, plan: RunSchedules) -> Schedule:
     """Return the variant of a schedule of `plan` that measures all costs.
 
     Every stage recomputes if the model may recompute, and copies activations to the host if offload is allowed. If
-    `schedule` has pairs, some forwards and backwards of every chunk run separately. In a schedule that is planned from
-    costs, every fused backward is split into B and W.
+    `schedule` has pairs, some forwards and backwards of every chunk run separately. In a schedule of `auto`, some
+    backwards are fused.
     """
     if not schedule.kinds.isdisjoint(PAIRED):
         schedule = half_apart(schedule)
-    elif plan.adapts:
-        schedule = with_separate_backwards(schedule)
+    elif plan.adapts and plan.name == "auto":
+        schedule = with_some_backwards_fused(schedule)
     if plan.recompute is not Recompute.NONE:
         schedule = with_recomputation_everywhere(schedule)
     return with_copies_everywhere(schedule) if plan.offloads else schedule

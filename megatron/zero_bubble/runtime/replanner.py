@@ -121,10 +121,7 @@ class Replanner:
         options = self._options
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
-            profile = self._measure(num_microbatches)
-            # Steps that measure costs split all backwards of a plan that adapts.
-            saves = self._plan.costs if self._plan.adapts else None
-            self._profile = replace(profile, costs=profile.costs.saving_as(saves))
+            self._profile = self._measure(num_microbatches)
             self._step, self._check_at = step, step + CHECK_AFTER
             return self._decide(num_microbatches)
         if not self._current.schedule(num_microbatches).kinds.isdisjoint(PAIRED):

@@ -39,7 +39,7 @@ def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
         columns["memory_f"][stage] = kept + columns["memory_r"][stage]
         columns["memory_b"][stage] = pending - columns["memory_f"][stage]
         columns["memory_w"][stage] = after_b + costs.memory_w[stage] - pending
-    return replace(costs, **{name: tuple(values) for name, values in columns.items()})
+    return replace(costs, saved_bw=(), **{name: tuple(values) for name, values in columns.items()})
 
 
 def with_memory_of_all_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:

@@ -211,12 +211,11 @@ class StageCosts:
             0 if here == there else time for time, (here, there) in zip(self.time_comm, pairwise(ranks), strict=True)
         )
 
-    def saving_as(self, other: StageCosts | None) -> StageCosts:
-        """Return these costs with a BW that saves the same share of B and W as in the costs `other`, if any."""
-        if other is None or not any(other.saved_bw):
-            return self
-        whole = zip(self.time_b, self.time_w, other.time_b, other.time_w, other.saved_bw, strict=True)
-        return replace(self, saved_bw=tuple((b + w) * saved / (old_b + old_w) for b, w, old_b, old_w, saved in whole))
+    def saving_as(self, other: StageCosts) -> StageCosts:
+        """Return these costs with a BW that saves the same share of B and W as in `other`, but at most half of W."""
+        stages = zip(self.time_b, self.time_w, other.time_b, other.time_w, other.saved_bw, strict=True)
+        saved = ((w, (b + w) * saved / (old_b + old_w)) for b, w, old_b, old_w, saved in stages)
+        return replace(self, saved_bw=tuple(min(w / 2, time) for w, time in saved))
 
     @property
     def with_cheapest_weight_gradients(self) -> StageCosts:

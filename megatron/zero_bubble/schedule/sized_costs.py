@@ -55,4 +55,4 @@ class SizedCosts:
         for name in ("time_f", "time_b", "time_w"):
             if name in costs:
                 costs[name] = tuple(max(SMALLEST, time) for time in costs[name])
-        return replace(self.usual, **costs)
+        return replace(self.usual, saved_bw=(), **costs).saving_as(self.usual)

@@ -6,6 +6,16 @@ from tests.faults import Fault
 
 FAULTS = (
     Fault(
+        name="fused-backward-halved",
+        file="runtime/plan_check.py",
+        old="    measured = _in_planned_proportions(planned, measured, schedule)\n",
+        new="",
+        effect=(
+            "After steps in megatron-core's order, whose backwards are all fused, a job takes half of the backward's "
+            "time as the time of W, and plans W into gaps that are too short."
+        ),
+    ),
+    Fault(
         name="local-search-stale-memory",
         file="planner/order_moves.py",
         old="""        self._memory[move.rank] = self._memory_of(move.rank)
