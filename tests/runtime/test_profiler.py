@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.runtime.communicator import TensorSpec
-from megatron.zero_bubble.runtime.profiler import ChunkCosts, Profiler, by_result, combine_costs
+from megatron.zero_bubble.runtime.profiler import ChunkCosts, Profiler, combine_costs
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import Op, OpKind, Placement
 
@@ -207,10 +207,3 @@ def test_exchanges_are_the_fastest_replicas_and_a_part_of_f_and_b():
     combined = combine_costs(Placement("linear", 1), [([costs_of(2.0, 6.0)], {}), ([costs_of(1.5, 7.0)], {})])
     assert combined.costs.all_to_all_f == (1.5,)
     assert combined.costs.all_to_all_b == (5.0,)
-
-
-def test_a_fused_backward_is_half_b_and_half_w_where_no_more_is_known():
-    f, b, w, bw = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
-    assert by_result({f: 1, bw: 6}) == {f: 1, b: 3, w: 3}
-    assert by_result({f: 1, b: 2, w: 5}) == {f: 1, b: 2, w: 5}
-    assert by_result({f: 1, b: 2, w: 5, bw: 6}) == {f: 1, b: 2, w: 5}

@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule import (
     simulate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.analysis import Bubble, causes
+from megatron.zero_bubble.schedule.analysis import Bubble, by_result, causes
 from megatron.zero_bubble.schedule.memory import memory_held, peaks
 from tests.schedule.random_schedules import schedules
 from tests.schedule.test_lower import made_of
@@ -150,3 +150,10 @@ def test_embeddings_ahead_of_the_pipeline_do_not_lengthen_a_span():
     bubble = bubbles(timeline)[1]
     assert bubble.warmup == pytest.approx(first.start - 0.25 * len(embedded))
     assert bubble.total == pytest.approx(timeline.makespan - timeline.work[1])
+
+
+def test_a_fused_backward_is_half_b_and_half_w_where_no_more_is_known():
+    f, b, w, bw = OpKind.F, OpKind.B, OpKind.W, OpKind.BW
+    assert by_result({f: 1, bw: 6}) == {f: 1, b: 3, w: 3}
+    assert by_result({f: 1, b: 2, w: 5}) == {f: 1, b: 2, w: 5}
+    assert by_result({f: 1, b: 2, w: 5, bw: 6}) == {f: 1, b: 2, w: 5}

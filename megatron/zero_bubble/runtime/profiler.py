@@ -15,6 +15,7 @@ from megatron.zero_bubble.runtime.pair_times import NO_PAIRS, PairTime, PairTime
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
+from megatron.zero_bubble.schedule.analysis import by_result
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, TIMES
 from megatron.zero_bubble.schedule.pairs import pairs
 
@@ -186,21 +187,6 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
     slowest replica. The memory of a stage after F, after B and after W is the maximum over the stage's replicas.
     """
     return combine_costs(placement, from_all_ranks((chunks, edges)))
-
-
-def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
-    """Convert values measured for each kind of operation, including the fused backward BW, to values of F, B and W.
-
-    Half of the value of a fused backward counts as B and half as W, unless B and W were measured separately.
-
-    Args:
-        measured: kind of operation -> measured value, such as a time.
-    """
-    values = {kind: value for kind, value in measured.items() if KINDS[kind].makes == (kind,)}
-    for kind, value in measured.items():
-        for result in KINDS[kind].makes:
-            values.setdefault(result, value / len(KINDS[kind].makes))
-    return values
 
 
 def _saved(fused: float, b: float, w: float) -> float:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.zero_bubble.runtime.least_squares import nonnegative_least_squares
-from megatron.zero_bubble.runtime.profiler import by_result
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
+from megatron.zero_bubble.schedule.analysis import by_result
 from megatron.zero_bubble.schedule.kinds import KINDS, TIMES
 from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, SizedCosts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.graph import (
 )
 from megatron.zero_bubble.schedule.host_link import times_of_return
 from megatron.zero_bubble.schedule.ir import Op
-from megatron.zero_bubble.schedule.kinds import KINDS
+from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 from megatron.zero_bubble.schedule.pairs import forwards_in_pairs
 from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline, num_ahead
 
@@ -260,3 +260,18 @@ def memory_over_time(timeline: Timeline, rank: int) -> Steps:
             steps.pop()  # at this time one operation releases memory and the next operation allocates memory
         steps += [(timed.start, during), (timed.end, after)]
     return steps
+
+
+def by_result(measured: Mapping[OpKind, float]) -> dict[OpKind, float]:
+    """Convert values measured for each kind of operation, including the fused backward BW, to values of F, B and W.
+
+    Half of the value of a fused backward counts as B and half as W, unless B and W were measured separately.
+
+    Args:
+        measured: kind of operation -> measured value, such as a time.
+    """
+    values = {kind: value for kind, value in measured.items() if KINDS[kind].makes == (kind,)}
+    for kind, value in measured.items():
+        for result in KINDS[kind].makes:
+            values.setdefault(result, value / len(KINDS[kind].makes))
+    return values

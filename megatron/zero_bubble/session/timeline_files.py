@@ -8,9 +8,8 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from megatron.zero_bubble.runtime.profiler import by_result
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
-from megatron.zero_bubble.schedule.analysis import causes
+from megatron.zero_bubble.schedule.analysis import by_result, causes
 from megatron.zero_bubble.schedule.costs import OPTIONAL
 from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.kinds import TIMES
