@@ -35,6 +35,7 @@ def test_the_command_works(command: Command, tmp_path: Path) -> None:
     """
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "units.json", tmp_path / "docs")
+    shutil.copytree(ROOT / "examples" / "costs", tmp_path / "examples" / "costs")
     profile = Profile(Placement("v", 4, 2), StageCosts.uniform(8, 20, 20, 20), 0.0, {})
     (tmp_path / "profile.json").write_text(profile_to_json(profile))
     python = shlex.quote(sys.executable)
