@@ -11,6 +11,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.fully_sharded import fully_sharded
 from megatron.zero_bubble.mcore.microbatch_orders import StepPlans
 from megatron.zero_bubble.mcore.paired_stage import PairedStage
 from megatron.zero_bubble.mcore.post_validation import PostValidation
@@ -193,6 +194,7 @@ class ForwardBackward:
             call.num_microbatches,
             forward_only=call.forward_only,
             overlaps_reduction=call.overlaps_reduction,
+            mixes_backwards=not fully_sharded(call.chunks),
             less_memory=(decision.level, decision.schedule) if decision and decision.schedule else None,
         )
         stage = self._make_stage(call, iterators, executor)

@@ -6,12 +6,13 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from megatron.zero_bubble.planner.fused_backwards import with_separate_backwards
 from megatron.zero_bubble.planner.prediction import Prediction
 from megatron.zero_bubble.planner.run_schedules import RunSchedules, prepare
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.joint import plan_on_first_rank
 from megatron.zero_bubble.runtime.replanner import Replanner
-from megatron.zero_bubble.schedule import Schedule
+from megatron.zero_bubble.schedule import OpKind, Schedule
 from megatron.zero_bubble.schedule.formats import Profile
 
 
@@ -84,11 +85,14 @@ class RunningPlan:
         *,
         forward_only: bool,
         overlaps_reduction: bool,
+        mixes_backwards: bool = True,
         less_memory: tuple[int, Schedule] | None = None,
     ) -> Executor:
         """Return the executor of a training step or an evaluation; creating an executor is a collective call.
 
         Args:
+            mixes_backwards: whether a step may have both fused and separate backwards. FSDP sums the gradients of fused
+                and of separate backwards in different places, and adding these sums would change the last bits.
             less_memory: (level, schedule for less memory) of a step whose microbatches do not fit in memory with the
                 run's own schedule; see `StepDecision.level`.
         """
@@ -105,6 +109,8 @@ class RunningPlan:
                 planned = self.plan.schedule(num_microbatches)
                 if self._replanner is not None:
                     planned = self._replanner.to_measure(planned)
+            if not mixes_backwards and planned.kinds >= {OpKind.BW, OpKind.W}:
+                planned = with_separate_backwards(planned)
             schedule = prepare(
                 planned,
                 self.profile.costs if self.profile is not None else self.plan.costs,
