@@ -93,13 +93,13 @@ def schedule_of(request: PlanRequest) -> Schedule:
         ScheduleError: the request is inconsistent, or has an option that the schedule does not support.
     """
     request = request.checked()
-    schedule = _with_separate_backwards(request)
+    schedule = _before_fusing(request)
     # Named schedules keep their published orders.
     return with_fused_backwards(schedule, request) if request.schedule == "auto" else schedule
 
 
-def _with_separate_backwards(request: PlanRequest) -> Schedule:
-    """The schedule of a checked request; a planned schedule has a B and a W in place of each fused backward."""
+def _before_fusing(request: PlanRequest) -> Schedule:
+    """The schedule of a checked request; backwards are not yet fused where that saves time."""
     entry = entry_of(request.schedule)
     unplanned = {"offload": request.offloads, "recomputation": request.recompute is Recompute.PLANNED}
     for option, is_asked_for in unplanned.items():
