@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -31,21 +32,15 @@ class OrderGraph:
         self.codes = codes = problem.codes
         self.problem = problem
         self.num_microbatches = m
-        numbered = range(codes.end if problem.has_shards else codes.drop)
-        self.duration = [problem.duration[code] for code in numbered for _ in range(m)]
-        self.latency = [problem.latency[code] for code in numbered for _ in range(m)]
-        self.allocation = [problem.allocation[code] for code in numbered for _ in range(m)]
-        self.rank_of = [problem.ranks[code] for code in numbered for _ in range(m)]
+        end = codes.end if problem.has_shards else codes.drop
+        self.duration, self.latency, self.allocation = (
+            [value for value in of_codes[:end] for _ in range(m)]
+            for of_codes in (problem.duration, problem.latency, problem.allocation)
+        )
+        self.rank_of = [rank for rank in problem.ranks[:end] for _ in range(m)]
         self.dropped: set[int] = set()
         """The numbers of the F that drop their activations."""
-        self.needs: list[list[tuple[int, float]]] = [[] for _ in self.duration]
-        """Operation -> (operation whose result is an input, latency of the result), for the dependencies in `links`."""
-        self.users: list[list[tuple[int, float]]] = [[] for _ in self.duration]
-        """Operation -> (operation that needs its result, latency of the result), for the dependencies in `links`."""
-        for source, target, latency in problem.links:
-            for k in range(m):
-                self.needs[target * m + k].append((source * m + k, latency))
-                self.users[source * m + k].append((target * m + k, latency))
+        self.needs, self.users = _dependencies(problem.links, end, m)
         self.recomputations = range(codes.r * m, codes.drop * m)
         """The numbers of all R; the k-th R belongs to the F with number k, and runs only if F drops activations."""
         self.restore([self._numbers(order) for order in orders])
@@ -192,23 +187,21 @@ class OrderGraph:
     def critical_stretches(self) -> Iterator[Stretch]:
         """Yield the stretches of the critical path (see `Stretch`) that have two or more operations, the last first."""
         epsilon = 1e-9 * self.cost
-        ends = [self.end[lane[-1]] + final for lane, final in zip(self.lanes, self.final, strict=True)]
+        start, end, duration = self.start, self.end, self.duration
+        ends = [end[lane[-1]] + final for lane, final in zip(self.lanes, self.final, strict=True)]
         rank = ends.index(max(ends))
-        position = last = len(self.lanes[rank]) - 1
+        position = len(self.lanes[rank]) - 1
         while True:
-            lane = self.lanes[rank]
+            lane, last = self.lanes[rank], position
             op = lane[position]
-            before = lane[position - 1]
-            if position > 0 and self.start[before] + self.duration[before] >= self.start[op] - epsilon:
-                position -= 1
-                continue
+            while position > 0 and start[before := lane[position - 1]] + duration[before] >= start[op] - epsilon:
+                position, op = position - 1, before
             if last > position:
                 yield Stretch(rank, position, last)
             if not self.needs[op]:
                 return
-            source, _ = max(self.needs[op], key=lambda need: self.end[need[0]] + need[1])
-            rank = self.rank_of[source]
-            position = last = self.position[source]
+            source, _ = max(self.needs[op], key=lambda need: end[need[0]] + need[1])
+            rank, position = self.rank_of[source], self.position[source]
 
     def longest_through(self, rank: int, first: int, end: int, part: Sequence[int]) -> float:
         """Estimate the cost of new orders by the length of the longest path through the operations of `part`.
@@ -221,23 +214,46 @@ class OrderGraph:
             end: position after the last operation that `part` replaces.
             part: operations of the rank in their new order, and R that are added.
         """
-        lane = self.lanes[rank]
-        now = self.start[lane[first - 1]] + self.duration[lane[first - 1]] if first > 0 else 0.0
+        lane, ready_at, tail = self.lanes[rank], self.end, self.tail
+        latency, duration, needs, users = self.latency, self.duration, self.needs, self.users
+        now = self.start[lane[first - 1]] + duration[lane[first - 1]] if first > 0 else 0.0
         starts = []
         for op in part:
-            for source, delay in self.needs[op]:
-                now = max(now, self.end[source] + delay)
+            for source, delay in needs[op]:
+                if ready_at[source] + delay > now:
+                    now = ready_at[source] + delay
             starts.append(now)
-            now += self.duration[op]
+            now += duration[op]
         longest = 0.0
-        after = self.tail[lane[end]] if end < len(lane) else None
+        after = tail[lane[end]] if end < len(lane) else None
         for op, start in zip(reversed(part), reversed(starts), strict=True):
-            rest = self.latency[op] + self.final[rank] if after is None else self.duration[op] + after
-            for user, delay in self.users[op]:
-                rest = max(rest, self.latency[op] + delay + self.tail[user])
-            longest = max(longest, start + rest)
+            rest = latency[op] + self.final[rank] if after is None else duration[op] + after
+            for user, delay in users[op]:
+                path = latency[op] + delay + tail[user]
+                if path > rest:
+                    rest = path
+            if start + rest > longest:
+                longest = start + rest
             after = rest
         return longest
+
+
+Neighbours = tuple[tuple[tuple[int, float], ...], ...]
+"""Operation -> (other operation, latency of the result that one of the two needs) of several other operations."""
+
+
+@lru_cache(maxsize=16)
+def _dependencies(
+    links: tuple[tuple[int, int, float], ...], num_codes: int, num_microbatches: int
+) -> tuple[Neighbours, Neighbours]:
+    """The operations whose results an operation needs, and the operations that need its result, for `Problem.links`."""
+    needs: list[list[tuple[int, float]]] = [[] for _ in range(num_codes * num_microbatches)]
+    users: list[list[tuple[int, float]]] = [[] for _ in needs]
+    for source, target, latency in links:
+        for k in range(num_microbatches):
+            needs[target * num_microbatches + k].append((source * num_microbatches + k, latency))
+            users[source * num_microbatches + k].append((target * num_microbatches + k, latency))
+    return tuple(map(tuple, needs)), tuple(map(tuple, users))
 
 
 def run_in_order(problem: Problem, orders: Sequence[Order]) -> PlannedOrders | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from statistics import NormalDist, fmean
 
 from megatron.zero_bubble.planner.critical_paths import OrderGraph
@@ -53,12 +54,17 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
     sigma = min(spread, _LARGEST_SPREAD) / _QUARTILE
     graph.find_times()
     fixed, times = graph.cost, []
-    for draw in range(DRAWS):
-        generator = random.Random(draw)
-        graph.duration = [
-            duration and (duration + time_between) * generator.lognormvariate(0, sigma) for duration in usual
-        ]
+    for factors in _factors(sigma, sum(duration > 0 for duration in usual)):
+        of_operations = iter(factors)
+        graph.duration = [duration and (duration + time_between) * next(of_operations) for duration in usual]
         graph.latency = graph.duration
         graph.find_times()
         times.append(graph.cost)
     return fmean(times) / fixed
+
+
+@lru_cache(maxsize=4)
+def _factors(sigma: float, count: int) -> list[list[float]]:
+    """`DRAWS` lists of `count` random factors, log-normally distributed with the median 1; the same in every call."""
+    generators = map(random.Random, range(DRAWS))
+    return [[generator.lognormvariate(0, sigma) for _ in range(count)] for generator in generators]

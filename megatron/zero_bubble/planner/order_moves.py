@@ -142,8 +142,9 @@ class OrderMoves:
         if self._keeps_forwards and max(code, other) < size:
             return True
         is_on_stage = max(code, other) < self.problem.codes.e
-        is_same_microbatch = is_on_stage and code % size == other % size and earlier % m == later % m
-        return code == other or is_same_microbatch or any(need == earlier for need, _ in self.graph.needs[later])
+        if code == other or (is_on_stage and earlier % m == later % m and code % size == other % size):
+            return True
+        return any(need == earlier for need, _ in self.graph.needs[later])
 
     def _without_r(self, stretch: Stretch) -> Iterator[Move]:
         """Yield moves that remove an R of the stretch, so that its F keeps the activations."""
@@ -209,14 +210,12 @@ class _Repair:
     def _place_weight_gradient(self) -> bool:
         """Move the next W that can run before the next operation; return False if there is no such W."""
         begin, waiting = self._num_placed, set[int]()
-        for position in range(begin, min(len(self._order), begin + HORIZON)):
-            op = self._order[position]
-            if op in self._w:
-                needs = [self._b[op - self._w.start], *(need for need, _ in self._graph.needs[op])]
-                if waiting.isdisjoint(needs):
-                    self._order.insert(begin, self._order.pop(position))
-                    self._end = max(self._end, self._graph.position[op] + 1)
-                    return self._graph.allocation[op] < 0
+        needs, from_b = self._graph.needs, self._w.start - self._b.start
+        for position, op in enumerate(self._order[begin : begin + HORIZON], begin):
+            if op in self._w and op - from_b not in waiting and all(need not in waiting for need, _ in needs[op]):
+                self._order.insert(begin, self._order.pop(position))
+                self._end = max(self._end, self._graph.position[op] + 1)
+                return self._graph.allocation[op] < 0
             waiting.add(op)
         return False
 
@@ -228,9 +227,11 @@ class _Repair:
         """
         graph, begin, m = self._graph, self._num_placed, self._num_microbatches
         unplaced = self._order[begin + 1 : begin + HORIZON]
-        waiting, best, shortest = set(unplaced), None, inf
+        waiting, dropped = set(unplaced), graph.dropped | self._new_drops
+        best, shortest = None, inf
         for position, op in enumerate(unplaced, begin + 1):
-            if op in self._b and self._may_drop(forward := op - self._b.start, waiting, position):
+            forward = op - self._b.start
+            if 0 <= forward < len(self._b) and self._may_drop(forward, waiting, dropped, position):
                 before = self._lane[graph.position[op] - 1]
                 path = graph.start[before] + graph.duration[before] + graph.duration[self._r[forward]] + graph.tail[op]
                 if path <= shortest:
@@ -249,16 +250,14 @@ class _Repair:
             self._memory -= self._restored(best)
         return True
 
-    def _may_drop(self, forward: int, waiting: set[int], position: int) -> bool:
+    def _may_drop(self, forward: int, waiting: set[int], dropped: set[int], position: int) -> bool:
         """Whether the activations of `forward` are in memory, and may be dropped until the B at `position`.
 
         The R of a stage run in the order of the microbatches.
         """
-        is_next = forward == self._order[self._num_placed]
-        dropped = self._graph.dropped | self._new_drops
         if forward in waiting or forward in dropped or self._restored(forward) <= 0:
             return False
-        if is_next and position == self._num_placed + 1:
+        if position == self._num_placed + 1 and forward == self._order[self._num_placed]:
             return False
         m = self._num_microbatches
         later = next((self._r[each] for each in range(forward, (forward // m + 1) * m) if each in dropped), None)

@@ -6,6 +6,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import inf
+from operator import mul, sub
 
 from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, Partition, UnitCosts
@@ -84,16 +85,22 @@ class Balance:
         return max(self._ends(partition, self._work.of_stages(partition)))
 
     def order(self, partition: Sequence[int]) -> tuple[float, float, float]:
-        """Sort key of partitions, the best first: (memory beyond `room`, time, unevenness of the ranks' end times).
+        """Sort key of partitions, the best first: (memory beyond `room`, time, unevenness of the ranks' end times)."""
+        ends = self._ends(partition, self._work.of_stages(partition))
+        return self.excess(partition), self.time(partition), _unevenness(ends)
 
-        The time of the sort key is `estimate` with two surcharges, whose sizes come from measured runs: a surcharge for
-        stages of unequal work, and a surcharge for ranks of unequal memory.
+    def time(self, partition: Sequence[int]) -> float:
+        """The time of the sort key of a partition: `estimate` with two surcharges, whose sizes come from measured runs.
+
+        One surcharge is for stages of unequal work, the other surcharge is for ranks of unequal memory.
         """
         works = self._work.of_stages(partition)
-        ends = self._ends(partition, works)
-        lost = STAGES_WEIGHT * _unevenness(works)
-        lost += HOLDING_WEIGHT * _unevenness(self._holdings(partition))
-        return sum(self._excess(partition)), max(ends) * (1 + lost), _unevenness(ends)
+        lost = STAGES_WEIGHT * _unevenness(works) + HOLDING_WEIGHT * _unevenness(self._holdings(partition))
+        return max(self._ends(partition, works)) * (1 + lost)
+
+    def excess(self, partition: Sequence[int]) -> float:
+        """Memory by which model states and one microbatch exceed the memory of a rank, summed over the ranks."""
+        return sum(self._excess(partition))
 
     def busiest(self, partition: Sequence[int]) -> int:
         """The rank whose memory is exceeded the most; if no rank's memory is exceeded, the rank that ends last."""
@@ -144,7 +151,7 @@ class Balance:
 def _unevenness(values: Sequence[float]) -> float:
     """The mean of the squares divided by the square of the mean: 1 if all values are equal."""
     total = sum(values)
-    return len(values) * sum(value * value for value in values) / total**2 if total > 0 else 1
+    return len(values) * sum(map(mul, values, values)) / total**2 if total > 0 else 1
 
 
 class _Sums:
@@ -166,8 +173,8 @@ class _Sums:
         return [*(bisect(middles, share) for share in shares), len(middles)]
 
     def of_stages(self, partition: Sequence[int]) -> list[float]:
-        cuts = accumulate(partition, initial=0)
-        sums = [self._before[end] - self._before[start] for start, end in pairwise(cuts)]
+        before = [self._before[end] for end in accumulate(partition)]
+        sums = list(map(sub, before, [0.0, *before[:-1]]))
         sums[0] += self._ends[0]
         sums[-1] += self._ends[1]
         return sums
@@ -206,8 +213,10 @@ def _improved(
     while improved:
         improved = False
         for changed in moves_from(balance, partition, givers(partition), within_rank=within_rank):
-            if best[0] == 0 and balance.estimate(changed) > best[1]:
-                continue  # the time in `Balance.order` is at least the estimate
+            # Most moves make the partition worse; one value of `Balance.order` is enough to refuse such a move.
+            worse = balance.excess(changed) > best[0] if best[0] > 0 else balance.time(changed) > best[1]
+            if worse:
+                continue
             order = balance.order(changed)
             if _is_less(order, best):
                 partition, best, improved = changed, order, True
