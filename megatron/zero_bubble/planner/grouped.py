@@ -78,8 +78,8 @@ class InGroups(EventLoop):
         groups: sizes of the microbatch groups that pass through the chunks; all ranks run F in the order of the groups.
         weight_rule: whether W fills a gap that is shorter than W.
         forward_rule: whether F fills a gap that is shorter than F.
-        most_in_flight: rank -> largest number of microbatches between the start of F and the end of B, for placements
-            with one chunk per rank; None for no limit besides memory.
+        most_ahead: rank -> largest number of F that the rank has run more than B, in all chunks together; None for no
+            limit besides memory.
     """
 
     weight = 3
@@ -90,11 +90,11 @@ class InGroups(EventLoop):
         groups: Sequence[int],
         weight_rule: GapRule = GapRule.BALANCED,
         forward_rule: GapRule = GapRule.ALWAYS,
-        most_in_flight: Sequence[int] | None = None,
+        most_ahead: Sequence[int] | None = None,
     ) -> None:
         super().__init__(problem)
         assert not problem.recomputes, "the policy does not plan recomputation"
-        self.most_in_flight = most_in_flight or (problem.num_microbatches,) * problem.num_ranks
+        self.most_ahead = most_ahead or (problem.num_microbatches * problem.num_stages,) * problem.num_ranks
         self.weight_rule, self.forward_rule = weight_rule, forward_rule
         self.forwards: list[deque[int]] = []
         self.backwards: list[deque[int]] = []
@@ -111,7 +111,7 @@ class InGroups(EventLoop):
             backwards.remove(b)
             return b, now
         f_ready = inf
-        if forwards and self.may_start(rank, forwards[0]):
+        if forwards and len(backwards) - len(forwards) < self.most_ahead[rank]:
             f_ready = self.next_arrival(forwards[0], now)
             if f_ready < inf and not self.has_room(rank, forwards[0]):
                 if weights:
@@ -138,11 +138,6 @@ class InGroups(EventLoop):
         if len(ready) > 1:
             return min(ready, key=backwards.index), soonest
         return (ready[0] if ready else -1), soonest
-
-    def may_start(self, rank: int, f: int) -> bool:
-        """Whether the F `f` may start; with one chunk a rank, `most_in_flight` limits the microbatches in flight."""
-        has_one_chunk = self.num_stages == self.problem.num_ranks
-        return not has_one_chunk or self.done[f] - self.done[self.num_stages + f] < self.most_in_flight[rank]
 
     def has_room(self, rank: int, f: int) -> bool:
         """Whether the F `f` fits in memory beside the remaining F of the oldest unfinished microbatch.

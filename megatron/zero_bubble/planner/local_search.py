@@ -26,7 +26,7 @@ OPERATIONS_PER_MOVE = 8
 problem, divided by this number."""
 ATTEMPTS = 3
 """Largest number of moves that are tried, from the lowest estimated cost up, until a move causes no deadlock."""
-RESTARTS = 5
+RESTARTS = 8
 """Largest number of restarts in a row without a better plan, before the search ends."""
 WORTH_RESTARTING = 1.001
 """The search restarts only if its best plan takes longer than this factor times the lower bound."""

@@ -28,18 +28,21 @@ SIMPLE = (one_f_one_b, zb_h1, zb_h2, gpipe)
 ALL_RULES = (GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER)
 """Rules for gaps that are shorter than a W, the most promising first."""
 RULES = (
-    (GapRule.BALANCED, GapRule.ALWAYS),
+    (GapRule.NEVER, GapRule.ALWAYS),
     (GapRule.BALANCED, GapRule.BALANCED),
-    (GapRule.NEVER, GapRule.BALANCED),
     (GapRule.NEVER, GapRule.NEVER),
 )
-"""Pairs of rules: for gaps that are shorter than a W, and for gaps that are shorter than an F."""
+"""Pairs of rules, for gaps that are shorter than a W and for gaps that are shorter than an F, besides the pair that is
+tried for all group sizes."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
 """Fractions to try: decrease of the number of microbatches in flight from the first to the last rank, divided by the
 number on the first rank minus one. With a fraction of 1, one microbatch is in flight on the last rank."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
+
+FAR = 1.25
+"""Group sizes beyond a size whose plan takes more than this factor times as long as the best plan are not tried."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
@@ -156,19 +159,28 @@ def _try(portfolio: Portfolio, problem: Problem, choices: Sequence[Groups]) -> N
     elif problem.placement.num_chunks == 1:
         for in_flight in _sloped(problem):
             if not portfolio.finished:
-                portfolio.run(InGroups(problem, choices[0], most_in_flight=in_flight))
+                portfolio.run(InGroups(problem, choices[0], most_ahead=in_flight))
     enough = portfolio.budget // 2
     for groups in choices[1:]:
         # While no plan fits, more group sizes are tried, because one microbatch at a time is several times as slow.
         needs_plan = not portfolio.plans and len(tried) < CHOICES_WITHOUT_PLAN
         if not needs_plan and (portfolio.finished or portfolio.budget < enough):
             break
-        tried.append((portfolio.run(InGroups(problem, groups)), groups))
+        if not any(cost > FAR * portfolio.cost and _is_beyond(groups, others, choices[0]) for cost, others in tried):
+            tried.append((portfolio.run(InGroups(problem, groups)), groups))
     for _, groups in sorted(tried)[:2]:
         for weights, forwards in RULES:
             if not portfolio.finished:
                 portfolio.run(InGroups(problem, groups, weights, forwards))
         _try_alternating(portfolio, problem, groups, ALL_RULES)
+        for ahead, weights in product(_most_ahead(problem, groups), (GapRule.BALANCED, GapRule.NEVER)):
+            if not portfolio.finished:
+                portfolio.run(InGroups(problem, groups, weights, most_ahead=ahead))
+
+
+def _is_beyond(groups: Groups, others: Groups, first: Groups) -> bool:
+    """Whether the groups differ in size from `first` by more than `others`, in the same direction."""
+    return max(groups) < max(others) < max(first) or max(groups) > max(others) > max(first)
 
 
 def _slopes(problem: Problem) -> tuple[float, ...]:
@@ -208,6 +220,14 @@ def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
     most = floor(problem.limits[0] / whole + 1e-9) if whole > 0 else problem.num_microbatches
     for steepness in STEEPNESS:
         yield tuple(max(1, floor(most - steepness * (most - 1) * share + 1e-9)) for share in shares)
+
+
+def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
+    """Yield, for several chunks a rank, numbers of F ahead of B that allow the warmups of `alternating_orders`."""
+    chunks = problem.placement.num_chunks
+    for slope in (2, 1) if chunks > 1 else ():
+        before_last_chunk = (chunks - 1) * max(groups) + problem.num_delayed
+        yield tuple(before_last_chunk + 1 + slope * rank for rank in reversed(range(problem.num_ranks)))
 
 
 def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, rules: Sequence[GapRule]) -> None:
