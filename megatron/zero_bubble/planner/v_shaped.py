@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, islice, product
 from operator import add, sub
 from random import Random
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.planner.blocks import Block, eager_orders, published_blocks, random_block, repeated
 from megatron.zero_bubble.planner.fill import InOrder
 from megatron.zero_bubble.planner.orders import schedule_of_orders
-from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits
+from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits, is_draft
 from megatron.zero_bubble.planner.preference import ByPriority
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.request import EFFORT
@@ -36,6 +36,8 @@ LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
 """Pairs of a share and a decrease, which determine limits on microbatches in flight in chunk 0. The limit of rank 0 is
 the share times the number of microbatches that fit in memory in chunk 0 alone; from each rank to the next, the limit
 falls by the decrease."""
+NUM_SPARSE = 4
+"""Number of building blocks that are tried for each smaller number of microbatches in flight (see `_sparse_blocks`)."""
 WORTH_VARYING = 0.01
 """Building blocks are varied if the cost of the best plan exceeds the lower bound by more than this fraction."""
 NUM_VARIATIONS = 150
@@ -99,6 +101,10 @@ def _search(problem: Problem) -> Portfolio:
         for leads, priorities in product(_leads(problem), PRIORITIES):
             if not portfolio.finished or not portfolio.plans:
                 portfolio.run(ByPriority(problem, priorities, leads))
+        if not problem.is_long and not is_draft(problem):
+            for block, rule in product(_sparse_blocks(problem), GapRule):
+                if portfolio.cost > portfolio.aim:
+                    portfolio.run(InOrder(problem, repeated(problem, block), rule))
     portfolio.ensure_plan(problem)
     if portfolio.cost > portfolio.bound * (1 + WORTH_VARYING) and not problem.is_long:
         _vary(portfolio, problem, tried)
@@ -196,3 +202,11 @@ def _blocks(problem: Problem) -> Iterator[Block | None]:
     yield from published_blocks(problem, in_flight)
     if in_flight < p:
         yield None
+
+
+def _sparse_blocks(problem: Problem) -> Iterator[Block]:
+    """Yield building blocks with fewer microbatches in flight than fit in memory, which leave memory for waiting W."""
+    p = problem.num_ranks
+    for in_flight in (p, p / 2 + 1, p / 3 + 1):
+        if in_flight < _max_in_flight(problem):
+            yield from islice(published_blocks(problem, in_flight), NUM_SPARSE)
