@@ -133,6 +133,12 @@ def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
     return request.model.vocabulary_parallel(request.num_ranks) if layout.vocabulary_parallel else request.model
 
 
+def computing_of(request: PlanRequest, layout: Layout) -> ModelCosts:
+    """The result of `model_of`, without the exchanges between experts if pairs may hide the time of the exchanges."""
+    model = model_of(request, layout)
+    return model.computing if pairs_in(request, layout) else model
+
+
 def limits_of(request: PlanRequest, states: Sequence[float], capacity: float | None) -> tuple[float, ...] | None:
     """Memory limits of activations: for each rank the request's limit or, if smaller, the capacity minus model states.
 

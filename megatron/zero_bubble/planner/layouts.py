@@ -16,7 +16,7 @@ from megatron.zero_bubble.planner.choice import (
     choose,
     named_after_schedule,
 )
-from megatron.zero_bubble.planner.layout_plan import Plan, limits_of, model_of, pairs_in, plan_layout, with_slowdown
+from megatron.zero_bubble.planner.layout_plan import Plan, computing_of, limits_of, plan_layout, with_slowdown
 from megatron.zero_bubble.planner.megatrons_split import time_of_usual
 from megatron.zero_bubble.planner.partitions import Balance, balanced_partition, neighbours
 from megatron.zero_bubble.planner.request import DRAFT_EFFORT, Layout, PlanRequest
@@ -250,15 +250,13 @@ class _Search:
 
     def _bound(self, layout: Layout) -> float:
         """A lower bound on the time of any plan of a layout; zero if the costs of the layout raise an error."""
-        request, model = self.request, model_of(self.request, layout)
+        request, model = self.request, computing_of(self.request, layout)
         try:
             states = model.states(layout.partition, layout.placement)
             limits = limits_of(request, states, request.capacity_of(layout))
             costs = model.of_stages(layout.partition, layout.placement)
         except ScheduleError:
             return 0.0
-        if pairs_in(request, layout):
-            costs = model.computing.of_stages(layout.partition, layout.placement)
         # Recomputation, which is tried later, may lower the memory of a microbatch.
         weakest = layout.recompute if len(request.recomputes) == 1 else Recompute.PLANNED
         # Copies to the host may lower the memory of a microbatch to zero.
@@ -316,6 +314,5 @@ class _Search:
 
 def _balance(request: PlanRequest, layout: Layout, *, in_blocks: bool = False) -> Balance:
     room = inf if request.capacity is None else request.capacity
-    model = model_of(request, layout)
-    model = model.computing if pairs_in(request, layout) else model
+    model = computing_of(request, layout)
     return Balance(model, layout.placement, request.num_microbatches, layout.recompute, room, in_blocks=in_blocks)

@@ -62,7 +62,7 @@ class Cell:
 def _layout(name: str, flags: Sequence[str], **ours: Sequence[str]) -> list[Cell]:
     cells = [Cell(name, REFERENCE, tuple(flags))]
     for schedule, more in ours.items():
-        compares = "rounded losses" if schedule == "shards" else "everything"
+        compares = "rounded losses" if "--zero-bubble-vocabulary-parallel" in more else "everything"
         cells.append(Cell(name, schedule.replace("_", "-"), (*flags, *more), compares))
     return cells
 
