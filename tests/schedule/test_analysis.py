@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule import (
     simulate,
     with_post_validation,
 )
-from megatron.zero_bubble.schedule.analysis import Bubble, by_result, causes
+from megatron.zero_bubble.schedule.analysis import Bubble, by_result, causes, fused_saving
 from megatron.zero_bubble.schedule.memory import memory_held, peaks
 from tests.schedule.random_schedules import schedules
 from tests.schedule.test_lower import made_of
@@ -157,3 +157,8 @@ def test_a_fused_backward_is_half_b_and_half_w_where_no_more_is_known():
     assert by_result({f: 1, bw: 6}) == {f: 1, b: 3, w: 3}
     assert by_result({f: 1, b: 2, w: 5}) == {f: 1, b: 2, w: 5}
     assert by_result({f: 1, b: 2, w: 5, bw: 6}) == {f: 1, b: 2, w: 5}
+
+
+@pytest.mark.parametrize(("fused", "saved"), [(6, 1), (8, 0), (1, 2.5), (0, 0)])
+def test_a_fused_backward_saves_at_most_half_of_w(fused: float, saved: float):
+    assert fused_saving(fused, 2, 5) == saved

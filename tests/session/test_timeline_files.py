@@ -62,6 +62,17 @@ def test_a_fused_backward_counts_half_and_half():
     assert costs.time_b == costs.time_w == pytest.approx((2.5,) * 3)
 
 
+def test_fused_and_separate_backwards_have_their_measured_times():
+    costs = StageCosts.uniform(2, 2, 2, 2, saved_bw=0.2, time_comm=0.1)
+    schedule = generate("auto", 2, 8, costs=costs)
+    assert {OpKind.B, OpKind.W, OpKind.BW} <= schedule.kinds
+    planned = simulate(schedule, costs)
+    # The saving of the profile, measured in other iterations, exceeds W.
+    profiled = StageCosts.uniform(2, 9, 9, 9, saved_bw=4, time_comm=0.1)
+    timeline = measured_timeline(schedule, planned.lanes, profiled)
+    assert simulate(schedule, timeline.costs).makespan == pytest.approx(planned.makespan)
+
+
 def test_a_recomputation_is_drawn_and_the_plan_beside_it_has_its_time():
     schedule = generate("zb-h1", 3, 4, recompute=Recompute.FULL)
     planned = simulate(schedule, StageCosts.uniform(3, 2, 3, 1, time_r=5))

@@ -15,7 +15,7 @@ from megatron.zero_bubble.runtime.pair_times import NO_PAIRS, PairTime, PairTime
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp
 from megatron.zero_bubble.schedule import OpKind, Placement, StageCosts
-from megatron.zero_bubble.schedule.analysis import by_result
+from megatron.zero_bubble.schedule.analysis import by_result, fused_saving
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, COPIES, KINDS, TIMES
 from megatron.zero_bubble.schedule.pairs import pairs
 
@@ -189,11 +189,6 @@ def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapp
     return combine_costs(placement, from_all_ranks((chunks, edges)))
 
 
-def _saved(fused: float, b: float, w: float) -> float:
-    """The time that a BW saves, at most half of the time of W; 0 if no BW was measured."""
-    return min(max(0.0, b + w - fused), w / 2) if fused else 0.0
-
-
 def _exchange_times(stages: Sequence[Sequence[ChunkCosts]], *kinds: OpKind) -> tuple[float, ...]:
     """Return each stage's shortest token-exchange time over its replicas; longer times include waits for replicas."""
     return tuple(
@@ -234,7 +229,7 @@ def combine_costs(
     fused = most([[dict(chunk.times) for chunk in replicas] for replicas in stages], OpKind.BW)
     costs = StageCosts(
         **by_name,
-        saved_bw=tuple(map(_saved, fused, by_name["time_b"], by_name["time_w"])),
+        saved_bw=tuple(map(fused_saving, fused, by_name["time_b"], by_name["time_w"])),
         all_to_all_f=tuple(map(min, _exchange_times(stages, OpKind.F), by_name["time_f"])),
         all_to_all_b=tuple(map(min, _exchange_times(stages, OpKind.B, OpKind.BW), by_name["time_b"])),
         time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, TimedOp, Timeline, simulate
-from megatron.zero_bubble.schedule.analysis import by_result, causes
+from megatron.zero_bubble.schedule.analysis import by_result, causes, fused_saving
 from megatron.zero_bubble.schedule.costs import OPTIONAL
 from megatron.zero_bubble.schedule.draw import html_document, to_chrome_trace, to_html, to_svg
 from megatron.zero_bubble.schedule.kinds import TIMES
@@ -99,6 +99,10 @@ def _costs_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]], profiled: 
         name: tuple(stage.get(kind, 0.0 if name in OPTIONAL else _UNKNOWN) for stage in stages)
         for name, kind in TIMES.items()
     }
+    times["saved_bw"] = tuple(
+        fused_saving(mean.get(OpKind.BW, 0.0), b, w)
+        for mean, b, w in zip(means, times["time_b"], times["time_w"], strict=True)
+    )
     free = StageCosts.uniform(placement.num_stages, memory_f=0, memory_b=0, memory_w=0)
     return replace(profiled or free, **times)
 
