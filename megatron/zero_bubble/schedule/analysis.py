@@ -82,8 +82,8 @@ BUBBLE_WORDS = (
 def causes(timeline: Timeline) -> dict[str, tuple[float, ...]]:
     """Return the columns of a table of bubbles: name of the cause -> idle time of every rank.
 
-    The column for validation is left out if the schedule has no post-validation, the column for copies is left out if
-    the schedule has no offload, and the column for streams is left out if the simulation has no hardware queues.
+    The column for validation is left out without post-validation. The column for copies is left out without offload.
+    The column for streams is left out if the simulation has no hardware queues.
     """
     of_ranks = bubbles(timeline)
     words = dict(BUBBLE_WORDS)
@@ -175,8 +175,8 @@ class Input(NamedTuple):
     position: int
     """Position of the producing operation among the operations of its rank."""
     arrival: float
-    """Time at which the result arrives, or at which it is produced if communication does not overlap with
-    computation."""
+    """Arrival time of the result. If communication does not overlap with computation, `arrival` is the end time of the
+    producing operation."""
 
 
 def inputs(timeline: Timeline) -> tuple[tuple[tuple[Input, ...], ...], ...]:

@@ -11,11 +11,11 @@ from megatron.zero_bubble.schedule.costs import COPY_COSTS, StageCosts
 def in_groups(costs: StageCosts, groups: Sequence[int]) -> StageCosts:
     """The costs of a schedule whose stages recompute their activations in several groups of layers.
 
-    In a stage with several groups of layers, the activations of the last group are kept by F, or dropped by F and
-    recomputed by R. The activations of all groups of layers but the last are recomputed inside of B, right before the
-    backward of the group. B also computes the weight gradients of all groups of layers but the first, so that the
-    activations of at most one group of layers are in memory at a time. D (offload) copies only activations that F
-    keeps.
+    In a stage with several groups of layers, either F keeps the activations of the last group, or F drops the
+    activations of the last group and R recomputes them. B recomputes the activations of every group of layers except
+    the last group, right before the backward of the group. B also computes the weight gradients of all groups of layers
+    but the first, so that the activations of at most one group of layers are in memory at a time. D (offload) copies
+    only activations that F keeps.
 
     Args:
         groups: stage -> number of groups of layers; empty for one group on every stage.
@@ -76,7 +76,7 @@ def _copy(costs: StageCosts, columns: Mapping[str, list[float]], stage: int, siz
 
 
 def _parts(costs: StageCosts, stage: int, groups: int) -> tuple[float, float]:
-    """Return the fraction of a stage's blocks in the last group, and the fraction in the first group."""
+    """Return the fractions of a stage's blocks that are in the last group and in the first group of layers."""
     blocks = costs.blocks(stage) or groups
     number = min(groups, blocks)
     return -(-blocks // number) / blocks, blocks // number / blocks

@@ -14,7 +14,7 @@ from megatron.zero_bubble.schedule.ir import Placement
 from megatron.zero_bubble.schedule.kinds import KINDS, OpKind
 
 SMALLEST, LARGEST = 1e-50, 1e50
-"""Smallest and largest absolute value of a cost other than zero; within these limits, sums and ratios of costs stay
+"""Smallest and largest absolute value of a nonzero cost. Sums and ratios of costs within `SMALLEST` and `LARGEST` are
 finite."""
 SHARD_TIMES = ("time_e", "time_ew", "time_s", "time_t")
 VOCABULARY_COSTS = (*SHARD_TIMES, "memory_s", "memory_t", "latency_collective")
@@ -25,7 +25,7 @@ BLOCKS = ("num_blocks", "memory_outside")
 COPY_COSTS = ("time_d", "time_h", "memory_d")
 """The fields of `StageCosts` for copies to and from the host."""
 OPTIONAL = ("saved_bw", "time_r", "memory_r", *BLOCKS, *COPY_COSTS, "all_to_all_f", "all_to_all_b", *VOCABULARY_COSTS)
-"""The fields of `StageCosts` for recomputation, offload, experts and vocabulary shards, which are zeros by default."""
+"""The fields of `StageCosts` that are zeros by default, such as the costs of recomputation and of vocabulary shards."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class StageCosts:
     """Times and memory of the operations of every stage; the stages are in model order.
 
     All times are in the same unit, usually milliseconds. All memory is in the same unit, usually M_B, which is the
-    activation memory of one microbatch on a whole rank. The memory of an operation is a change of memory: F allocates
-    memory at its start, and B and W release memory at their end. `memory_b` and `memory_w` are usually negative,
-    because B and W usually release memory. BW takes the time of B and W together minus `saved_bw`.
+    activation memory of one microbatch on all stages of a rank. The memory of an operation is a change of memory: F
+    allocates memory at its start, and B and W release memory at their end. `memory_b` and `memory_w` are usually
+    negative, because B and W usually release memory. BW takes the time of B and W together minus `saved_bw`.
 
     Recomputation: if a microbatch has an R (recomputation), its F allocates `memory_f - memory_r`, and its R allocates
     `memory_r`.
 
     Offload: D releases `memory_d` after a copy to the host, and H allocates `memory_d` for the copy back. The copies
-    occupy the link between the device and the host of the rank.
+    of D and H occupy the host link of the rank, that is, the link between the device and the host.
 
-    With vocabulary shards, every rank has one shard. In the fields for vocabulary shards, the first stage of every rank
-    has the cost of the rank's shard, and all other stages have zeros.
+    With vocabulary shards, every rank has one shard. In a field for vocabulary shards, the entry of the first stage of
+    every rank is the cost of the rank's shard, and the entries of all other stages are zeros.
     """
 
     time_f: tuple[float, ...]
@@ -156,7 +156,7 @@ class StageCosts:
         return len(self.time_f)
 
     def times(self) -> Mapping[OpKind, Sequence[float]]:
-        """Return the time on every stage for each kind of operation except sends and receives.
+        """Return, for each kind of operation except sends and receives, the time of the operation on every stage.
 
         The times of STEP and VALIDATE are zeros, because the time of a schedule does not include the optimizer.
         """
@@ -169,7 +169,7 @@ class StageCosts:
         }
 
     def memory(self) -> Mapping[OpKind, Sequence[float]]:
-        """Return the change of memory on every stage for each kind of operation except sends and receives."""
+        """Return, for each kind of operation except sends and receives, the change of memory on every stage."""
         return {
             kind: tuple(map(sub, self._sum(facts.memory), self._sum(facts.frees)))
             if facts.frees
@@ -179,11 +179,11 @@ class StageCosts:
         }
 
     def time_of_pair(self, forward: int, backward_kind: OpKind, backward: int) -> float:
-        """Return the time of a pair: a forward and a backward, of which one computes while the other exchanges tokens.
+        """Return the time of a pair, in which a forward computes while a backward exchanges tokens, and vice versa.
 
-        The time of a pair is the larger of two sums: the computation times of both operations, and the exchange times
-        of both operations. A rank computes at most one operation, and exchanges the tokens of at most one operation, at
-        a time.
+        The time of a pair is the larger of two sums: the sum of the computation times of the forward and the backward,
+        and the sum of their exchange times. At any time, a rank computes at most one operation, and exchanges the
+        tokens of at most one operation.
 
         Args:
             forward: stage of the forward.
@@ -212,14 +212,14 @@ class StageCosts:
         )
 
     def saving_as(self, other: StageCosts) -> StageCosts:
-        """Return these costs with a BW that saves the same share of B and W as in `other`, but at most half of W."""
+        """Return costs in which BW saves the same fraction of the time of B and W as in `other`, at most half of W."""
         stages = zip(self.time_b, self.time_w, other.time_b, other.time_w, other.saved_bw, strict=True)
         saved = ((w, (b + w) * saved / (old_b + old_w)) for b, w, old_b, old_w, saved in stages)
         return replace(self, saved_bw=tuple(min(w / 2, time) for w, time in saved))
 
     @property
     def with_cheapest_weight_gradients(self) -> StageCosts:
-        """These costs with the savings of BW subtracted from W, for lower bounds of schedules with and without BW."""
+        """The costs with the time that BW saves subtracted from W, for lower bounds that hold with and without BW."""
         return replace(self, time_w=tuple(map(sub, self.time_w, self.saved_bw)), saved_bw=())
 
     def recomputing_in_backward(self) -> StageCosts:
@@ -237,7 +237,7 @@ class StageCosts:
         return any(self.time_s)
 
     def with_shards(self, placement: Placement, shard: Mapping[str, float]) -> StageCosts:
-        """Return these costs with a vocabulary shard on every rank.
+        """Return a copy of the costs with a vocabulary shard on every rank.
 
         `shard` maps names of fields for vocabulary shards to the costs of one shard.
         """
@@ -247,11 +247,11 @@ class StageCosts:
         )
 
     def with_whole_vocabulary(self) -> StageCosts:
-        """Return these costs without vocabulary shards: the first stage has the embedding, the last the output layer.
+        """Return costs in which the first stage has the whole embedding, and the last stage the whole output layer.
 
-        S computes the forward and the input gradient of the output layer. The forward and the input gradient have the
-        same number of multiplications, so that half of the time of S on all ranks is added to F of the last stage, and
-        half to B of the last stage.
+        S computes the forward and the input gradient of the output layer, which have the same number of
+        multiplications. Half of the time of S on all ranks is therefore added to F of the last stage, and half to B of
+        the last stage.
         """
         total = {name: sum(getattr(self, name)) for name in VOCABULARY_COSTS}
         first = {"time_f": total["time_e"], "time_w": total["time_ew"]}
@@ -264,7 +264,7 @@ class StageCosts:
         return replace(self, **{name: tuple(values) for name, values in stages.items()}, **_NO_SHARDS)
 
     def with_vocabulary_in_weight_gradients(self) -> StageCosts:
-        """Return these costs without operations on vocabulary shards; the times of these operations are added to W."""
+        """Return costs without vocabulary shards, in which W also takes the time of operations on the shards."""
         work = zip(self.time_w, *(getattr(self, name) for name in SHARD_TIMES), strict=True)
         return replace(self, time_w=tuple(map(sum, work)), **_NO_SHARDS)
 
@@ -277,11 +277,11 @@ class StageCosts:
         return replace(self.at_once(), time_r=(), memory_r=())
 
     def at_once(self) -> StageCosts:
-        """The costs of stages that recompute all of their activations in one group."""
+        """The costs of stages that recompute all of their activations in one group of layers."""
         return replace(self, num_blocks=(), memory_outside=())
 
     def split_ranks(self, placement: Placement) -> StageCosts:
-        """Divide these costs, which are the costs of whole ranks, equally among the chunks of `placement`.
+        """Divide the costs of whole ranks equally among the model chunks that each rank has in `placement`.
 
         Dividing the costs does not change the time of a message between neighbouring ranks. A message from the last
         rank to the first rank takes as long as the slowest message between neighbouring ranks.
@@ -304,7 +304,7 @@ class StageCosts:
         return replace(self, **per_stage, time_comm=tuple(comm))
 
     def whole_ranks(self, placement: Placement) -> StageCosts:
-        """Return the costs with one stage per rank: for each rank of `placement`, the sums over the rank's chunks."""
+        """Return the costs of whole ranks: for each rank of `placement`, the sums of the costs of the rank's stages."""
         per_rank = {
             field.name: placement.sums(getattr(self, field.name)) for field in fields(self) if field.name != "time_comm"
         }

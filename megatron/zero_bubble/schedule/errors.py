@@ -28,7 +28,7 @@ class Deadlock(InvalidSchedule):
 
 
 class Infeasible(ScheduleError):
-    """No schedule fits in the memory limit; `smallest_limit` is the smallest limit in which a schedule fits."""
+    """No schedule fits in the memory limit; `smallest_limit` is the smallest memory limit in which a schedule fits."""
 
     def __init__(self, message: str, smallest_limit: float) -> None:
         # Pickling, with which errors are sent to other ranks, keeps only `args`. Therefore `args` contains the limit.

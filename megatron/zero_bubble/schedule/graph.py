@@ -43,7 +43,7 @@ def nodes_of(placement: Placement, rank: int, op: Op) -> list[Node]:
 
 
 class Source(NamedTuple):
-    """Where the operations of one kind and stage get one of their inputs from."""
+    """One input of all operations of one kind in a stage, and the stage that makes the input."""
 
     need: Need
     stage: int
@@ -96,7 +96,7 @@ _NEIGHBOURS = {Place.SAME_STAGE: 0, Place.STAGE_BEFORE: -1, Place.STAGE_AFTER: 1
 def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
     """The numbers of the stages at `place`; a place such as `STAGE_BEFORE` is relative to `stage`.
 
-    For a place that is a rank, the result is the stage of chunk 0 of this rank.
+    If `place` is a rank, `_stages_at` returns the stage of chunk 0 of the rank.
     """
     if place in _NEIGHBOURS:
         source = stage + _NEIGHBOURS[place]
@@ -115,7 +115,7 @@ def _stages_at(placement: Placement, stage: int, place: Place) -> list[int]:
 
 
 def _is_made(schedule: Schedule, stage: int, need: Need, microbatch: int) -> bool:
-    """Whether the schedule has an operation whose only purpose is to make the result that `need` names."""
+    """Whether the schedule has an operation of the kind `need.result` for `microbatch` in `stage`."""
     placement = schedule.placement
     op = Op(need.result, microbatch, placement.chunk_of(stage))
     return op in schedule.op_sets[placement.rank_of(stage)]
@@ -142,16 +142,16 @@ def _if_remote(placement: Placement, rank: int, op: Op, kind: OpKind | None) -> 
 
 
 def other_end(placement: Placement, rank: int, send: Op) -> tuple[int, Op]:
-    """(destination rank, receive operation there) of the message that `rank` sends with `send`."""
+    """(destination rank, receive on the destination rank) of the message that `rank` sends with `send`."""
     message = MESSAGES[send.kind]
     target = placement.stage_of(rank, send.chunk) + message.neighbour
     return placement.rank_of(target), Op(message.other_end, send.microbatch, placement.chunk_of(target))
 
 
 def exchange_before(schedule: Schedule, rank: int, op: Op) -> Op | None:
-    """The collective that brings the input of the compute operation `op` of `rank`; None if no collective does.
+    """The collective that brings the input of the compute operation `op` of `rank`; None if there is none.
 
-    The rank that broadcasts a result needs no collective for its own input, because the result is already there.
+    The rank that broadcasts a result needs no collective for its own input, because the rank already has the result.
     """
     placement = schedule.placement
     for kind in collective_kinds(schedule):

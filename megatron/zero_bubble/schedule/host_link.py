@@ -32,9 +32,9 @@ class LinkTimes:
         self._free: float = 0
         self._offloaded = frozenset((op.microbatch, op.chunk) for op in schedule.ops[rank] if op.kind is OpKind.D)
         self._out: dict[_Key, float] = {}
-        """(microbatch, chunk) -> end of the copy to the host."""
+        """(microbatch, chunk) -> end time of the copy of activations to the host."""
         self._back: dict[_Key, float] = {}
-        """(microbatch, chunk) -> end of the copy back to the device."""
+        """(microbatch, chunk) -> end time of the copy of activations back to the device."""
 
     @classmethod
     def of_ranks(cls, schedule: Schedule, costs: StageCosts | None) -> list[LinkTimes]:
@@ -80,7 +80,7 @@ class LinkTimes:
 
 
 def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
-    """Backward of `rank` -> time at which its activations are back on the device."""
+    """Backward of `rank` -> time at which the activations for the backward are back on the device."""
     if not timeline.copies:
         return {}
     back = {timed.op[1:]: timed.end for timed in timeline.copies[rank] if timed.op.kind is OpKind.H}
@@ -90,8 +90,8 @@ def times_of_return(timeline: Timeline, rank: int) -> dict[Op, float]:
 def check_copies(schedule: Schedule, rank: int) -> None:
     """Check the offloads (D) of a rank.
 
-    Every offload (D) needs a reload (H). Offloaded activations must not be recomputed. The forward and the backward of
-    offloaded activations must not belong to pairs of a forward and a backward.
+    Every offload (D) needs a reload (H). Offloaded activations must not be recomputed. Neither the forward nor the
+    backward of offloaded activations may belong to a pair of a forward and a backward.
 
     Raises:
         InvalidSchedule: an offload (D) has no reload (H), offloaded activations are recomputed, or the forward or the
@@ -145,7 +145,7 @@ def with_copies_everywhere(schedule: Schedule) -> Schedule:
 
 
 def host_memory(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
-    """Rank -> peak memory of its activations on the host, in the unit of the costs.
+    """Rank -> peak memory of the rank's offloaded activations on the host, in the unit of the costs.
 
     A copy takes memory on the host from the end of F until the copy back to the device is queued.
     """

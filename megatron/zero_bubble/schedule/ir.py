@@ -1,7 +1,7 @@
 """The values that describe a schedule: `Op`, `Placement`, `Schedule`.
 
 A schedule is the order in which every pipeline rank runs its operations, without times and idle slots. `simulate`
-computes times and bubbles.
+computes the times and bubbles of a schedule.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class Placement:
 
     - `linear`: one chunk a rank; rank `r` has stage `r`.
     - `interleaved`: chunk `c` of rank `r` is stage `c * num_ranks + r` (Megatron's virtual pipeline).
-    - `v`: like `interleaved`, but odd chunks go to the ranks in reverse order. In a V, chunk 1 of rank `r` is stage
-      `2 * num_ranks - 1 - r`; with two chunks a rank, the first and the last stage are on rank 0.
+    - `v`: like the placement `interleaved`, but the stages of odd chunks are assigned to the ranks in reverse order.
+      In a V, chunk 1 of rank `r` is stage `2 * num_ranks - 1 - r`. In a V with two chunks a rank, the first and the
+      last stage are on rank 0.
     """
 
     kind: PlacementKind
@@ -115,17 +116,17 @@ class Placement:
         return chunk * self.num_ranks + position
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of `rank`, by chunk."""
+        """The stages of `rank`, in the order of the model chunks."""
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
 
     def sums(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Rank -> sum of the values of its stages."""
+        """Rank -> sum of the entries of `values` for the stages of the rank."""
         return tuple(sum(values[stage] for stage in self.stages_of(rank)) for rank in range(self.num_ranks))
 
     def peer_of(self, rank: int, op: Op) -> int:
-        """The rank at the other end of the send or receive `op` of `rank`.
+        """The rank with which `rank` communicates in the send or receive `op`.
 
-        At the turn of a V, where the neighbouring stage is on the same rank, the result is `rank`.
+        If the neighbouring stage is on the same rank, as in the middle of a V, `peer_of` returns `rank`.
         """
         return self.rank_of(self.stage_of(rank, op.chunk) + MESSAGES[op.kind].neighbour)
 
@@ -144,7 +145,7 @@ def check_size(placement: Placement, num_microbatches: int) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of every pipeline rank, in the order in which the rank runs them.
+    """The operations of every pipeline rank, in execution order.
 
     Generators make schedules of forwards and backwards; `lower` adds sends, receives and collectives.
     """
@@ -153,11 +154,11 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     ops: tuple[tuple[Op, ...], ...]
-    """Rank -> its operations in order."""
+    """Rank -> operations of the rank, in execution order."""
     groups: tuple[int, ...] = ()
     """Stage -> number of groups of layers in which the stage recomputes activations; empty if each stage has one group.
-    In a stage with several groups, R (recomputation) recomputes the last group. B recomputes each of the earlier groups
-    right before B computes the gradients of that group."""
+    In a stage with several groups of layers, R (recomputation) recomputes the activations of the last group. B
+    recomputes the activations of every earlier group of layers right before B computes the gradients of the group."""
 
     def __post_init__(self) -> None:
         if len(self.ops) != self.placement.num_ranks:
@@ -224,24 +225,24 @@ class Schedule:
 
     @cached_property
     def op_sets(self) -> tuple[frozenset[Op], ...]:
-        """Rank -> the set of its operations."""
+        """Rank -> set of the operations of the rank."""
         return tuple(map(frozenset, self.ops))
 
     def compute_ops(self, rank: int) -> Iterator[Op]:
-        """The operations of `rank` without communication."""
+        """The operations of `rank` except sends, receives and collectives."""
         return (op for op in self.ops[rank] if op.kind not in COMMUNICATION)
 
     def without(self, kinds: Set[OpKind]) -> Schedule:
-        """The given schedule without communication and without operations of these kinds."""
+        """The given schedule without communication and without operations of the kinds in `kinds`."""
         left_out = COMMUNICATION | kinds
         return replace(self, ops=tuple(tuple(op for op in ops if op.kind not in left_out) for ops in self.ops))
 
     def without_communication(self) -> Schedule:
-        """The schedule before lowering, that is, without sends, receives and collectives."""
+        """The given schedule without the sends, receives and collectives that `lower` adds."""
         return self.without(COMMUNICATION) if self.is_lowered else self
 
     def forward_only(self) -> Schedule:
-        """The schedule of an evaluation: only the forwards of this schedule, in the same order."""
+        """The schedule of an evaluation, which runs only the forwards of the given schedule, in the same order."""
         runs = FORWARDS - RESTORING
         forwards = tuple(tuple(op for op in ops if op.kind in runs) for ops in self.ops)
         return replace(self, name=f"{self.name} (forward only)", ops=forwards)

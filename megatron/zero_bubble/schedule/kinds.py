@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class OpKind(str, Enum):
-    """The kind of an operation. The value of a kind is its printed word; `KINDS` has all other properties."""
+    """The kind of an operation. The value of a kind is its printed word; `KINDS` has the other properties."""
 
     F = "F"
     """Forward of one microbatch through one stage."""
@@ -34,7 +34,7 @@ class OpKind(str, Enum):
     """Offload: waits for the copy of activations from device to host, and releases the activations on the device. The
     copy to the host starts when F ends, and runs on the host link of the rank while the rank computes."""
     H = "H"
-    """Reload: allocates the activations that D has released, and starts their copy from the host to the device. The
+    """Reload: allocates memory for the activations that D has released, and starts their copy from host to device. The
     backward waits for the end of the copy to the device."""
     E = "E"
     """Embedding: looks tokens up in the vocabulary shard of this rank. E of the first rank also reads the
@@ -90,33 +90,36 @@ class Place(Enum):
 
 
 class Need(NamedTuple):
-    """A result that an operation needs, if the stage that makes the result exists."""
+    """A result that an operation needs.
+
+    The first stage needs no result of a previous stage, and the last stage needs no result of a next stage.
+    """
 
     result: OpKind
-    """The needed result. For example, `OpKind.B` stands for the gradient of a stage's input, made by a B or a BW."""
+    """The needed result. For example, `OpKind.B` is the gradient of a stage's input, which a B or a BW makes."""
     place: Place
     """The stage or rank that makes the result."""
     num_before: int = 0
     """Operations of microbatch k need the result of microbatch k - `num_before`; for VALIDATE, k is an iteration."""
     is_optional: bool = False
-    """Whether the result is needed only if the microbatch has an operation of kind `result` at `place`."""
+    """Whether an operation needs the result only if its microbatch has an operation of kind `result` at `place`."""
     only_at: Place | None = None
-    """The stage, first or last, whose operations alone need the result; None if all stages need the result."""
+    """The only stage (first or last) whose operations need the result; None if all operations need the result."""
 
 
 class Message(NamedTuple):
     """One end of a message: a send or a receive."""
 
     is_send: bool
-    """Whether this end of the message is a send."""
+    """Whether the operation for the message is a send; otherwise the operation is a receive."""
     neighbour: int
-    """Stage number at the other end of the message minus stage number at this end: 1 or -1."""
+    """Number of the peer's stage minus number of the stage that runs the send or receive: 1 or -1."""
     other_end: OpKind
-    """Kind of the operation at the other end of the message."""
+    """Kind of the operation that the peer runs for the message: a receive for a send, a send for a receive."""
 
 
 class Collective(NamedTuple):
-    """A collective of all ranks: a broadcast from one rank, or a sum on one rank.
+    """A collective of all ranks: a broadcast from one rank, or a sum that one rank gets.
 
     Every rank runs an operation for the collective, and all ranks run collectives in the same order.
     """
@@ -144,34 +147,37 @@ class KindFacts:
     sends: OpKind | None = None
     """Kind of the send that carries the result of the operation to another rank."""
     message: Message | None = None
-    """The message of a send or receive; None for other kinds."""
+    """The message of a send or receive; None for other kinds of operations."""
     collective: Collective | None = None
     """The collective that operations of the kind run; None for kinds that are not collectives."""
     time: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum, minus the field `saves`, is the time of the operation; empty for none."""
+    """The fields of `StageCosts` whose sum, minus the field that `saves` names, is the time of the operation. Empty for
+    an operation that takes no time."""
     saves: str = ""
     """The field of `StageCosts` with the time that the operation saves because it makes several results at once."""
     memory: tuple[str, ...] = ()
-    """The fields of `StageCosts` whose sum, minus the sum of `frees`, is the change of memory by the operation."""
+    """The fields of `StageCosts` whose sum, minus the sum of the fields in `frees`, is the change of memory."""
     frees: tuple[str, ...] = ()
     """The fields of `StageCosts` whose sum is the memory that the operation releases."""
     link: str = ""
     """The field of `StageCosts` with the time of the copy on the host link; empty for operations without a copy."""
     undoes_memory_of: OpKind | None = None
-    """Kind of an earlier operation that allocates less memory if this operation comes later and allocates the rest. For
-    example, an F allocates less memory if its microbatch has an R (recomputation)."""
+    """Kind of an earlier operation that leaves a part of its allocation to operations of this kind. For example, if a
+    microbatch has an R (recomputation), F allocates less memory, and R allocates the rest."""
     waiting: str = ""
-    """The field of `Bubble` for the time in which a rank waits for inputs of the operation."""
+    """The field of `Bubble` that counts the time for which a rank waits for inputs of the operation."""
     in_order: str = ""
-    """Plural name of results that a stage must make once for each microbatch, in microbatch order; empty for others."""
+    """Plural name of results of this kind, if a stage must make the results once for each microbatch, in microbatch
+    order; otherwise empty."""
     pairs_with: OpKind | None = None
-    """Kind of the preceding operation with which this operation runs as one (see `pairs`); None outside of pairs."""
+    """Kind of the preceding operation if the operation is the backward of a pair (see `pairs`); None otherwise."""
     runs_on: Place = Place.SAME_STAGE
     """Where the operation runs: in every stage, in chunk 0 of every rank, or in chunk 0 of the last rank."""
     adds_gradient: bool = False
     """Whether the operation adds to gradients. An operation that adds to no gradient can be run again."""
     runs_ahead: bool = False
-    """Whether the operation may run long before the rank's first forward; the rank's span leaves out the gap."""
+    """Whether the operation may run long before the first forward of its rank. The span of the rank leaves out the idle
+    time between the operation and the first forward."""
     is_per_iteration: bool = False
     """Whether a rank runs the operation once an iteration; `Op.microbatch` is then the number of the iteration."""
     colour: str = ""
@@ -390,7 +396,7 @@ KINDS: Mapping[OpKind, KindFacts] = MappingProxyType(
         ),
     }
 )
-"""Kind of operation -> its properties."""
+"""Kind of operation -> properties of the kind."""
 
 MESSAGES: Mapping[OpKind, Message] = MappingProxyType(
     {kind: facts.message for kind, facts in KINDS.items() if facts.message is not None}
@@ -408,7 +414,7 @@ POST_VALIDATION = frozenset(kind for kind, facts in KINDS.items() if facts.is_pe
 TIMES: Mapping[str, OpKind] = MappingProxyType(
     {facts.time[0]: kind for kind, facts in KINDS.items() if len(facts.time) == 1 and facts.makes == (kind,)}
 )
-"""Field of `StageCosts` -> kind of operation whose time is this field alone."""
+"""Field of `StageCosts` -> kind of operation whose time is the value of the field."""
 FORWARDS = frozenset(
     kind for kind, facts in KINDS.items() if facts.makes and not facts.is_per_iteration and not facts.adds_gradient
 )

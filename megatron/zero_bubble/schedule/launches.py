@@ -18,21 +18,21 @@ class Stream:
     def __init__(self, num_ends: int) -> None:
         self._num_ends = num_ends
         self.complete: list[float] = []
-        """Number of a message -> time of its completion, for all messages before the first incomplete message."""
+        """Message number -> completion time of the message, for all messages before the first incomplete message."""
         self.waiting: list[int] = []
-        """The ranks that wait until the first incomplete message is complete."""
+        """The ranks that wait for the completion of the first incomplete message of the stream."""
         self._num_started: list[int] = []
-        """Number of a message -> number of its ends (one per rank) that have started."""
+        """Number of a message -> number of ranks that have started their send, receive or collective of the message."""
         self._last_start: list[float] = []
-        """Number of a message -> latest start of any of its ends."""
+        """Number of a message -> latest start of a send, receive or collective of the message."""
 
     def start(self, index: int, start: float, time: float) -> bool:
-        """Start one end of a message; return whether all ends of the message have now started.
+        """Start a message on one of its ranks; return whether the message has started on all of its ranks.
 
         Args:
             index: number of the message on the stream.
-            start: time at which this end of the message starts.
-            time: duration of the message after its last end has started.
+            start: time at which the message starts on the rank.
+            time: duration of the message after the message has started on all of its ranks.
         """
         if index == len(self._num_started):
             self._num_started.append(1)
@@ -51,8 +51,8 @@ class Streams:
 
     def __init__(self, num_ranks: int) -> None:
         self.validation = Stream(num_ranks)
-        """The stream of the all-reduces of the global gradient norm. STEP starts an all-reduce; the next VALIDATE needs
-        its result."""
+        """The stream of the all-reduces of the global gradient norm. STEP starts an all-reduce of the norm; the next
+        VALIDATE needs the result of the all-reduce."""
         self.collectives = Stream(num_ranks)
         """The stream of the collectives of vocabulary shards."""
         self._channels: dict[tuple[int, int], Stream] = {}
@@ -67,8 +67,8 @@ class End:
     def __init__(self, stream: Stream, *, sends: bool) -> None:
         self.stream = stream
         self.sends = sends
-        """Whether the rank posts sends or collectives on the stream; the rank waits for these at the end of an
-        iteration."""
+        """Whether the rank posts sends or collectives on the stream. At the end of an iteration, the rank waits for its
+        sends and collectives."""
         self.num_posted = 0
 
 
@@ -78,10 +78,10 @@ class StreamLaunch(NamedTuple):
     time: float
     """Duration of the computation or of the message."""
     end: End | None
-    """This rank's endpoint of the stream that carries the message or, for a computation, the input message of the
-    computation. None for a computation without an input message."""
+    """The rank's endpoint of the stream that carries the message. For a computation, the stream carries the input
+    message of the computation. None for a computation without an input message."""
     computes: bool
-    """Whether the launch is a computation on the compute stream; otherwise it is a send, a receive or a collective."""
+    """Whether the launch is a computation on the compute stream, and not a send, a receive or a collective."""
     indices: dict[int, int]
     """Microbatch -> number of the computation's input message on the stream of the message. A microbatch is in this
     mapping from the posting of its input message until its computation runs."""
@@ -99,10 +99,10 @@ class Host:
         self._indices: dict[tuple[OpKind, int], dict[int, int]] = {}
         """(kind, chunk) of messages -> {microbatch: number of its message on the stream}."""
         self.time_of_reduction = collective_time(costs) if costs is not None else 0
-        """Duration of the reduction that a STEP starts."""
+        """Duration of the reduction of the global gradient norm that a STEP starts."""
 
     def of(self, kind: OpKind, chunk: int) -> StreamLaunch:
-        """Return the launch of the operations of one kind and chunk."""
+        """Return the common properties of the launches of operations of one kind and chunk."""
         op = Op(kind, 0, chunk)
         if kind is OpKind.STEP:
             return StreamLaunch(0, None, True, {})
@@ -117,7 +117,7 @@ class Host:
         return StreamLaunch(self._compute_time(op), self._end(input_message), True, self._numbers(input_message))
 
     def times_in_pairs(self) -> dict[Op, float]:
-        """Operation in a forward-backward pair -> its time; empty without costs."""
+        """Operation in a forward-backward pair -> time of the operation; empty without costs."""
         if self._costs is None:
             return {}
         return times_in_pairs(self.schedule, self._costs, self.rank)

@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.streams import HardwareQueues
 RECEIVE_AHEAD = 1
 """Default number of computations between the posting of a receive and the consumer of the received tensor."""
 _NEGLIGIBLE = 0.001
-"""Largest fraction by which messages may increase the makespan before `lower` tries other places for receives."""
+"""Relative increase of the makespan, caused by messages, above which `lower` tries other places for receives."""
 
 
 @paused_collector()
@@ -38,13 +38,13 @@ def lower(schedule: Schedule, receive_ahead: int = RECEIVE_AHEAD, costs: StageCo
     the same rank need no message. All ranks run the collectives of vocabulary shards in the same order (see
     `place_collectives`).
 
-    A receive is posted `receive_ahead` computations before its consumer. If the tensors of two messages of a channel
-    are used in the opposite order of their sends, both receives are posted `receive_ahead` computations before the
-    first use. If posting the receives `receive_ahead` computations before their consumers causes a deadlock or a longer
-    makespan on GPUs with one hardware queue (see `streams`), `lower` also tries the places of receives that
-    `_between_makers` chooses. The places that `_between_makers` chooses exclude deadlocks. Of two lowered schedules,
-    `lower` returns the schedule with the shorter makespan on GPUs with one hardware queue. A lowered schedule deadlocks
-    only if the schedule deadlocks even without communication.
+    A receive is posted `receive_ahead` computations before its consumer. If two messages of a channel are
+    consumed in the opposite order of their sends, the receives of the two messages are posted `receive_ahead`
+    computations before the first of the two consumers. On GPUs with one hardware queue (see `streams`), receives that
+    are posted `receive_ahead` computations before their consumers may cause a deadlock or a longer makespan. In case of
+    a deadlock or a longer makespan, `lower` also tries the places of receives that `_between_makers` chooses, which
+    exclude deadlocks. Of the two lowered schedules, `lower` returns the schedule with the shorter makespan on GPUs with
+    one hardware queue. A lowered schedule deadlocks only if the schedule deadlocks even without communication.
 
     If the sender sends a message after its VALIDATE (post-validation), the receiver posts the receive after its own
     VALIDATE of the same iteration. If the validation fails, the ranks repeat only the messages that were sent before
@@ -110,7 +110,7 @@ class _Place(NamedTuple):
     turn: int
     """Sort key of receives that are posted before the same computation. The key of a receive is a number in the serial
     order: the number of the computation that makes the previous message of the receive's channel. Receives before
-    the same computation are posted in the order in which their channels become free."""
+    the same computation are posted in the order in which the previous messages of their channels are made."""
 
 
 def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
@@ -146,7 +146,7 @@ def _channels(schedule: Schedule, costs: StageCosts) -> list[_Channel]:
 
 
 class _Route(NamedTuple):
-    """The send and receive of the results of all operations of one kind and chunk."""
+    """The send, receive and destination of the results that operations of one kind and chunk make on a rank."""
 
     destination: int
     """Rank that receives the results."""
@@ -218,9 +218,9 @@ def _turns(channel: _Channel, order: SerialOrder) -> list[int]:
 def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
     """Place each receive `receive_ahead` computations before its consumer.
 
-    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If the
-    tensors of two messages of the channel are used in the opposite order of their sends, both receives are posted
-    `receive_ahead` computations before the first use.
+    If a VALIDATE would come between a receive and its consumer, the receive is posted right after the VALIDATE. If two
+    messages of the channel are consumed in the opposite order of their sends, the receives of the two messages are
+    posted `receive_ahead` computations before the first of the two consumers.
     """
     phases = order.phases[channel.destination]
     places: list[_Place] = []
@@ -233,12 +233,12 @@ def _ahead(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_P
 def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -> list[_Place]:
     """Place the receives of a channel so that ranks cannot deadlock, however long the operations take.
 
-    Consider a run of all computations one at a time, in `order`. A receive is posted after the computation that makes
-    the previous message of its channel, so that the receive blocks no launch of its own rank. A receive is posted
-    before the computation that makes the next message of its channel, because the send of the next message waits for
-    the receive. If computations run one at a time in `order`, each channel has at most one incomplete message at the
-    start of a computation, as induction shows. The incomplete message of a channel is the last posted message of the
-    channel. When a computation starts, none of the earlier launches waits.
+    As proof, consider a run of all computations, one at a time, in `order`. A receive is posted after the computation
+    that makes the previous message of its channel, so that the receive blocks no launch of its own rank. A receive is
+    posted before the computation that makes the next message of its channel, because the send of the next message waits
+    for the receive. If computations run one at a time in `order`, induction shows that each channel has at most one
+    incomplete message at the start of a computation. The incomplete message of a channel is the last posted message of
+    the channel. When a computation starts, no earlier launch still waits.
 
     The preferred place of a receive is `receive_ahead` computations before its consumer. A receive is posted later than
     the preferred place if the previous message of its channel is still in flight at the preferred place. A receive is
@@ -266,7 +266,7 @@ def _between_makers(channel: _Channel, order: SerialOrder, receive_ahead: int) -
 
 
 def _time_with_one_queue(lowered: Schedule, costs: StageCosts) -> float:
-    """The makespan of a lowered schedule with one hardware queue; infinity if the ranks deadlock."""
+    """The makespan of a lowered schedule on GPUs with one hardware queue; infinity if the ranks deadlock."""
     try:
         return simulate(lowered, costs, hardware_queues=HardwareQueues.ONE).makespan
     except Deadlock:

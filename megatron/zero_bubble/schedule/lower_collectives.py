@@ -1,4 +1,4 @@
-"""Lowering of the collectives of vocabulary shards: their order, and their places in the order of each rank."""
+"""Lowering of the collectives of vocabulary shards: their order, and their places among the operations of each rank."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class PlacedCollective(NamedTuple):
 def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts) -> list[PlacedCollective]:
     """Place the collectives of a schedule in the same order on all ranks.
 
-    A collective is sorted by the place, in the serial order, of the last operation that contributes to the collective.
+    Collectives are sorted by the places, in the serial order, of their last contributing operations.
 
     A collective can start when its last contributing operation has ended and the previous collective is complete. A
-    rank joins a collective right before its first computation whose planned end is later than the planned start of the
-    collective. On a GPU with one hardware queue, a rank that joins a collective while the previous collective is in
-    flight delays its own next computation. To avoid a delay of its next computation, a rank joins the collective after
-    that computation, unless the collective would lose more time than the computation would gain.
+    rank joins a collective right before the rank's first computation that is planned to end after the planned start of
+    the collective. On a GPU with one hardware queue, a rank that joins a collective while the previous collective is in
+    flight delays its own next computation. A rank therefore joins a collective after its next computation if the
+    resulting delay of the collective is at most the avoided delay of the computation.
 
-    Collectives cannot cause a deadlock, however long the operations take. Consider a run of all computations one at a
-    time, in `order`. Every rank joins a collective before the first operation that needs this collective or a later
-    collective. No rank joins a collective before all ranks have joined the previous collective. Because all ranks join
-    collectives early enough and in the same order, the inputs of a computation and of all earlier launches are complete
-    when the computation starts. Either all ranks join a collective before VALIDATE, or all ranks join the collective
-    after VALIDATE.
+    Collectives cannot cause a deadlock, however long the operations take. As proof, consider a run of all computations,
+    one at a time, in `order`. Every rank joins a collective before the first operation that needs this collective or a
+    later collective. No rank joins a collective before all ranks have joined the previous collective. Because all ranks
+    join collectives early enough and in the same order, the inputs of a computation and of all earlier launches are
+    complete when the computation starts. Either all ranks join a collective before VALIDATE, or all ranks join the
+    collective after VALIDATE.
 
     Args:
         schedule: schedule without communication.
@@ -75,9 +75,9 @@ def place_collectives(schedule: Schedule, order: SerialOrder, costs: StageCosts)
 def joined_early(schedule: Schedule) -> Schedule:
     """Let every rank join each collective as early as possible.
 
-    A rank that joins a collective early delays none of its computations if a separate thread waits for the collective.
-    If a rank is late at the place that `place_collectives` has chosen, the other ranks wait for this rank. With
-    `joined_early`, a rank joins a collective as soon as two conditions hold: the rank has joined the previous
+    If a separate thread waits for a collective, a rank that joins the collective early delays none of its computations.
+    If a rank is late in joining a collective at the place that `place_collectives` has chosen, all other ranks wait.
+    With `joined_early`, a rank joins a collective as soon as two conditions hold: the rank has joined the previous
     collective, and has run all of its own operations that contribute to the collective. No collective moves across STEP
     or VALIDATE. The order of the collectives stays the same, so that ranks cannot deadlock.
 
@@ -109,7 +109,7 @@ def _joined_early(schedule: Schedule, rank: int) -> tuple[Op, ...]:
 def _best_place(starts: Sequence[float], ends: Sequence[float], start: float, complete: float) -> int:
     """Position of the computation before which a rank joins a collective, for the smallest loss of time.
 
-    The position depends only on the given times, and not on the dependencies of the collective.
+    The position of the computation depends only on planned times, and not on the dependencies of the collective.
 
     Args:
         starts: start times of the computations of the rank.
@@ -134,10 +134,9 @@ class _Collective(NamedTuple):
     ready: float
     """End time of the last operation that contributes to the collective."""
     deadline: int
-    """Latest place of the collective: all ranks join the collective before the computation with this number in the
-    serial order."""
+    """Number, in the serial order, of the first computation before which all ranks must have joined the collective."""
     earliest: tuple[int, ...]
-    """Rank -> position after its last operation that contributes to the collective."""
+    """Rank -> position right after the rank's last operation that contributes to the collective."""
 
 
 def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
@@ -150,7 +149,7 @@ def _collectives(schedule: Schedule, order: SerialOrder) -> list[_Collective]:
     users: dict[Op, list[tuple[int, int]]] = {collective: [] for collective in makers}
     for rank, ops in enumerate(schedule.ops if makers else ()):
         ends: dict[tuple[OpKind, int], list[tuple[OpKind, dict[Op, list[tuple[int, int]]]]]] = {}
-        """(kind, chunk) of operations -> (kind of collective, `makers` or `users`) for each of their collectives."""
+        """(kind, chunk) of operations -> (kind of collective, `makers` or `users`) for each made or used collective."""
         for position, op in numbered(ops):
             kind, microbatch, chunk = op
             if (kind, chunk) not in ends:

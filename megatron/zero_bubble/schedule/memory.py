@@ -1,4 +1,4 @@
-"""The activation memory of a schedule, which follows from the order of its operations alone."""
+"""The activation memory of a schedule, computed from the order of operations and their memory costs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _changes(
     ops: Sequence[Op],
     lengths: Sequence[float],
 ) -> Iterable[float]:
-    """The change of memory by each operation of `rank`; `by_kind` has the change for each kind and stage."""
+    """The change of memory by each operation of `rank`; `by_kind` has the change by kind of operation and stage."""
     stages = schedule.placement.stages_of(rank)
     changes = {(kind, chunk): by_kind[kind][stage] for kind in by_kind for chunk, stage in enumerate(stages)}
     usual: Iterable[float] = map(changes.__getitem__, map(itemgetter(0, 2), ops))
@@ -80,7 +80,7 @@ class PeakMemory(NamedTuple):
 
 
 def peaks(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[PeakMemory, ...]:
-    """Rank -> its peak memory, and the first operation that reaches the peak."""
+    """Rank -> peak memory of the rank, and the first operation that reaches the peak memory."""
     return tuple(_peak(schedule, costs, rank, lengths) for rank in range(schedule.num_ranks))
 
 
@@ -92,7 +92,7 @@ def _peak(schedule: Schedule, costs: StageCosts, rank: int, lengths: Sequence[fl
 
 
 def peak_memory(schedule: Schedule, costs: StageCosts, lengths: Sequence[float] = ()) -> tuple[float, ...]:
-    """Rank -> peak memory of its operations, in the unit of the costs."""
+    """Rank -> peak memory of the activations of the rank, in the unit of the costs."""
     by_kind = in_groups(costs, schedule.groups).memory()
     lanes = schedule.without_communication().ops
     # The memory after each operation is enough, because an operation that releases memory does not raise the peak.

@@ -11,8 +11,9 @@ from megatron.zero_bubble.schedule.errors import ScheduleError
 from megatron.zero_bubble.schedule.ir import Placement
 
 COLLECTIVES_OF = {"time_e": 1.5, "time_s": 2, "time_t": 0.5, "time_ew": 1}
-"""Field of `StageCosts` with the time of an operation on a vocabulary shard -> number of collectives right before
-and after the operation. A collective that carries at most one number for each token counts as half a collective."""
+"""Field of `StageCosts` with the time of an operation on a vocabulary shard -> number of collectives that directly
+precede or follow the operation. A collective that carries at most one number for each token counts as half a
+collective."""
 
 Partition = tuple[int, ...]
 """Stage -> number of layers, in model order. The first stage also has the embedding, and the last stage the output."""
@@ -20,7 +21,7 @@ Partition = tuple[int, ...]
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """Time and memory of one unit of a model for one microbatch, in the units and with the signs of `StageCosts`."""
+    """Time and memory of the embedding, a layer or the output of a model for one microbatch, as in `StageCosts`."""
 
     time_f: float
     time_b: float
@@ -85,7 +86,7 @@ class ModelCosts:
 
     @property
     def with_cheapest_weight_gradients(self) -> ModelCosts:
-        """The costs with the savings of a fused backward subtracted from W, for lower bounds of any schedule."""
+        """The costs with the time that a fused backward saves subtracted from W, for lower bounds of any schedule."""
 
         def cheapest(unit: UnitCosts) -> UnitCosts:
             return replace(unit, time_w=unit.time_w - self.saved_by_fusing(unit))
@@ -137,8 +138,8 @@ class ModelCosts:
         """The costs without the time of token exchanges between experts.
 
         A pair, which runs a forward and a backward as one operation, may hide the whole time of token exchanges. A
-        lower bound of an iteration's time also holds for plans with pairs if it is computed without the time of token
-        exchanges.
+        lower bound of the iteration time that is computed without the time of token exchanges also holds for plans with
+        pairs.
         """
         return replace(self, layers=tuple(layer.computing for layer in self.layers), output=self.output.computing)
 
@@ -196,7 +197,7 @@ class ModelCosts:
         return costs if self.shard is None else costs.with_shards(placement, self.shard)
 
     def states(self, partition: Partition, placement: Placement) -> tuple[float, ...]:
-        """Rank -> memory of the parameters, gradients and optimizer states of its stages and its vocabulary shard."""
+        """Rank -> memory of parameters, gradients and optimizer states of the rank's stages and vocabulary shard."""
         stages = [sum(unit.state for unit in units) for units in self._units(partition)]
         return tuple(self.shard_state + own for own in placement.sums(stages))
 
@@ -239,7 +240,7 @@ def spread_layers(num_layers: int, num_stages: int, *, embedding: bool = False, 
 
     Raises:
         ScheduleError: there are fewer layers than stages. The embedding counts as a layer if `embedding` is set, and
-            the loss if `loss` is set.
+            the loss counts as a layer if `loss` is set.
     """
     few, num_more = divmod(num_layers + embedding + loss, num_stages)
     if few == 0:

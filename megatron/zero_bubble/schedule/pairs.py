@@ -26,7 +26,7 @@ def pairs(ops: Sequence[Op]) -> Iterator[tuple[Op, Op]]:
 
 
 def computations(ops: Sequence[Op]) -> Iterable[tuple[Op, ...]]:
-    """The operations of a rank in order: (forward, backward) for a pair, (operation,) otherwise."""
+    """The operations of a rank in order: (forward, backward) for each pair, (operation,) for each other operation."""
     if not any(op.kind in PAIRED for op in ops):
         return zip(ops, strict=True)
     first = {position - 1 for position, op in enumerate(ops) if op.kind in PAIRED}
@@ -50,7 +50,7 @@ def forwards_in_pairs(schedule: Schedule, rank: int) -> frozenset[Op]:
 
 
 def times_in_pairs(schedule: Schedule, costs: StageCosts, rank: int) -> dict[Op, float]:
-    """Operation of a pair on `rank` -> its time. The backward has the time of the pair, and the forward has the time 0.
+    """Operation of a pair on `rank` -> time of the operation: the time of the pair for the backward, 0 for the forward.
 
     Args:
         schedule: schedule with the pairs.
@@ -83,7 +83,7 @@ def in_pairs(schedule: Schedule, chosen: Sequence[frozenset[Op]]) -> Schedule:
 
     Args:
         schedule: schedule without communication.
-        chosen: rank -> the B and BW to join with the forwards before them.
+        chosen: rank -> chosen B and BW of the rank, each of which has a forward right before it.
     """
     assert not schedule.is_lowered
     kinds = {OpKind.B: OpKind.PB, OpKind.BW: OpKind.PBW}
@@ -102,7 +102,7 @@ def apart(schedule: Schedule) -> Schedule:
 def half_apart(schedule: Schedule) -> Schedule:
     """For each combination of the forward's and the backward's chunk, split every second pair into its two operations.
 
-    Communication is removed.
+    `half_apart` also removes communication.
 
     A training step with the resulting schedule measures pairs, and also single forwards and backwards of every chunk.
     """

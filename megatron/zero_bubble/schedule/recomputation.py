@@ -17,7 +17,7 @@ class Recompute(str, Enum):
     NONE = "none"
     """No microbatch is recomputed: every F keeps its activations."""
     FULL = "full"
-    """Every microbatch has an R (recomputation), unless its backward follows its F at once."""
+    """Every microbatch has an R (recomputation), unless the backward of the microbatch directly follows its F."""
     PLANNED = "planned"
     """The planner chooses the microbatches that have an R (recomputation), within the memory limit."""
 
@@ -40,7 +40,7 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 
     R does not need the gradient from the next stage, and runs while the gradient is in flight. R needs no more memory
     than a recomputation inside of the backward, because no operation runs between R and the backward. A microbatch
-    whose backward follows its F at once gets no R, because R would take time and save no memory.
+    whose backward directly follows its F gets no R, because R would take time and save no memory.
     """
     schedule = without_recomputation(schedule)
     return replace(schedule, ops=tuple(tuple(_with_recomputation(ops)) for ops in schedule.ops))
@@ -49,7 +49,7 @@ def with_recomputation(schedule: Schedule) -> Schedule:
 def with_recomputation_everywhere(schedule: Schedule) -> Schedule:
     """Insert R like `with_recomputation`, but with at least one R on every stage, to measure the costs of R.
 
-    A stage without an R gets an R for its first microbatch. Among all sets of R with at least one R on every stage, the
+    A stage without an R gets an R for its first microbatch. Of all choices of R with at least one R on every stage, the
     inserted R need the least memory. The costs of R can therefore be measured even in a model whose activations would
     not all fit in memory.
     """

@@ -64,13 +64,13 @@ class SerialOrder:
             min(self.numbers[rank][begin - 1] for rank, begin in enumerate(ranks) if begin is not None)
             for ranks in begins
         ]
-        """Phase (from the second on) -> number, in the serial order, of the first of the VALIDATE operations that ranks
-        run right before the phase."""
+        """Phase (from the second on) -> smallest number, in the serial order, of the VALIDATE operations that end the
+        previous phase."""
 
     def _numbered(self, timeline: Timeline) -> list[list[int]]:
         stops = [timed.end for lane in timeline.computations for timed in lane]
         firsts = [*accumulate(map(len, timeline.computations), initial=0)]
-        """Rank -> number of its first computation, if computations are numbered rank after rank."""
+        """Rank -> number of the rank's first computation, if all computations are numbered rank by rank."""
         turns = {
             first + position: self._turn(rank, position)
             for rank, (first, lane) in enumerate(zip(firsts, timeline.computations, strict=False))

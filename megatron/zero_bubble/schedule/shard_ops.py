@@ -2,9 +2,9 @@
 
 The embedding and the output layer are spread over all ranks, and every rank has the same number of rows of each weight
 ("Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, algorithm 2). The backward of the last
-stage waits for the output layer (S) of all ranks, so that all backwards are delayed. If the output layer delays the
-backwards by the time that a rank takes for one microbatch, one more microbatch is in flight, and the steady state of
-the schedule does not change.
+stage waits for the output layer (S) of all ranks, which delays the backwards of all stages. If the output layer delays
+the backwards by the time that a rank takes for one microbatch, one more microbatch is in flight, and the steady state
+of the schedule does not change.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def with_vocabulary(schedule: Schedule, costs: StageCosts, given_delays: Sequenc
     """Insert the operations on vocabulary shards; return one schedule without communication for each given delay.
 
     The operations of a rank are sorted by planned start times. The planned start of F comes from a simulation in which
-    W also takes the time of the operations on shards. The planned starts of backwards and W are their simulated starts
-    plus the given delay. E (embedding) starts `LEAD` microbatches before the F of its microbatch. S (output layer)
-    starts when the output of the last stage arrives. The weight gradients T and EW start with the W of their
-    microbatch, or later if their inputs arrive later. Pairs are split, because operations on shards may come between
-    the forward and the backward of a pair.
+    the time of W includes the operations on vocabulary shards. The planned starts of backwards and W are their
+    simulated starts plus the given delay. E (embedding) starts `LEAD` microbatches before the F of its microbatch. S
+    (output layer) starts when the output of the last stage arrives. The weight gradients T and EW start with the W of
+    their microbatch, or later if their inputs arrive later. Pairs are split, because operations on shards may come
+    between the forward and the backward of a pair.
 
     Args:
         schedule: schedule into which operations are inserted.
         costs: costs of the stages, with vocabulary shards.
-        given_delays: delays of backwards and W, one for each schedule. With a delay below `shortest_delay(costs)` the
-            ranks may deadlock.
+        given_delays: delays of backwards and W, one delay for each returned schedule. With a delay below
+            `shortest_delay(costs)` the ranks may deadlock.
     """
     schedule = apart(schedule.without(VOCABULARY))
     timeline = simulate(schedule, costs.with_vocabulary_in_weight_gradients())
@@ -67,8 +67,8 @@ def with_best_delay(schedule: Schedule, costs: StageCosts, limits: Sequence[floa
     Args:
         schedule: schedule into which operations are inserted.
         costs: costs of the stages, with vocabulary shards.
-        limits: memory limit of every rank; None without limits. A schedule that exceeds a limit is chosen only if every
-            schedule exceeds a limit.
+        limits: memory limit of every rank; None without limits. A schedule that exceeds a memory limit is chosen only
+            if all tried schedules exceed a memory limit.
     """
     timelines = [simulate(each, costs) for each in with_vocabulary(schedule, costs, delays(schedule, costs))]
 
@@ -125,7 +125,7 @@ class _Times:
         return ((start, order.index(op.kind), op.microbatch, op) for op, start in starts.items())
 
     def _of_shard(self, rank: int) -> dict[Op, float]:
-        """Operation on the shard of `rank` -> its planned start."""
+        """Operation on the vocabulary shard of `rank` -> planned start of the operation."""
         message, until_loss = collective_time(self.costs), shortest_delay(self.costs)
         lead = LEAD * interval(self.schedule, self.costs)
         starts: dict[Op, float] = {}

@@ -32,11 +32,11 @@ def simulate(
 ) -> Timeline:
     """Simulate the compute operations of a schedule with given costs.
 
-    Every rank runs its operations in order, each as soon as the rank is free and the inputs of the operation have
-    arrived. A message between ranks takes `costs.time_comm`. VALIDATE waits for the reduction of the norm of all
-    gradients. The reduction of the norm takes the time of a collective (`collective_time`) and occupies no rank. Copies
-    to and from the host occupy only the host link of their rank (see `LinkTimes`). The simulation computes only sums
-    and maxima, so that integers and fractions give exact results.
+    Every rank runs its operations in order. An operation starts as soon as its rank is free and the inputs of the
+    operation have arrived. A message between ranks takes `costs.time_comm`. VALIDATE waits for the reduction of the
+    norm of all gradients. The reduction of the norm takes the time of a collective (`collective_time`) and occupies no
+    rank. Copies to and from the host occupy only the host link of their rank (see `LinkTimes`). The simulation computes
+    only sums and maxima, so that integers and fractions give exact results.
 
     Args:
         schedule: schedule with or without communication.
@@ -96,9 +96,9 @@ class _Wait(NamedTuple):
     """An operation of microbatch m needs the result whose end time has the index `slot + m` in the list of end
     times."""
     num_before: int
-    """The value of `Need.num_before`."""
+    """Microbatch of the operation minus microbatch of the needed result, as in `Need.num_before`."""
     is_optional: bool
-    """The value of `Need.is_optional`."""
+    """Whether the result is needed only if the schedule makes the result, as in `Need.is_optional`."""
     transit: float | None
     """Time from the completion of the result on another rank to its arrival; None if the same rank makes the result."""
     occupies: bool
@@ -114,9 +114,9 @@ class _Step(NamedTuple):
     """The fields `slot` and `transit` of `_Wait` for each needed result. Empty if a needed result is optional, belongs
     to another microbatch, or arrives in a message that occupies the receiver."""
     waits: tuple[_Wait, ...]
-    """The results that the operation needs. Empty if `plain_waits` lists these results."""
+    """The results that the operation needs. Empty if the field `plain_waits` lists all needed results."""
     slots: tuple[int, ...]
-    """Positions, in the list of end times, of the end times of the operation's results for microbatch 0."""
+    """Indices, in the list of end times, of the operation's results for microbatch 0."""
     sending: float
     """Time for which the message with the result occupies the sender."""
 
@@ -130,7 +130,7 @@ class _Lane:
 
 
 class _Simulation:
-    """Runs each rank until an operation lacks an input, and continues the rank when the input's arrival is known.
+    """Runs each rank until an operation lacks an input, and continues the rank when the input's arrival time is known.
 
     Planners simulate many schedules. For speed, values that are the same for all microbatches are computed once, and
     the end times of all results are in one flat list.
@@ -156,14 +156,14 @@ class _Simulation:
 
     @property
     def copies(self) -> tuple[tuple[TimedOp, ...], ...]:
-        """Rank -> copies on its host link, with their times."""
+        """Rank -> copies on the host link of the rank, with their times."""
         return tuple(tuple(link.copies) for link in self._links)
 
     def _slot(self, result: OpKind, stage: int) -> int:
         return (self._rows[result] * self._schedule.num_stages + stage) * self._width
 
     def _optional_results(self, size: int) -> bytearray:
-        """Index of an end time -> whether the result is optional and the schedule makes the result."""
+        """Index in the list of end times -> whether the result is optional and the schedule makes the result."""
         placement, is_made = self._schedule.placement, bytearray(size)
         optional = {need.result for facts in KINDS.values() for need in facts.needs if need.is_optional}
         for rank, ops in enumerate(self._schedule.ops if optional & self._schedule.kinds else ()):
@@ -290,7 +290,7 @@ class _Simulation:
     ) -> float:
         """Run one operation of a pair; return the time at which `rank` is free.
 
-        The results of both operations are ready when the pair ends.
+        The results of the forward and the backward of the pair are ready when the pair ends.
         """
         op = self._schedule.ops[rank][position]
         end = start + self._pairs[rank][op]

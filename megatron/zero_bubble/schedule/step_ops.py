@@ -2,9 +2,9 @@
 
 Clipping by the global norm and the check for Inf and NaN need the gradients of all stages. With post-validation a rank
 takes its optimizer step (STEP) as soon as its own gradients are complete, and starts the next iteration. Before its
-first backward of the next iteration, the rank receives the norm of all gradients and learns whether all gradients are
-finite. In VALIDATE, the rank confirms or amends its optimizer step, depending on the norm and on whether all gradients
-are finite. If the optimizer step is amended, the forwards before VALIDATE are run again.
+first backward of the next iteration, a rank receives the norm of all gradients and learns whether all gradients are
+finite. In VALIDATE, a rank confirms or amends its optimizer step, depending on the norm of all gradients and on whether
+all gradients are finite. If a rank amends its optimizer step, the rank runs the forwards before VALIDATE again.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def iteration_time(
     Without post-validation an iteration starts when all ranks have finished the previous iteration, and takes the
     makespan of one iteration. With post-validation a rank starts an iteration as soon as the rank itself has finished
     the previous iteration. With post-validation the returned time is the makespan of three iterations minus the
-    makespan of two.
+    makespan of two iterations.
 
     Args:
         schedule: schedule of one iteration.
@@ -103,11 +103,11 @@ def iteration_time(
 def with_post_validation(schedule: Schedule, costs: StageCosts) -> Schedule:
     """Return the schedule without communication, with STEP at the end and VALIDATE in the warmup of every rank.
 
-    The planned time of VALIDATE is the arrival of the norm of the previous iteration's gradients plus the time of the
-    longest forward, so that a slightly late rank does not delay the other ranks. Only the few forwards before VALIDATE
-    are run again if the validation fails. VALIDATE comes before the first B, BW and W of the rank, even if the rank
-    then has to wait for the norm of all gradients. A forward comes after the VALIDATE of its rank if another rank makes
-    the input of the forward after the VALIDATE of that other rank.
+    VALIDATE is planned for the time at which the norm of the previous iteration's gradients arrives, plus the time of
+    the longest forward. The time of the longest forward prevents a slightly late rank from delaying the other ranks.
+    Only the few forwards before VALIDATE are run again if the validation fails. VALIDATE comes before the first B, BW
+    and W of the rank, even if the rank then has to wait for the norm of all gradients. If a rank makes the input of a
+    forward after its own VALIDATE, the forward also comes after the VALIDATE of the rank that runs the forward.
 
     Args:
         schedule: schedule of one iteration.
@@ -156,7 +156,7 @@ def _results(schedule: Schedule, ops: Sequence[Iterable[Op]]) -> set[Node]:
 
 
 def before_validation(schedule: Schedule, rank: int) -> tuple[Op, ...]:
-    """The operations of `rank` before VALIDATE, including communication; they run again if the validation fails."""
+    """The operations of `rank`, with communication, that come before VALIDATE and run again if the validation fails."""
     ops = schedule.ops[rank]
     return ops[: next((k for k, op in enumerate(ops) if op.kind is OpKind.VALIDATE), 0)]
 

@@ -4,10 +4,10 @@ Every channel, an ordered pair of ranks, is a communicator with a separate strea
 conditions: the compute stream of its rank has reached the point where the send or receive is posted, and the previous
 message of its channel is complete. A message starts when both its send and its receive have started, and is complete
 one message time later. The computation that uses the message waits until the message is complete. A collective of
-vocabulary shards is a message with an end on every rank; all collectives share one stream.
+vocabulary shards is simulated as a message in which every rank takes part; all collectives share one stream.
 
 A GPU takes launches from hardware queues. With many queues, launches of different streams do not wait for each other.
-With one queue, the launches of a rank start in order, so that a launch that waits for earlier work of its stream delays
+With one queue, the launches of a rank start in order. A launch that waits for earlier work of its stream then delays
 all later launches of the rank. With one queue, a send or receive that is posted while the previous message of its
 channel is in flight blocks the next computation, even if the message in flight depends on that computation.
 """
@@ -30,7 +30,7 @@ from megatron.zero_bubble.schedule.timeline import HardwareQueues, TimedOp, time
 def check_streams(schedule: Schedule) -> None:
     """Check that a lowered schedule has no deadlock on NCCL's streams, with one hardware queue and with many.
 
-    A schedule that runs with one hardware queue also runs with many, because one queue only adds waits.
+    A schedule that completes with one hardware queue also completes with many, because one queue only adds waits.
 
     Raises:
         Deadlock: some ranks wait for each other for ever.
@@ -48,19 +48,19 @@ class StreamReplay:
 
     Args:
         schedule: lowered schedule.
-        costs: costs of the stages; None for operations and messages that take no time.
+        costs: costs of the stages; None if operations and messages take no time.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts | None = None) -> None:
         self._schedule, self._costs = schedule, costs
         self.copies: tuple[tuple[TimedOp, ...], ...] = ()
-        """Rank -> copies on its host link in the latest run, with their times."""
+        """Rank -> copies on the host link of the rank in the latest run, with their times."""
 
     def run(self, queues: HardwareQueues) -> tuple[tuple[TimedOp, ...], ...]:
         """Run the lowered schedule, which must have passed all checks of `validate` except `check_streams`.
 
         Returns:
-            Rank -> its computations with their times.
+            Rank -> computations of the rank, with their times.
 
         Raises:
             Deadlock: some ranks wait for each other for ever.
@@ -139,7 +139,7 @@ class _Device:
         return timed_ops(self._computed, self._starts, self._ends)
 
     def go_on(self, runnable: deque[int]) -> None:
-        """Run launches until one has to wait; add to `runnable` the ranks whose awaited message becomes complete."""
+        """Run launches until a launch has to wait; add ranks whose awaited message becomes complete to `runnable`."""
         self.blocked_by = None
         ops, by_kind, in_line = self._ops, self._by_kind, self._in_line
         for position in range(self._position, len(ops)):

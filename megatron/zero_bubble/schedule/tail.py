@@ -22,7 +22,7 @@ from megatron.zero_bubble.schedule.pairs import computations
 _GRADIENTS = frozenset(kind for kind, facts in KINDS.items() if facts.adds_gradient and OpKind.B not in facts.makes)
 """The kinds of operations that compute only gradients of weights."""
 _LAST_COLLECTIVES = frozenset(kind for kind, collective in COLLECTIVES.items() if collective.maker is OpKind.B)
-"""The kinds of collectives that carry results of B; such collectives also come after the last B of a rank."""
+"""The kinds of collectives that carry results of B; a collective with results of B may come after a rank's last B."""
 
 
 def reorder_tail(schedule: Schedule) -> Schedule:
@@ -45,7 +45,7 @@ def _reorder(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _turn(op: Op) -> tuple[int, int, int]:
-    """Sort key of the last weight gradients: output layer (T), W from the last chunk to the first, embedding (EW)."""
+    """Sort key of the last weight gradients of a rank: first T, then W from the last chunk to the first, then EW."""
     return (OpKind.T, OpKind.W, OpKind.EW).index(op.kind), -op.chunk, op.microbatch
 
 

@@ -42,10 +42,10 @@ def timed_ops(ops: Iterable[Op], starts: Iterable[float], ends: Iterable[float])
 
 @dataclass(frozen=True)
 class Idle:
-    """Idle time of all ranks as a fraction of (number of ranks x longest span of a rank), in two parts."""
+    """Idle time of all ranks as a fraction of (number of ranks x longest span): imbalance plus bubble rate."""
 
     imbalance: float
-    """Idle fraction that follows from the partition: idle time of ranks with less work than the busiest rank."""
+    """Idle fraction due to the partition: idle time of ranks that have less work than the busiest rank."""
     bubble: float
     """Bubble rate: the idle fraction due to the schedule, (longest span - work of the busiest rank) / longest span."""
 
@@ -92,17 +92,17 @@ class Timeline:
     overlap_communication: bool
     """Whether ranks compute while messages are in flight."""
     lanes: tuple[tuple[TimedOp, ...], ...]
-    """Rank -> its operations with their times, in the order in which they run. Time starts at 0."""
+    """Rank -> operations of the rank with their times, in execution order. Time starts at 0."""
     hardware_queues: HardwareQueues | None = None
     """Hardware queues of the simulated GPUs; None for a simulation without streams."""
     copies: tuple[tuple[TimedOp, ...], ...] = ()
-    """Rank -> copies to the host (D) and back (H) on its host link, with their times; empty without offload."""
+    """Rank -> copies to the host (D) and back (H) on the rank's host link, with their times; empty without offload."""
     lengths: tuple[float, ...] = ()
-    """Microbatch -> factor by which its times and memory differ from the costs; empty if every factor is 1."""
+    """Microbatch -> factor of the times and the memory of `costs`; empty if the factor of every microbatch is 1."""
 
     @cached_property
     def computations(self) -> tuple[Sequence[TimedOp], ...]:
-        """Rank -> its timed operations; the entry of the backward stands for a pair of a forward and a backward."""
+        """Rank -> operations of the rank with their times; of a pair, only the backward is listed, not the forward."""
         in_pairs = [forwards_in_pairs(self.schedule, rank) for rank in range(len(self.lanes))]
         return tuple(
             [timed for timed in lane if timed.op not in forwards] if forwards else lane
@@ -111,7 +111,7 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """Rank -> span: time from the start of its first operation to the end of its last operation.
+        """Rank -> span of the rank: time from the start of its first operation to the end of its last operation.
 
         The span of a rank leaves out STEP and VALIDATE, because a rank may validate the optimizer step long before its
         first forward. The span of a rank contains the times of embeddings before the first forward, but not the idle
@@ -140,7 +140,7 @@ class Timeline:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Rank -> sum of the times of its operations."""
+        """Rank -> sum of the times of the rank's operations."""
         if self.lengths:
             return tuple(sum(timed.end - timed.start for timed in lane) for lane in self.lanes)
         by_kind, work = in_groups(self.costs, self.schedule.groups).times(), []
@@ -163,14 +163,14 @@ class Timeline:
 
         With equal stages and m microbatches, the bubble rate is (cost - m (T_F + T_B + T_W)) / cost, where cost is the
         longest span of a rank (Qi et al. 2024). With unequal stages, the bubble rate measures the schedule and not the
-        partition: no schedule has a longest span below the work of the busiest rank. `idle` contains the bubble rate
-        and the imbalance of the partition.
+        partition, because in every schedule the longest span is at least the work of the busiest rank. `idle` contains
+        the bubble rate and the imbalance of the partition.
         """
         return self.idle.bubble
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """Rank -> peak memory of its activations, in the unit of the costs."""
+        """Rank -> peak memory of the rank's activations, in the unit of the costs."""
         return peak_memory(self.schedule, self.costs, self.lengths)
 
     def memory_held(self, rank: int) -> Iterator[tuple[Op, float, float]]:
@@ -179,5 +179,5 @@ class Timeline:
 
     @cached_property
     def peaks(self) -> tuple[PeakMemory, ...]:
-        """Rank -> peak memory of its activations, and the first operation that reaches the peak."""
+        """Rank -> peak memory of the rank's activations, and the first operation that reaches the peak memory."""
         return peaks(self.schedule, self.costs, self.lengths)

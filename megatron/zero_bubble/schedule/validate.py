@@ -49,13 +49,13 @@ def validate(schedule: Schedule) -> None:
       and EW once for every microbatch, and the last rank runs L (loss).
     - Every stage runs F in microbatch order, and makes the gradients of inputs (B, BW) and the gradients of weights
       (W, BW) in microbatch order, so that sums of gradients are the same, bit for bit.
-    - A rank runs an operation after the operations of the same rank that make its inputs. The inputs of a forward and a
-      backward that run as one operation are made before both.
+    - A rank runs an operation after the operations of the same rank that make the inputs of the operation. If a forward
+      and a backward run as one operation (a pair), the inputs of the forward and the backward are made before the pair.
     - In a lowered schedule, every tensor for another rank is sent after its computation, and received before its use.
       The sends and receives of a channel have the same order. All ranks run the collectives of vocabulary shards in the
       same order.
-    - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a forward and a
-      backward that run as one operation.
+    - Activations that are copied to the host are copied back, are not recomputed, and do not belong to a forward or a
+      backward of a pair.
     - STEP and VALIDATE are in places that `check_post_validation` allows.
     - The ranks do not deadlock. A lowered schedule does not deadlock on NCCL's streams, neither with one hardware queue
       nor with many.
@@ -121,7 +121,7 @@ def _row_size(schedule: Schedule, rank: int) -> int:
 
 
 _IN_ORDER = tuple(kind for kind, facts in KINDS.items() if facts.in_order)
-"""The results that a schedule must have once for each microbatch, in microbatch order."""
+"""The results that a stage must make once for each microbatch, in microbatch order."""
 
 
 def _makers(result: OpKind) -> tuple[OpKind, ...]:
@@ -134,7 +134,7 @@ _MADE_IN_ORDER = {
 }
 """Kind of operation -> results of the operation that must be made in microbatch order."""
 _MAKERS = {result: _makers(result) for result in KINDS}
-"""Result -> kinds of operations that make the result; the kinds with several results come first."""
+"""Result -> kinds of operations that make the result; kinds of operations that make several results come first."""
 
 
 def _check_complete(schedule: Schedule, rank: int, rows: _Rows) -> None:
@@ -209,7 +209,7 @@ def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
 
 
 def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[int]:
-    """Merge rows of positions: microbatch -> first position that is not -1 in any row; -1 if all are -1."""
+    """Merge rows of positions: microbatch -> first position in any row that is not -1; -1 if all positions are -1."""
     if len(rows) == 1:
         return rows[0]
     return [next((row[k] for row in rows if row[k] >= 0), -1) for k in range(num_microbatches)]

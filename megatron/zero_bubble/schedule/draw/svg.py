@@ -51,7 +51,7 @@ def _header(picture: Drawing) -> Iterator[str]:
 
 
 def _figures(picture: Drawing) -> str:
-    """The line of text below the title, with the main figures of the timeline."""
+    """The line of text below the title of a drawing, with the main figures of the timeline."""
     timeline, unit = picture.timeline, picture.time_unit
     iterations = f", {picture.steps} iterations" if picture.steps > 1 else ""
     words = f"{picture.num_lanes} ranks, {picture.num_microbatches} microbatches{iterations}: "

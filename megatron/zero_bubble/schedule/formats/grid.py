@@ -27,7 +27,8 @@ _GROUPS = "groups"
 def _grid_cells(schedule: Schedule) -> tuple[list[list[str]], frozenset[int]]:
     """Return the cells of every rank, and the columns of operations that take no time.
 
-    A cell names the operation that starts in the time slot, is `-` if an operation continues, and is empty otherwise.
+    A cell names the operation that starts in the time slot, is `-` if an earlier operation continues, and is empty
+    otherwise.
     """
     # With several groups of layers, operations would take fractions of a time slot.
     timeline = simulate(replace(schedule, groups=()), StageCosts.uniform(schedule.num_stages, time_r=1))

@@ -2,8 +2,8 @@
 
 The CSV has a row for each rank and a cell for each action. A cell contains the stage, the letters of the action and the
 microbatch, as in `3F0`. PyTorch writes I for the gradient of the input (our B), W for the gradient of the weights, and
-B for both (our BW). An empty cell is an idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair: a forward and a backward that run
-as one operation. `schedule_from_pytorch_csv` leaves out sends, receives and the actions of FSDP.
+B for both gradients (our BW). An empty cell is an idle slot. `(0F1;3B0)OVERLAP_F_B` is a pair: a forward and a backward
+that run as one operation. `schedule_from_pytorch_csv` leaves out sends, receives and the actions of FSDP.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def schedule_from_pytorch_csv(text: str, name: str = "pytorch") -> Schedule:
     The schedule has no sends or receives. Each rank has exactly the stages that occur in the actions of the rank's row.
 
     Args:
-        text: the CSV.
+        text: CSV that PyTorch's `_dump_csv` has written.
         name: name of the schedule.
 
     Raises:
