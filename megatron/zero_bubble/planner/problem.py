@@ -192,7 +192,7 @@ class Problem:
 
     @cached_property
     def _messages(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Stage s -> latency of a message between stages s and s + 1, and time for which both ranks are occupied."""
+        """Stage s -> latency of a message between stages s and s + 1, and time for which it occupies both ranks."""
         times = self.costs.messages(self.placement)
         nothing = (0,) * len(times)
         return (times, nothing) if self.overlap_communication else (nothing, times)
