@@ -1,8 +1,8 @@
 """Changes the arguments that a script passes to megatron-core's DDP.
 
 From megatron-core 0.18 on, a script with a distributed optimizer computes each parameter's position in DDP's buffers
-before the script wraps the model in DDP. The launcher shards the vocabulary before the script computes these positions,
-because sharding the vocabulary replaces parameters.
+before the script wraps the model in DDP. The launcher shards the vocabulary before the script computes the positions of
+parameters, because sharding replaces parameters.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
     Every rank must call this function before Megatron-LM's `pretrain` or, in another loop, before the model is built.
 
     Args:
-        schedule: name of the schedule, like the value of `--zero-bubble-schedule`; None to plan a schedule, like
+        schedule: name of the schedule, as for `--zero-bubble-schedule`; None to plan a schedule, as with
             `--zero-bubble`.
         cpu: whether to run on a machine without CUDA, like `--zero-bubble-cpu`.
         settings: other flags by name: `memory_limit="1.5"` is `--zero-bubble-memory-limit 1.5`.

@@ -22,8 +22,8 @@ PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
 """Fractions to try for the times in which F and B pass from one end of the pipeline to the other end. For chunk 0, the
-fraction is the pass time of F divided by the pass times of F and B together. For chunk 1, the fraction is the pass time
-of B divided by the pass times of F and B together."""
+fraction is the time in which F passes through all ranks, divided by the sum of the times of F and B. For chunk 1, the
+fraction is the time in which B passes through all ranks, divided by the sum of the times of F and B."""
 DELAYS = (0, 0, 1, 2, 3)
 """Delays of B, in time slots; a random building block draws one of these delays for each chunk."""
 VARIATION = 0.06

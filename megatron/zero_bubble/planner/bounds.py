@@ -300,8 +300,8 @@ class _Rank:
     def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
         """Upper bound on the total time of items (time, memory) that together fit in `room`, by a fractional knapsack.
 
-        The knapsack takes each item at most `copies` times. The knapsack takes whole items if all items take the same
-        memory.
+        The knapsack takes each item at most `copies` times. The knapsack takes no fraction of an item if all items take
+        the same memory.
         """
         if copies is None:
             copies = self.num_microbatches

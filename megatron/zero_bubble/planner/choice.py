@@ -56,8 +56,8 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
     """The best plan of each combination of placement, recomputation and vocabulary, and the plan of layout `usual`.
 
-    Among plans of one combination whose times differ by at most the factor `ALIKE`, the plan with the most even
-    partition is taken, so that small differences between measured costs do not change the choice.
+    Of all plans of one combination whose times are within the factor `ALIKE` of the shortest time, the plan with the
+    most even partition is taken. Small differences between measured costs then do not change the choice of a plan.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:

@@ -123,8 +123,8 @@ class OrderGraph:
     def _span_start(self, lane: Sequence[int]) -> float:
         """Time at which a rank's span starts.
 
-        If embeddings of total duration t run before the rank's first other operation, the span starts at the start of
-        this other operation minus t.
+        If a rank first runs embeddings of total duration t, its span starts t before the start of its first operation
+        other than an embedding.
         """
         m, codes, ahead = self.num_microbatches, self.codes, 0.0
         for op in lane:
@@ -239,7 +239,7 @@ class OrderGraph:
 
 
 Neighbours = tuple[tuple[tuple[int, float], ...], ...]
-"""Operation -> (other operation, latency of the result) for all sources, or for all users, of a result."""
+"""Operation -> (other operation, latency of the result) for each source of an input, or for each user of its result."""
 
 
 @lru_cache(maxsize=16)

@@ -82,8 +82,7 @@ class EventLoop(ABC):
         self.has_started = [False] * ranks
         self.span_start = [0.0] * ranks
         self.end = [0.0] * ranks
-        """Rank -> time at which the rank has computed the result of its latest operation, before it sends the
-        result."""
+        """Rank -> time at which the rank has computed, but not yet sent, the result of its latest operation."""
         self.worked = [0.0] * ranks
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
@@ -269,8 +268,7 @@ class EventLoop(ABC):
             heappush(events, (when, rank))
 
     def next_arrival(self, code: int, now: float) -> float:
-        """The earliest time at which the next operation `code` can start; inf if the arrival of its input is
-        unknown."""
+        """The earliest time at which the next operation `code` can start; inf if its inputs' arrival is unknown."""
         count, arrivals = self.done[code], self.arrivals[code]
         return max(now, arrivals[count]) if count < len(arrivals) else inf
 

@@ -32,7 +32,7 @@ CHUNKS = (2, 3, 4)
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
 """Numbers of model chunks per rank to try in order, while each number speeds up the plan by the factor `GAIN`."""
 WITHOUT_GAIN = 3
-"""Recomputation is no longer tried after it has not sped up this number of placements and vocabularies in a row."""
+"""Recomputation is no longer tried after this number of successive placements and vocabularies without a speedup."""
 GAIN = 1.003
 """A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5

@@ -1,8 +1,8 @@
 """Improves complete orders for any placement by a tabu search with restarts, which changes one rank at a time.
 
-A plan gets shorter only if its critical path gets shorter. The search therefore moves operations of the critical path
-(see `OrderMoves`). The search makes the move with the lowest estimated cost, even if the plan gets longer, and saves
-the best plan. After many moves without a better plan, the search returns to the best plan, makes a few random moves and
+The search moves operations of the critical path (see `OrderMoves`), because a plan gets shorter only if its critical
+path gets shorter. The search makes the move with the lowest estimated cost, even if the plan gets longer, and saves the
+best plan. After many moves without a better plan, the search returns to the best plan, makes a few random moves and
 continues (iterated local search).
 """
 

@@ -1,4 +1,4 @@
-"""Moves of a local search over complete orders, with repairs that keep the memory limits.
+"""Moves of a local search over the orders of all ranks, with repairs that keep every rank within its memory limit.
 
 A *stretch* is a sequence of operations on the critical path that one rank runs without idle time. The critical path
 gets shorter only if an operation moves before the first or after the last operation of its stretch (Balas and
@@ -105,7 +105,7 @@ class OrderMoves:
         return True
 
     def memory_before(self, move: Move) -> float:
-        """Memory of the rank before the changed part of its order."""
+        """Memory of the move's rank before the first operation that the move replaces."""
         return self._memory[move.rank][move.first]
 
     @staticmethod
@@ -169,7 +169,7 @@ class OrderMoves:
 
 
 class _Repair:
-    """Makes room in the memory of a rank whose order changes.
+    """Repairs a move after which a rank would exceed its memory limit.
 
     The repair places operations one by one in the order of the move. Before an operation that would exceed the memory
     limit, the repair places the next weight gradient, or drops activations that an R restores before their backward.
@@ -179,7 +179,7 @@ class _Repair:
         self._graph, self._move = moves.graph, move
         self._lane = moves.graph.lanes[move.rank]
         self._order = [*move.part, *self._lane[move.end :]]
-        """The order of the rank from the first changed position on."""
+        """Operations of the rank, in order, from the first position that the move changes."""
         self._num_placed, self._end = 0, move.end
         self._limit, self._memory = moves.limits[move.rank], moves.memory_before(move)
         self._kept = move.part[0] if move.removes_r else None

@@ -19,8 +19,8 @@ STAGES_WEIGHT = 0.2
 HOLDING_WEIGHT = 0.1
 """Weight of unequal memory of the ranks when partitions are compared, in the formula at `STAGES_WEIGHT`."""
 ALIKE = 1.005
-"""Partitions with times that differ by at most this factor are equally good. The most even of equally good partitions
-is taken, so that two measurements of the same costs lead to the same partition."""
+"""Partitions with times that differ by at most this factor count as equally good. The most even of equally good
+partitions is taken, so that two measurements of the same costs lead to the same partition."""
 
 
 class Balance:

@@ -103,7 +103,7 @@ class _Period(NamedTuple):
 
     @property
     def displaced(self) -> float:
-        """Number of other operations that run between operations of the period, per operation of the period."""
+        """Number of operations between those of the period that are not in the period, per operation of the period."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 

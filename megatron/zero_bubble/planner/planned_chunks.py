@@ -36,8 +36,8 @@ RULES = (
 group sizes are first tried with the default rules of `InGroups`."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""Fractions to try for the decrease of the number of microbatches in flight from the first rank to the last rank. A
-fraction of 1 is the decrease to one microbatch in flight on the last rank."""
+"""Fractions to try for the decrease of the number of microbatches in flight from the first rank to the last rank. With
+a fraction of 1, the number of microbatches in flight decreases to one on the last rank."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
