@@ -53,7 +53,7 @@ _GROUPS = (ZeroBubbleFlags, ReplicaFlags, LauncherOnlyFlags, AliasFlags)
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line of the launcher; `script` is None if only help was asked for."""
+    """A parsed command line of the launcher; `script` is None if the user asked only for help."""
 
     flags: LaunchFlags
     script: Path | None
@@ -158,7 +158,7 @@ def check_script_arguments(flags: LaunchFlags, arguments: Sequence[str], environ
     """Refuse numbers of ranks, stages, layers and microbatches that contradict each other.
 
     Raises:
-        SessionError: two of the numbers contradict each other.
+        SessionError: numbers of ranks, stages, layers or microbatches contradict each other.
     """
     if any(argument.split("=")[0] in _READ_ELSEWHERE for argument in arguments):
         return

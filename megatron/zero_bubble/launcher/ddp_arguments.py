@@ -1,8 +1,8 @@
 """Changes the arguments that a script passes to megatron-core's DDP.
 
 From megatron-core 0.18 on, a script with a distributed optimizer computes each parameter's position in DDP's buffers
-before the script wraps the model in DDP. Sharding the vocabulary replaces parameters, so the vocabulary is sharded
-before the script computes the positions of parameters in DDP's buffers.
+before the script wraps the model in DDP. The launcher shards the vocabulary before the script computes the positions of
+parameters, because sharding replaces parameters.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
 
     Args:
         call: the call of `compute_full_param_layout`. The argument `params` of the call is replaced if `params` is the
-            list of trainable parameters of one of `chunks`; otherwise, the call is not changed.
+            list of trainable parameters of a chunk in `chunks`; otherwise, the call is not changed.
         chunks: the model's chunks on this rank.
-        shard: shards the vocabulary of `chunks`; a collective call of the pipeline's ranks.
+        shard: function that shards the vocabulary of `chunks`; a collective call of the pipeline's ranks.
     """
     given = [id(parameter) for parameter in call["params"]]
     chunk = next((chunk for chunk in chunks if [id(parameter) for parameter in _trainable(chunk)] == given), None)
@@ -34,7 +34,7 @@ def shard_before_layout(call: Call, chunks: Sequence[torch.nn.Module], shard: Ca
 def defer_in_ddp(call: Call, **more: bool) -> None:
     """Set `delay_wgrad_compute` in a call of DDP's constructor, so that W calls DDP's hooks, which reduce gradients.
 
-    DDP's configuration is copied without its checks, because the checks would refuse a bucket size set by
+    The function copies DDP's configuration without running its checks, which would refuse a bucket size set by
     `num_buckets`.
 
     Args:

@@ -32,11 +32,11 @@ _PATTERNS = (
 )
 """Modules with a function that cuts a hybrid model's pattern into stages, and each module's megatron-core versions."""
 _LAYING_OUT = ("distrib_optimizer:DistributedOptimizer", "layer_wise_optimizer:LayerWiseDistributedOptimizer")
-"""Classes of optimizers that compute the position of each parameter in DDP's buffers."""
+"""Optimizer classes that compute the position of each parameter in DDP's buffers."""
 
 
 class ScriptHooks:
-    """Makes the launcher's hooks, and holds the run: a `Run` for Megatron-LM's trainer, a `LoopRun` for other loops."""
+    """Makes the launcher's hooks, and holds a `Run` for Megatron-LM's trainer or a `LoopRun` for another loop."""
 
     def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
@@ -55,7 +55,7 @@ class ScriptHooks:
             yield from replica_hooks(lambda: self.script_run.replicas)
 
     def _layout_hooks(self) -> Iterator[Hook]:
-        """The hooks that choose the layout, and give the layout to the model's configuration."""
+        """The hooks that choose the layout of the model, and give this layout to the model's configuration."""
         yield Hook(
             "megatron.training.arguments:validate_args",
             ("args",),
@@ -235,14 +235,15 @@ class ScriptHooks:
         return run.begin(call)
 
     def _in_script(self, handle: Callable[[Run, Call], Any], call: Call) -> Any:
-        """Pass a call to `handle` if Megatron-LM's trainer runs; in another loop, call the original function."""
+        """Pass a call to `handle` if Megatron-LM's trainer runs; under another loop, call the original function."""
         return handle(self._run, call) if isinstance(self._run, Run) else call.proceed()
 
     def check_trained(self) -> None:
         """Check at the script's end that the schedule was used.
 
         Raises:
-            SessionError: no step ran under the schedule, although the script had iterations to train.
+            SessionError: no training step ran under the zero-bubble schedule, although the script had iterations to
+                train.
         """
         if self._run is None or (self._run.num_steps == 0 and not self._run.had_nothing_to_train):
             raise SessionError(

@@ -58,8 +58,7 @@ class Needed:
         return self.path.replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Whether megatron-core `version` (`0.16.1`) has the function and, for trainer functions, `has_trainer` is
-        set."""
+        """Whether a megatron-core version has the function; functions of Megatron-LM's trainer need `has_trainer`."""
         if self.path.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions
@@ -67,7 +66,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Hook(Needed):
-    """A replaced function: each call calls `around` with the function's `Call`, and returns the result of `around`."""
+    """A function to replace: each call of the function becomes a `Call`, which is passed to `around` for its result."""
 
     around: Callable[[Call], Any]
 
@@ -79,7 +78,7 @@ def minor_version(version: str) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A function that the launcher has found: `owner.attribute` is `function`."""
+    """A function that the launcher has found in `owner`, a module or class, under the name `attribute`."""
 
     owner: Any
     attribute: str
@@ -88,7 +87,7 @@ class Target:
 
 
 class InstalledHooks:
-    """Replaces functions by hooks until `restore()` is called, also in modules that imported the functions by name.
+    """Replaces functions by hooks until `restore()` is called, including names that other modules have imported.
 
     The constructor checks all functions before it replaces the first function.
 
@@ -102,13 +101,13 @@ class InstalledHooks:
         _replace_everywhere((target, target.function, replacement) for target, replacement in self._replaced)
 
     def restore(self) -> None:
-        """Restore the original functions, also where a module imported a replacement. A second restore does nothing."""
+        """Restore the original functions, also in modules that imported a replacement; a second call does nothing."""
         _replace_everywhere((target, replacement, target.function) for target, replacement in self._replaced)
         self._replaced = []
 
 
 def find_target(needed: Needed, version: str) -> Target:
-    """Import the module of a needed function and find the function; error messages name `version`.
+    """Import the module of a needed function, and find the function; `version` appears in error messages only.
 
     Raises:
         SessionError: the function is missing, or lacks a parameter.

@@ -21,10 +21,10 @@ SUPPORTED = ("0.16", "0.17", "0.18", "0.19", "0.20")
 
 
 class Launch:
-    """The launcher's substitutions and hooks, which are in place until `close()`.
+    """The launcher's CPU substitutions and hooks, which stay installed until `close()` is called.
 
     Args:
-        flags: the launcher's flags; without a schedule only the substitutions for a CPU are applied.
+        flags: the launcher's flags; if the flags ask for no schedule, the launcher only applies the CPU substitutions.
 
     Raises:
         SessionError: megatron-core is missing or not supported; a hooked function is missing or lacks a parameter; or
@@ -75,7 +75,7 @@ class Launch:
             Launch.enabled = self
 
     def close(self) -> None:
-        """Remove the hooks and substitutions. A second call of `close` does nothing."""
+        """Remove the launcher's hooks and CPU substitutions. A second call of `close` does nothing."""
         if Launch.enabled is self:
             Launch.enabled = None
         if self.script_hooks is not None:
@@ -107,8 +107,9 @@ def enable(schedule: str | None = None, *, cpu: bool = False, **settings: object
     Every rank must call this function before Megatron-LM's `pretrain` or, in another loop, before the model is built.
 
     Args:
-        schedule: the value of `--zero-bubble-schedule`; None plans a schedule, like `--zero-bubble`.
-        cpu: run on a machine without CUDA, like `--zero-bubble-cpu`.
+        schedule: name of the schedule, as for `--zero-bubble-schedule`; None to plan a schedule, as with
+            `--zero-bubble`.
+        cpu: whether to run on a machine without CUDA, like `--zero-bubble-cpu`.
         settings: other flags by name: `memory_limit="1.5"` is `--zero-bubble-memory-limit 1.5`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Runs megatron-core training loops other than Megatron-LM's; the job's settings come from the loop's models."""
+"""Runs training loops on megatron-core other than Megatron-LM's; the loop's models give the settings of the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NEED_MEGATRON_LM = {
     "hierarchical_sgd": "hierarchical SGD depends on when the loop logs, evaluates and saves",
     "zero_bubble_seed_by_layer": "layer seeds are derived from the seed of Megatron-LM's trainer",
 }
-"""Setting that works only with Megatron-LM's trainer -> reason."""
+"""Setting that works only with Megatron-LM's trainer -> reason why no other training loop supports the setting."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Model:
 
 
 class LoopRun:
-    """Runs the steps of all models of a process, with those hooks of the class `Run` that work for any training loop.
+    """Runs the steps of all models of a process; has the hooks of the class `Run` that work in any training loop.
 
     A loop may build several models, such as an actor and a critic. A model in megatron-core's DDP runs under a
     zero-bubble schedule; a model without DDP can only be evaluated, and runs under megatron-core's own schedule.
@@ -69,8 +69,7 @@ class LoopRun:
         return sum(model.session.num_steps for model in self._models)
 
     def build_chunk(self, call: Call) -> None:
-        """Hook around the constructor of a model: check the model's configuration, and adapt the configuration to the
-        schedule.
+        """Hook around a model's constructor: check the model's configuration, and adapt it to the schedule.
 
         Raises:
             SessionError: the configuration has a setting that no zero-bubble schedule supports.
@@ -125,8 +124,7 @@ class LoopRun:
         return call.proceed()
 
     def forward_backward_func(self, call: Call) -> Any:
-        """Hook around `get_forward_backward_func`: return a function that runs the given model under the model's
-        schedule."""
+        """Hook around `get_forward_backward_func`: return a function that runs a model under its schedule."""
         original = call.proceed()
 
         def forward_backward(**arguments: Any) -> list[Any]:
@@ -151,7 +149,7 @@ class LoopRun:
 
 
 def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
-    """Run one step or evaluation of a model; the first call also starts the session with the loop's batch sizes.
+    """Run one training step or evaluation of a model; the model's first call also starts its session.
 
     Raises:
         SessionError: no schedule for this number of microbatches fits the memory limit, or the loop's forward step
@@ -177,8 +175,7 @@ def _run(model: _Model, arguments: dict[str, Any]) -> list[Any]:
 
 
 def flags_of_loop(config: TransformerConfig, flags: LaunchFlags) -> JobFlags:
-    """Return the job's flags, which combine a model's configuration, the sizes of process groups and the launcher's
-    flags."""
+    """Return the job's flags, from a model's configuration, the sizes of process groups and the launcher's flags."""
     num_ranks, group_size = config.pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage
     return flags_of(
         config,

@@ -31,7 +31,7 @@ _LOG_LINE = re.compile(r" \[[^]]*\] iteration +(\d+)/ *\d+ \|")
 
 
 class Run:
-    """The training run of a script; made after the script has parsed its arguments, before process groups exist.
+    """The training run of a script, made after the script has parsed its arguments, before process groups exist.
 
     Args:
         script: the script's arguments, from Megatron-LM's `get_args()`.
@@ -65,7 +65,7 @@ class Run:
         self.stages = self._placed()
 
     def _placed(self, *, is_chosen: bool = False) -> ScriptStages:
-        """The hooks that build the stages of the layout; the hooks do nothing while the layout is still to be chosen.
+        """The hooks that build the stages of the layout; they do nothing until the layout is chosen.
 
         Args:
             is_chosen: whether zero bubble has chosen the layout; otherwise the script's arguments give the layout.
@@ -81,7 +81,7 @@ class Run:
         return ScriptStages(placement, layout, job.flags.pattern)
 
     def begin(self, call: Call) -> Any:
-        """Hook around `initialize_model_parallel`: make the schedules, and the process groups for their placement.
+        """Hook around `initialize_model_parallel`: make the schedules, then the process groups for their placement.
 
         Raises:
             SessionError: no schedule exists for one of the job's numbers of microbatches, or no schedule fits the
@@ -93,7 +93,7 @@ class Run:
         return call.proceed()
 
     def set_up_model(self, call: Call) -> Any:
-        """Hook around `setup_model_and_optimizer`: choose the layout unless flags give it, then build the model."""
+        """Hook around `setup_model_and_optimizer`: choose the layout unless flags give one, then build the model."""
         if self.session.job.is_layout_open and not self.units.is_building:
             is_chosen = settle_layout(self._script, self.session, self.units, call)
             self.stages = self._placed(is_chosen=is_chosen)
@@ -135,7 +135,7 @@ class Run:
     def wrap_in_ddp(self, call: Call) -> None:
         """Hook around the constructor of DDP: split the backward of the chunk's linear layers into B and W.
 
-        Scripts wrap model chunks in DDP after building all chunks.
+        A script builds all its model chunks before it wraps the first chunk in DDP.
         """
         if self.units.is_building:
             self.units.wrap_in_ddp(call)
@@ -192,8 +192,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Hook around `optimizer.step()`: step unless the schedule has stepped; then average parameters if an average
-        is due."""
+        """Hook around `optimizer.step()`: step unless the schedule has done so; then average replicas if due."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)
@@ -238,7 +237,7 @@ class Run:
 
     @property
     def had_nothing_to_train(self) -> bool:
-        """Whether the script's own flags, or a finished checkpoint, leave no iteration to train."""
+        """Whether no iteration is left to train, because of the script's own flags or a finished checkpoint."""
         done, last = getattr(self._script, "iteration", 0), getattr(self._script, "train_iters", None)
         return bool(getattr(self._script, "skip_train", False)) or (last is not None and done >= last)
 

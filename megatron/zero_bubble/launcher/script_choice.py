@@ -40,7 +40,7 @@ _KEEPS_MEGATRONS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     *("is_hybrid_model", "yaml_cfg", "moe_use_upcycling"),
 )
-"""Script arguments that keep megatron-core from building the model from a pipeline layout."""
+"""Script arguments with which megatron-core cannot build the model from a pipeline layout."""
 _RESHARDED = "torch_dist"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -48,12 +48,13 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
     """Hook around `validate_args`: refuse settings before Megatron-LM prints its arguments, and allow uneven stages.
 
-    Stages may be uneven if zero bubble chooses the layout, or with `--allow-padding-num-layers`.
+    Zero bubble allows uneven stages if it chooses the layout itself, or with `--allow-padding-num-layers`.
 
     Megatron-LM refuses a number of layers that the number of stages does not divide, unless the arguments give a
-    layout. If stages may be uneven and such a number is given, the hook changes two of the script's arguments before
-    `validate_args` runs: the argument for the layout gets the most even layout, and the argument for the number of
-    chunks gets None. If zero bubble chooses the layout, the hook restores both arguments after `validate_args`.
+    layout. If Megatron-LM would refuse uneven stages that zero bubble allows, the hook changes two of the script's
+    arguments before `validate_args` runs: the layout becomes the most even layout, and the number of chunks becomes
+    None. If zero bubble chooses the layout, the hook restores the layout and the number of chunks after
+    `validate_args`.
     """
     script = call["args"]
     with users_mistakes():
@@ -76,7 +77,7 @@ def validate_arguments(flags: LaunchFlags, call: Call) -> Any:
 
 
 def _even_layout(script: Namespace, job: JobFlags) -> str | None:
-    """The most even layout, if uneven stages are allowed and needed and no argument gives the stages; else None."""
+    """The most even layout, if uneven stages are needed and allowed, and no argument gives the stages; else None."""
     if not (is_layout_open(job) or job.allow_padding_num_layers) or _other_source(script) is not None:
         return None
     if not job.num_layers or job.num_layers_per_virtual_pipeline_stage or job.pipeline_model_parallel_layout:
@@ -127,7 +128,7 @@ def settle_layout(script: Namespace, session: Session, units: ScriptUnits, setup
 
 @users_mistakes()
 def keep_megatrons_layout(script: Namespace, session: Session, reason: str) -> None:
-    """Keep Megatron's layout although another layout could be chosen, and print the reason; a collective call.
+    """Keep Megatron's layout instead of choosing another layout, and print the reason; a collective call.
 
     Raises:
         SessionError: a flag does not work with Megatron's layout.
@@ -186,7 +187,7 @@ def _reason_to_keep(script: Namespace) -> str | None:
 
 
 def _other_source(script: Namespace) -> str | None:
-    """The script argument that keeps megatron-core from building the model from a layout; None if there is none."""
+    """The script argument with which megatron-core cannot build the model from a layout; None without one."""
     patterns = () if HYBRID_RECOMPUTES else ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((name for name in (*patterns, *_KEEPS_MEGATRONS) if getattr(script, name, None)), None)
 

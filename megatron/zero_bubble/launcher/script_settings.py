@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.launcher.command_line import LaunchFlags
 
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""The two arguments for a layer pattern; Megatron-LM copies the second, which is older, to the first."""
+"""The script's arguments for a layer pattern; Megatron-LM copies `hybrid_override_pattern` to
+`hybrid_layer_pattern`."""
 _CHUNKS = (
     *("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
     *("pipeline_model_parallel_layout", _PATTERNS[0]),
@@ -36,11 +37,11 @@ _TAKEN_OVER = "zero_bubble_overlaps_experts"
 
 
 def take_over_overlap(script: Namespace) -> None:
-    """Let the zero-bubble schedule, in place of megatron-core, overlap messages between experts.
+    """Make the zero-bubble schedule, instead of megatron-core, overlap the messages between experts.
 
-    megatron-core's overlap needs several chunks a rank. The script's `--overlap-moe-expert-parallel-comm` and
-    `--delay-wgrad-compute` are switched off, because the zero-bubble schedule itself overlaps the messages between
-    experts and defers W.
+    megatron-core itself overlaps messages between experts only with several chunks a rank. The script's
+    `--overlap-moe-expert-parallel-comm` and `--delay-wgrad-compute` are switched off, because the zero-bubble schedule
+    itself overlaps the messages between experts and defers W.
     """
     if getattr(script, _OVERLAP, False):
         setattr(script, _TAKEN_OVER, True)
@@ -48,12 +49,12 @@ def take_over_overlap(script: Namespace) -> None:
 
 
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
-    """The job's flags from a script's arguments and the launcher's flags.
+    """The flags of the job, made from a script's arguments and the launcher's flags.
 
     Args:
         script: the result of Megatron-LM's `get_args()`, or arguments that are not validated yet. Flags that `script`
             lacks have the defaults of `JobFlags`.
-        known: values that replace the script's values.
+        known: flags of the job whose values replace the values from the script.
     """
     layout = getattr(script, "pipeline_model_parallel_layout", None)
     ramp = getattr(script, "rampup_batch_size", None)
@@ -120,7 +121,7 @@ def check_chunks(script: Namespace, flags: JobFlags, placement: Placement) -> No
     """Check that a script builds as many model chunks a rank as the placement has.
 
     Raises:
-        SessionError: the script's number of model chunks differs from the placement's.
+        SessionError: the script's number of model chunks differs from the placement's number of model chunks.
     """
     built = script.virtual_pipeline_model_parallel_size or 1
     if placement.num_chunks != built:

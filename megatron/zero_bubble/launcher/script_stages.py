@@ -54,7 +54,7 @@ class ScriptStages:
         self.configure(config)
 
     def configure_old(self, call: Call) -> Any:
-        """Hook around functions that read a configuration's layout: first give the layout to the configuration.
+        """Hook around functions that read the layout of a configuration: first give the layout to this configuration.
 
         A configuration that was made before the layout was chosen does not have the layout yet.
         """
@@ -105,8 +105,8 @@ class ScriptStages:
         """Answer a call that asks whether the current stage is the stage `wanted`, where -1 is the last stage.
 
         In a V, the current stage is the stage whose forward step runs. If no forward step runs, the current stage is
-        the stage of the chunk that the call names. In a placement other than a V, megatron-core answers the call. If no
-        forward step runs, megatron-core also answers a call that names no chunk or that ignores virtual stages.
+        the stage of the chunk that the call names. In a placement other than a V, megatron-core answers the call. While
+        no forward step runs, megatron-core also answers calls that name no chunk, or that ignore virtual stages.
         """
         wanted %= self._placement.num_stages
         if self._running is not None:
@@ -116,7 +116,7 @@ class ScriptStages:
         return self._stage_of(call["vp_stage"]) == wanted
 
     def placed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the script's forward step; in a V, the step can then ask whether its own stage is first or last."""
+        """Wrap the script's forward step, so that in a V it can ask whether its own stage is first or last."""
 
         def placed_forward_step(data_iterator: Any, model: torch.nn.Module, *more: Any, **options: Any) -> Any:
             with self._at(self._stage_of(get_attr_wrapped_model(model, "vp_stage"))):

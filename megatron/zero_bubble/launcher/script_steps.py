@@ -31,7 +31,7 @@ _UNTIL_0_18, _SINCE_0_19 = ("0.16", "0.17", "0.18"), ("0.19", "0.20")
 
 
 class ScriptPostValidation:
-    """Replaces a script's calls of the optimizer under post-validation."""
+    """Replaces a script's calls of `optimizer.step()` and `zero_grad()` under post-validation."""
 
     def __init__(self, script: Namespace) -> None:
         self._script = script
@@ -40,13 +40,14 @@ class ScriptPostValidation:
         self._post_validation: PostValidation | None = None
         self._outcome = StepOutcome(was_updated=True, grad_norm=None)
         self._is_first = True
-        """Whether no step has run yet; scripts log the first iteration of a run, whatever the logging interval."""
+        """Whether no step has run yet; scripts always log the first iteration of a run."""
 
     def start(self, post_validation: PostValidation | None, optimizer: Any, chunks: list[Any]) -> None:
         """Begin to report the steps that `post_validation` takes with the script's optimizer and model chunks.
 
         Args:
-            post_validation: None with a single pipeline rank, where no schedule takes the steps.
+            post_validation: the `PostValidation` of the schedule; None with a single pipeline rank, where no schedule
+                takes the steps.
         """
         self._post_validation, self._optimizer, self._chunks = post_validation, optimizer, chunks
         if post_validation is not None:
@@ -86,7 +87,7 @@ class ScriptPostValidation:
         return None
 
     def agreed(self, value: Any, call: Call) -> Any:
-        """Hook in place of a reduction of a value that is equal on all ranks: return the value without reducing it."""
+        """Hook around a reduction of a value that is equal on all ranks: return the value without a reduction."""
         if self._post_validation is None:
             return call.proceed()
         # The replaced reduction converts to fp32, too, which changes the last digits of a logged learning rate.

@@ -48,11 +48,11 @@ _ONE_RANK = {
 }
 """Values of the script's arguments, and of megatron-core's configuration, for a pipeline of one rank."""
 _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32": False, "sgd_momentum": 0.9}
-"""Arguments on which the memory of model states depends, with the values for scripts that lack these arguments."""
+"""Arguments on which the memory of model states depends, each with its value for scripts without this argument."""
 
 
 class _BuildsModel(BaseException):
-    """Raised in the model's constructor, to leave the script's code and pass on the constructor's arguments.
+    """Raised in the model's constructor, to leave the script's code with the arguments of the constructor.
 
     `_BuildsModel` and `_HasBuilt` do not derive from `Exception`, so that the script does not handle them.
     """
@@ -63,7 +63,7 @@ class _BuildsModel(BaseException):
 
 
 class _HasBuilt(BaseException):
-    """Raised in DDP's constructor, to leave the script's code and pass on the wrapped unit."""
+    """Raised in DDP's constructor, to leave the script's code with the unit that DDP has wrapped."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _HasBuilt(BaseException):
 
 
 class ScriptUnits:
-    """Builds the units of a script's model in calls of `setup_model_and_optimizer`; an exception ends each call.
+    """Builds the units of a script's model in calls of `setup_model_and_optimizer`, each of which an exception ends.
 
     Args:
         script: the script's arguments.
@@ -82,7 +82,7 @@ class ScriptUnits:
         self._unit: Unit | None = None
         self._store = WeightGradStore()
         self.is_building = False
-        """Whether the model under construction is a unit, and not the script's model."""
+        """Whether the script builds a unit (to measure its costs) instead of its own model."""
         self.shapes_vary = False
         """Whether `variable_seq_lengths` is set in the model's configuration; known after `measure`."""
 
@@ -96,7 +96,7 @@ class ScriptUnits:
 
     @contextlib.contextmanager
     def _as_one_rank(self, setup: Call) -> Iterator[None]:
-        """Let the script's arguments, and any configuration already made from them, describe a pipeline of one rank."""
+        """Make the script's arguments, and a configuration already made from them, describe a pipeline of one rank."""
         for name in ("fp8", "fp4"):
             if value := getattr(self._script, name, None):
                 raise SessionError(
@@ -158,7 +158,7 @@ class ScriptUnits:
         raise SessionError("costs can be measured only for a model in DDP, but the script builds a model without DDP")
 
     def _begin(self, setup: Call) -> None:
-        """Let the script begin to build its model for one rank, and drop the script's output, which would mislead."""
+        """Let the script begin to build its model for one rank, and drop the misleading output of the script."""
         with self._as_one_rank(setup), contextlib.redirect_stdout(io.StringIO()):
             setup.proceed()
 

@@ -1,6 +1,6 @@
 """The automatic scheduler: plans a fast schedule for any placement and memory limit.
 
-The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min, each in the memory limit that its name implies.
+The automatic scheduler also plans ZB-1p, ZB-2p, ZB-V, V-Half and V-Min. Each schedule's name implies its memory limit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 def planned(own_limits: Callable[[PlanRequest], Limits], request: PlanRequest) -> Schedule:
     """Plan a fast schedule for the costs of a request, within the memory limits of its ranks.
 
-    On linear and interleaved placements the plan is never slower than any named schedule that has the same placement
-    and fits in memory.
+    On linear and interleaved placements the plan is never slower than a schedule with a published order, such as 1F1B
+    or ZB-H1, that has the same placement and fits in memory.
 
     Args:
-        own_limits: computes the memory limits of the ranks for a request without limits.
+        own_limits: function that computes the memory limits of the ranks for a request without limits.
         request: a checked request (see `PlanRequest.checked`) for one layout.
 
     Raises:
@@ -50,7 +50,8 @@ def limit_of_1f1b(request: PlanRequest) -> Limits:
 def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
     """Memory limits of the ranks, for a schedule whose limit is a multiple of the memory of p microbatches.
 
-    The limits are the results of `multiple_of_p`, plus the memory that W leave allocated until the end of the step.
+    Each limit is the rank's limit from `multiple_of_p`, plus the memory that microbatches keep allocated from their W
+    until the end of the step.
     """
     limits = multiple_of_p(request.stage_costs, request.num_ranks, factor, request.recompute)
     return tuple(map(add, limits, _left(request)))
@@ -59,8 +60,8 @@ def limits_of_multiple(factor: int, request: PlanRequest) -> Limits:
 def multiple_of_p(costs: StageCosts, num_ranks: int, factor: float, recompute: Recompute = Recompute.NONE) -> Limits:
     """Memory limits of the ranks: `factor` times the memory of p microbatches, for p ranks with one stage each.
 
-    The memory that one B adds is part of each limit, because a microbatch may take more memory after its B than before.
-    With full recomputation the memory limit is `factor` times the peak memory of 1F1B with full recomputation.
+    The memory that one B adds is part of each limit, because a microbatch may take more memory after its B than before
+    its B. With full recomputation the memory limit is `factor` times the peak memory of 1F1B with full recomputation.
 
     Args:
         costs: costs of the stages, with one stage per rank.

@@ -1,8 +1,8 @@
 """Orders of F and B for V-shaped placements: repeated building blocks (arXiv 2405.15362), and the order of ZB-V.
 
-A building block is the path of one microbatch in four legs: F of chunk 0 down the ranks, F of chunk 1 back up, B of
-chunk 1 down, and B of chunk 0 up. In each leg (F or B of one chunk on all ranks), the time from one rank to the next
-decides how long activations stay in memory, and so the peak memory.
+A building block is the path of one microbatch in four legs: F of chunk 0 from the first rank to the last rank, F of
+chunk 1 back to the first rank, B of chunk 1 to the last rank, and B of chunk 0 back to the first rank. In each leg (F
+or B of one chunk on all ranks), the time from one rank to the next determines for how long activations stay in memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 PERIOD = 6
 """Number of time slots of a building block on one rank: F, B and W of both chunks take one slot each."""
 SHARES = (2 / 3, 0.5, 1.0, 0.75)
-"""Fractions to try: time in which F of chunk 0 passes from the first rank to the last rank, divided by the total time
-in which F of chunk 0 passes to the last rank and B of chunk 0 passes back. The same fraction holds for B of chunk 1,
-which also passes from the first rank to the last rank."""
+"""Fractions to try for the times in which F and B pass from one end of the pipeline to the other end. For chunk 0, the
+fraction is the time in which F passes through all ranks, divided by the sum of the times of F and B. For chunk 1, the
+fraction is the time in which B passes through all ranks, divided by the sum of the times of F and B."""
 DELAYS = (0, 0, 1, 2, 3)
 """Delays of B, in time slots; a random building block draws one of these delays for each chunk."""
 VARIATION = 0.06
@@ -92,7 +92,7 @@ def _median_times(problem: Problem) -> tuple[float, float, float]:
 
 
 def repeated(problem: Problem, block: Block) -> list[Order]:
-    """Return for every rank its F and B in the order of their start times, if the block is repeated every period."""
+    """Return the order of F and B on every rank, sorted by start time, if a building block is repeated every period."""
     p, size = problem.num_ranks, problem.num_stages
     leg_starts = [0.0]
     for leg, turn in zip(block.legs, block.turns, strict=False):

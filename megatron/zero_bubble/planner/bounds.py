@@ -55,9 +55,8 @@ def lower_bounds(
         num_microbatches: microbatches of an iteration.
         costs: costs of the stages.
         memory_limit: one value for all ranks or one per rank, in the unit of memory of the costs; None for no limit.
-        recompute: which microbatches have an R (recomputation). Between its F and its R, a microbatch with an R takes
-            less memory, by the amount `costs.memory_r`. The time of R is part of the bounds only under full
-            recomputation.
+        recompute: which microbatches have an R (recomputation). A microbatch with an R takes `costs.memory_r` less
+            memory between its F and its R. The time of R is part of the bounds only under full recomputation.
 
     Raises:
         ScheduleError: the placement and the costs differ in their number of stages, the placement and the limits differ
@@ -117,9 +116,9 @@ class _Path:
         if recompute is not Recompute.NONE:
             self.memory = tuple(map(sub, costs.memory_f, costs.memory_r))
         self.starts_f: list[float] = [0]
-        """Stage -> least time from the start of F of stage 0 to the start of F of this stage."""
+        """Stage s -> least time from the start of F on stage 0 to the start of F on stage s."""
         self.ends_b: list[float] = [0]
-        """Stage -> least time from the end of B of this stage to the end of B of stage 0."""
+        """Stage s -> least time from the end of B on stage s to the end of B on stage 0."""
         for s, message in enumerate(costs.messages(placement)):
             self.starts_f.append(self.starts_f[-1] + costs.time_f[s] + message)
             self.ends_b.append(self.ends_b[-1] + costs.time_b[s] + message)
@@ -140,7 +139,7 @@ class _Path:
         return to_last + from_last if stage < last else 0
 
     def recomputation(self, stage: int) -> float:
-        """Least time that a microbatch adds to a rank: its R or, without an R, the idle time between its F and B."""
+        """Least time that recomputation of a microbatch adds to a rank: R or, without R, idle time between F and B."""
         return min(self.costs.time_r[stage], self.turn(stage)) if self.recompute is Recompute.FULL else 0
 
 
@@ -167,7 +166,7 @@ class _Rank:
 
     @cached_property
     def recomputation(self) -> float:
-        """Least time that all microbatches add: for each its R or, without an R, the idle time between its F and B."""
+        """Least time that recomputation of all microbatches adds to the rank (see `_Path.recomputation`)."""
         return self.num_microbatches * sum(self.path.recomputation(s) for s in self.stages)
 
     @property
@@ -179,7 +178,7 @@ class _Rank:
 
     @cached_property
     def available(self) -> float:
-        """The memory limit; `inf`, which disables the memory bounds, if operations release more than they allocate."""
+        """The memory limit; `inf` disables the memory bounds, if operations release more than they allocate."""
         costs = self.path.costs
         for s in self.stages:
             after_b = costs.memory_f[s] + costs.memory_b[s]
@@ -193,9 +192,8 @@ class _Rank:
     def window(self) -> float:
         """Least time from the start of the first F to the end of the last B of the rank.
 
-        The time from the first F to the last B is at least the sum of three times: the time of all F and B; the time of
-        W that must run before the last B for lack of memory; and the larger of idle time and time of R, because R may
-        run in idle time.
+        The time from the first F to the last B is at least the sum of three times: all F and B; the W that must run
+        before the last B to release memory; and the larger of idle time and R, because R may run in idle time.
         """
         costs = self.path.costs
         f_and_b = self.num_microbatches * sum(costs.time_f[s] + costs.time_b[s] for s in self.stages)
@@ -210,8 +208,8 @@ class _Rank:
     def window_of_last_f(self) -> float:
         """Length of the path through the rank's last F, a lower bound on the time from the first F to the last B's end.
 
-        Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the
-        microbatch of that F passes through the last stage and back. With recomputation the returned bound is zero.
+        Before the last F, the rank runs enough B and W to release memory for that F. After the last F, the microbatch
+        of that F passes through the last stage and back. With recomputation, `window_of_last_f` is zero.
         """
         costs, last = self.path.costs, self.stages[-1]
         if self.path.recompute is not Recompute.NONE:
@@ -273,8 +271,8 @@ class _Rank:
         """Least span of the rank: the integral of the microbatches' memory over time, divided by the memory limit.
 
         At the start and at the end of the span, less memory than the limit is in use, because memory grows no faster
-        than F allocates and shrinks no faster than B and W release. With recomputation the returned span is zero,
-        because R also allocates memory, and memory is also released when activations are dropped.
+        than F allocates and shrinks no faster than B and W release. With recomputation, `memory_time` is zero, because
+        R also allocates memory, and dropped activations also release memory.
         """
         costs, limit = self.path.costs, self.available
         if limit == inf or limit <= 0 or self.path.recompute is not Recompute.NONE:
@@ -302,7 +300,8 @@ class _Rank:
     def _most(self, room: float, items: Sequence[tuple[float, float]], copies: int | None = None) -> float:
         """Upper bound on the total time of items (time, memory) that together fit in `room`, by a fractional knapsack.
 
-        Each item is taken `copies` times at most. If all items take the same memory, a whole number of items is taken.
+        The knapsack takes each item at most `copies` times. The knapsack takes no fraction of an item if all items take
+        the same memory.
         """
         if copies is None:
             copies = self.num_microbatches

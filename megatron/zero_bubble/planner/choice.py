@@ -12,9 +12,9 @@ from megatron.zero_bubble.planner.request import Layout
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 SIMPLER = 1.02
-"""A simpler layout is chosen if its plan is slower by at most this factor; measured costs have errors of this size."""
+"""A simpler layout is chosen if its plan is slower by at most this factor, because measured costs have such errors."""
 SHARDING_GAIN = 1.03
-"""Least speedup at which a layout with vocabulary shards is chosen, because the shards' collectives cost CPU time."""
+"""Least speedup at which a layout with vocabulary shards, whose collectives cost CPU time, is chosen."""
 
 
 def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf) -> Plan:
@@ -56,8 +56,8 @@ def choose(plans: Sequence[Plan], usual: Layout | None, usual_time: float = inf)
 def best_of_combinations(plans: Sequence[Plan], usual: Layout | None) -> list[Plan]:
     """The best plan of each combination of placement, recomputation and vocabulary, and the plan of layout `usual`.
 
-    Among plans of one combination whose times differ by at most the factor `ALIKE`, the plan with the most even
-    partition is taken, so that small differences between measured costs do not change the choice.
+    Of all plans of one combination whose times are within the factor `ALIKE` of the shortest time, the plan with the
+    most even partition is taken. Small differences between measured costs then do not change the choice of a plan.
     """
     groups: dict[Layout, list[Plan]] = {}
     for plan in plans:
@@ -71,7 +71,7 @@ def _most_even(plans: Sequence[Plan]) -> Plan:
 
 
 def named_after_schedule(plan: Plan) -> Plan:
-    """The plan, with `Recompute.NONE` instead of `Recompute.PLANNED` if its schedule recomputes nothing."""
+    """The given plan, with `Recompute.NONE` in place of `Recompute.PLANNED` if its schedule recomputes nothing."""
     if plan.layout.recompute is not Recompute.PLANNED or plan.timeline.schedule.recomputes:
         return plan
     return replace(plan, layout=replace(plan.layout, recompute=Recompute.NONE))

@@ -12,14 +12,14 @@ Order = list[int]
 """The operations of one rank as codes (see `Codes`), in the order in which they run.
 
 The k-th F, the k-th B and the k-th W of a stage belong to microbatch k, whether or not F drops its activations. The
-k-th R belongs to the k-th microbatch whose activations are dropped.
+k-th R of a stage belongs to the k-th microbatch whose activations the stage drops.
 """
 
 
 class Codes(NamedTuple):
     """The first code of each kind of operation; on stage s, an operation has the code `first code + s`.
 
-    In the code of an operation on a vocabulary shard, the rank replaces the stage. The loss has one code for all ranks.
+    An operation on the vocabulary shard of rank r has the code `first code + r`. The loss has one code for all ranks.
     """
 
     f: int
@@ -48,8 +48,8 @@ class Codes(NamedTuple):
     def costs(self, **of_kinds: Sequence[float]) -> tuple[float, ...]:
         """Code of an operation -> cost of the operation.
 
-        A keyword names a kind of operation, such as `f` for F, and its value contains a cost for every stage. Kinds
-        without a keyword have a cost of zero.
+        A keyword names a kind of operation, such as `f` for F, and its value contains a cost for every stage. Kinds of
+        operations without a keyword have a cost of zero.
         """
         size = self.b - self.f
         return tuple(chain.from_iterable(of_kinds.get(name, (0,) * size) for name in self._fields[:-1]))
@@ -102,6 +102,6 @@ class Codes(NamedTuple):
             counts[kept] += 1
 
     def f_and_b(self, orders: Sequence[Order]) -> list[Order]:
-        """Return the F and B of complete orders; an F that drops its activations becomes a plain F."""
+        """Return only the F and B of all ranks' orders; an F that drops its activations becomes a plain F."""
         kept = [[code - self.drop if self.drop <= code < self.e else code for code in order] for order in orders]
         return [[code for code in order if code < self.w] for order in kept]

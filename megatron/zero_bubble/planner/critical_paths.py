@@ -39,10 +39,10 @@ class OrderGraph:
         )
         self.rank_of = [rank for rank in problem.ranks[:end] for _ in range(m)]
         self.dropped: set[int] = set()
-        """The numbers of the F that drop their activations."""
+        """Numbers of all F operations that drop their activations."""
         self.needs, self.users = _dependencies(problem.links, end, m)
         self.recomputations = range(codes.r * m, codes.drop * m)
-        """The numbers of all R; the k-th R belongs to the F with number k, and runs only if F drops activations."""
+        """Numbers of all R; the k-th R belongs to the F with number k, and runs only if this F drops activations."""
         self.restore([self._numbers(order) for order in orders])
         self.start = [0.0] * len(self.duration)
         self.end = [0.0] * len(self.duration)
@@ -63,7 +63,7 @@ class OrderGraph:
         ]
 
     def restore(self, lanes: Sequence[Sequence[int]]) -> None:
-        """Replace the orders by other orders of the same operations; some R may be added or removed."""
+        """Replace all orders by `lanes`: the same operations in other orders, with some R added or removed."""
         self.lanes = [list(lane) for lane in lanes]
         """Rank -> its operations in order."""
         self.position = {op: position for lane in lanes for position, op in enumerate(lane)}
@@ -75,7 +75,7 @@ class OrderGraph:
     def replace(self, rank: int, first: int, end: int, part: Sequence[int]) -> None:
         """Replace the operations of `rank` from position `first` up to position `end` by `part`.
 
-        `part` has the same operations in another order, but some R may be added or removed.
+        `part` contains the replaced operations in another order, possibly with some R added or removed.
         """
         lane = self.lanes[rank]
         before, after = {*lane[first:end]}, {*part}
@@ -89,7 +89,7 @@ class OrderGraph:
             self._drop(recomputation - self.recomputations.start, drops=True)
 
     def _drop(self, forward: int, *, drops: bool) -> None:
-        """Let a forward drop its activations, or keep them."""
+        """Let the F with number `forward` drop its activations if `drops` is true, otherwise keep them."""
         code = forward // self.num_microbatches
         (self.dropped.add if drops else self.dropped.remove)(forward)
         self.allocation[forward] = self.problem.allocation[code + self.codes.drop * drops]
@@ -123,8 +123,8 @@ class OrderGraph:
     def _span_start(self, lane: Sequence[int]) -> float:
         """Time at which a rank's span starts.
 
-        The span starts before the first operation that is not an embedding, by the total duration of the embeddings
-        that run before that operation.
+        If a rank first runs embeddings of total duration t, its span starts t before the start of its first operation
+        other than an embedding.
         """
         m, codes, ahead = self.num_microbatches, self.codes, 0.0
         for op in lane:
@@ -185,7 +185,7 @@ class OrderGraph:
             tail[op] = longest
 
     def critical_stretches(self) -> Iterator[Stretch]:
-        """Yield the stretches of the critical path (see `Stretch`) that have two or more operations, the last first."""
+        """Yield each `Stretch` of the critical path that has two or more operations, the last stretch first."""
         epsilon = 1e-9 * self.cost
         start, end, duration = self.start, self.end, self.duration
         ends = [end[lane[-1]] + final for lane, final in zip(self.lanes, self.final, strict=True)]
@@ -212,7 +212,7 @@ class OrderGraph:
             rank: the rank whose order changes.
             first: position of the first operation that `part` replaces.
             end: position after the last operation that `part` replaces.
-            part: operations of the rank in their new order, and R that are added.
+            part: operations of the rank in their new order, including added R.
         """
         lane, ready_at, tail = self.lanes[rank], self.end, self.tail
         latency, duration, needs, users = self.latency, self.duration, self.needs, self.users
@@ -239,14 +239,14 @@ class OrderGraph:
 
 
 Neighbours = tuple[tuple[tuple[int, float], ...], ...]
-"""Operation -> (other operation, latency of the result that one of the two needs) of several other operations."""
+"""Operation -> (other operation, latency of the result) for each source of an input, or for each user of its result."""
 
 
 @lru_cache(maxsize=16)
 def _dependencies(
     links: tuple[tuple[int, int, float], ...], num_codes: int, num_microbatches: int
 ) -> tuple[Neighbours, Neighbours]:
-    """The operations whose results an operation needs, and the operations that need its result, for `Problem.links`."""
+    """For each operation, the operations whose results it needs, and the operations that need its result."""
     needs: list[list[tuple[int, float]]] = [[] for _ in range(num_codes * num_microbatches)]
     users: list[list[tuple[int, float]]] = [[] for _ in needs]
     for source, target, latency in links:

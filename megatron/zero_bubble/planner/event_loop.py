@@ -33,8 +33,8 @@ class EventLoop(ABC):
     result is known as soon as the operation that computes the result starts, so that a policy can plan ahead. A
     simulation takes time O(n log p) for n operations on p ranks.
 
-    With vocabulary shards every idle rank first runs a loss, a softmax or an embedding that is ready, because the
-    backward of the last stage waits for all ranks. A weight gradient of a vocabulary shard is treated as a W.
+    With vocabulary shards, an idle rank runs a ready loss, softmax or embedding before all other operations, because
+    the backward of the last stage waits for all ranks. A weight gradient of a vocabulary shard is treated as a W.
 
     Attributes:
         weight: processor time that the policy takes to plan an operation, relative to the fastest policy.
@@ -57,12 +57,13 @@ class EventLoop(ABC):
         self.users = problem.users
         self.allocation = problem.allocation
         self.work = list(problem.work)
-        """Rank -> total time of the rank's operations. The total includes an R for each microbatch whose activations
-        have been dropped and, under full recomputation, an R for every microbatch on all stages but the last."""
+        """Rank -> total time of the rank's operations. The total time includes an R for each microbatch whose
+        activations have been dropped. Under full recomputation, the total time includes an R for every microbatch on
+        all stages but the last."""
         largest = max(max(problem.limits), max(map(abs, problem.allocation)))
         self.full_limits = [limit + 1e-9 * largest for limit in problem.limits]
         self.limits = self.full_limits
-        """Rank -> its memory limit, less the memory of one softmax on its vocabulary shard."""
+        """Rank -> its memory limit, minus the memory of one softmax if the rank has a vocabulary shard."""
         self.epsilon = 1e-9 * max(problem.duration)
         self.target = 0.0
         """The longest span of any rank, under the assumption that no rank idles again."""
@@ -70,7 +71,7 @@ class EventLoop(ABC):
         """Code of an operation -> known arrival times of the operation's inputs, by microbatch."""
         self.arrivals[codes.f] = [0.0] * self.num_microbatches
         self.done = [0] * codes.end
-        """Operation code -> number of started operations; F that drop activations count as F that keep activations."""
+        """Operation code -> number of started operations; an F that drops activations counts as a plain F."""
         self.dropped: list[list[int]] = [[] for _ in range(self.num_stages)]
         """Stage -> the microbatches whose activations have been dropped."""
         self.weights: list[deque[int]] = [deque() for _ in range(ranks)]
@@ -81,20 +82,19 @@ class EventLoop(ABC):
         self.has_started = [False] * ranks
         self.span_start = [0.0] * ranks
         self.end = [0.0] * ranks
-        """Rank -> time at which the result of its latest operation is ready, before the result is sent."""
+        """Rank -> time at which the rank has computed, but not yet sent, the result of its latest operation."""
         self.worked = [0.0] * ranks
         self.memory = [0.0] * ranks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self._due = [0] * ranks
-        """Rank -> number of losses and operations on the rank's vocabulary shard for which three conditions hold: the
-        arrival time of the inputs is known, the operation has not run, and the operation is not one of the ready weight
-        gradients in `weights`."""
+        """Rank -> number of due losses and due operations on the rank's vocabulary shard. An operation is due if the
+        arrival time of its inputs is known, and it has neither run nor entered `weights`."""
         if self.has_shards:
             self.limits = [limit - problem.allocation[codes.s + r] for r, limit in enumerate(self.full_limits)]
             self.arrivals[codes.f] = []
             self.arrivals[codes.e] = [0.0] * min(LEAD, self.num_microbatches)
             self._missing = {code: [ranks] * self.num_microbatches for code in (codes.f, codes.loss)}
-            """Code of an operation that needs all ranks' results -> microbatch -> number of results not yet known."""
+            """Code of an operation that needs all ranks' results -> microbatch -> number of unknown arrival times."""
             self._latest = {code: [0.0] * self.num_microbatches for code in self._missing}
             """Code of an operation that needs all ranks' results -> microbatch -> latest known arrival of a result."""
             self._moved = [0] * codes.end
@@ -172,7 +172,7 @@ class EventLoop(ABC):
             self._due[rank] += 1
 
     def note_results(self, code: int, rank: int, end: float, events: list[tuple[float, int]]) -> None:
-        """Record that the next result of operation `code` is ready at time `end`, for the operations that use it."""
+        """Record for the users of the next result of operation `code` that this result is ready at time `end`."""
         microbatch = self.done[code]
         self.done[code] += 1
         for user, latency in self.users[code]:
@@ -193,7 +193,7 @@ class EventLoop(ABC):
         self.releasable[rank] -= self.allocation[code]
 
     def shard_op(self, rank: int, now: float) -> int:
-        """Choose a ready loss, softmax or embedding, or a W that frees memory for such an operation; -1 if none."""
+        """Choose a ready loss, softmax or embedding, or a W that frees memory for one of them; -1 if none is ready."""
         arrivals, done, moved = self.arrivals, self.done, self._moved
         for code in self._shard_weights[rank]:
             known = arrivals[code]
@@ -268,7 +268,7 @@ class EventLoop(ABC):
             heappush(events, (when, rank))
 
     def next_arrival(self, code: int, now: float) -> float:
-        """The earliest time at which the next operation `code` can start; inf if the time is not known yet."""
+        """The earliest time at which the next operation `code` can start; inf if its inputs' arrival is unknown."""
         count, arrivals = self.done[code], self.arrivals[code]
         return max(now, arrivals[count]) if count < len(arrivals) else inf
 

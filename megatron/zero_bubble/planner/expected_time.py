@@ -65,6 +65,6 @@ def slowdown(timeline: Timeline, spread: float, time_between: float) -> float:
 
 @lru_cache(maxsize=4)
 def _factors(sigma: float, count: int) -> list[list[float]]:
-    """`DRAWS` lists of `count` random factors, log-normally distributed with the median 1; the same in every call."""
+    """`DRAWS` lists of `count` random factors, log-normal with the median 1; equal arguments give equal factors."""
     generators = map(random.Random, range(DRAWS))
     return [[generator.lognormvariate(0, sigma) for _ in range(count)] for generator in generators]

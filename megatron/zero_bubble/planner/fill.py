@@ -14,10 +14,10 @@ from megatron.zero_bubble.planner.rules import KEEPS_WHAT_FITS, GapRule, Keeping
 class InOrder(EventLoop):
     """A scheduling policy that runs F and B in a given order, and inserts W and R (recomputation).
 
-    A W runs in each of three cases: in a gap that is at least as long as W, if memory is full, and after the last B.
-    `rule` decides whether a W also runs in a gap that is shorter than W. If the next F does not fit in memory and no W
-    is ready, the next B of the order runs before that F. A recomputation (R) runs right before its B, or in a gap
-    before the F that precedes its B.
+    A W runs in three cases: in an idle gap that is at least as long as the W, when memory is full, and after the last
+    B. The argument `rule` decides whether a W also runs in an idle gap that is shorter than the W. If the next F does
+    not fit in memory and no W is ready, the next B of the order runs before that F. A recomputation (R) runs right
+    before its B, or in a gap before the F that precedes its B.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class InOrder(EventLoop):
         return -1, ready
 
     def will_keep(self, rank: int, code: int) -> bool:
-        """Whether F `code` keeps its activations if they fit in memory; true on the last stage if B is next."""
+        """Whether F `code` keeps its activations if they fit; always true on the last stage if its B runs next."""
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         if code == size - 1 and following < len(given) and given[following] == code + size:
             return True
         return super().will_keep(rank, code)
 
     def early_r(self, rank: int, f: int, gap: float) -> int:
-        """Code of the R of the B that directly follows the F `f` in the order of the rank.
+        """Code of the R for the B that directly follows the F `f` in the order of the rank.
 
-        The code is -1 if no B that needs an R follows `f`, or if its R does not fit in memory or in the idle time `gap`
-        before `f`.
+        The code is -1 in three cases: no B with an R directly follows the F `f`, the R does not fit in memory, or the R
+        takes longer than the idle time `gap` before `f`.
         """
         given, following, size = self.given[rank], self.position[rank] + 1, self.num_stages
         code = given[following] if following < len(given) else f

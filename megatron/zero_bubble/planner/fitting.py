@@ -28,9 +28,9 @@ class _Drop(NamedTuple):
 def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
     """The orders of a plan with as many recomputations (R) as the memory limits demand.
 
-    Each rank drops activations until its memory limit is met, in each step the activations of one microbatch on one
-    stage. Of all activations in memory at the first operation that exceeds the limit, the rank drops the activations
-    that free the most memory, summed over all operations that exceed the limit.
+    Each rank drops the activations of one microbatch and stage after another until the rank is within its memory limit.
+    A rank chooses among the activations that are in memory at its first operation above the limit. The rank drops the
+    activations that free the most memory, summed over all operations above the limit.
 
     Args:
         problem: the problem, with the memory limits to keep.
@@ -50,7 +50,7 @@ def dropped_to_fit(problem: Problem, plan: PlannedOrders) -> list[Order] | None:
 
 
 def _dropped(graph: OrderGraph, rank: int) -> set[int] | None:
-    """The numbers of the F whose activations the rank drops to fit in its memory limit; None if no choice fits."""
+    """Numbers of all F whose activations the rank drops to fit in its memory limit; None if no choice fits."""
     lane, limit = graph.lanes[rank], graph.problem.limits[rank]
     changes = [graph.allocation[op] for op in lane]
     memory = [after - min(0, change) for after, change in zip(accumulate(changes), changes, strict=True)]

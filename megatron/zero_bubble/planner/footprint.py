@@ -12,19 +12,19 @@ from megatron.zero_bubble.schedule.costs import StageCosts
 class Footprint:
     """Memory of one microbatch on a stage, under the assumption that only F and R allocate memory.
 
-    The memory that a B or W allocates is reserved when F starts, or when R starts if the microbatch has an R
-    (recomputation). A planner checks the memory limit only at F and R, because no other operation allocates memory.
-    After its F and its R, a microbatch can run its B and W without further memory.
+    The memory that B and W of a microbatch allocate is reserved when F starts, or when R starts if the microbatch has
+    an R (recomputation). A planner checks the memory limit only at F and R, because the memory of B and W is already
+    reserved. After its F and its R, a microbatch can run its B and W without further memory.
     """
 
     dropped: float
-    """Memory from the start of F to the start of R, for a microbatch that is recomputed (R)."""
+    """Memory of a microbatch from the start of its F to the start of its R (recomputation)."""
     whole: float
-    """Memory from the start of F, or of R if the microbatch is recomputed (R), to the end of B."""
+    """Memory of a microbatch from the start of its F, or of its R (recomputation) if any, to the end of its B."""
     after_b: float
-    """Memory from the end of B to the end of W."""
+    """Memory of a microbatch from the end of its B to the end of its W."""
     after_w: float
-    """Memory after the end of W: zero, unless W releases less memory than F and B have allocated."""
+    """Memory of a microbatch after the end of its W: zero, unless W releases less than F and B have allocated."""
 
     @classmethod
     def of(cls, costs: StageCosts, stage: int) -> Footprint:

@@ -13,22 +13,23 @@ from megatron.zero_bubble.schedule.simulate import simulate
 from megatron.zero_bubble.schedule.timeline import Timeline
 
 _PLANNED_APART = {OpKind.PB, OpKind.PBW, OpKind.D}
-"""Kinds of operations whose schedules keep B and W apart."""
+"""Kinds of operations; in a schedule with an operation of one of these kinds, B and W stay separate."""
 
 
 def with_fused_backwards(schedule: Schedule, request: PlanRequest) -> Schedule:
     """Join a B and the W right after it into a BW, if a fused backward saves time.
 
-    A BW delays the gradient that the previous stage waits for. Three schedules are compared: without joined operations,
-    with all pairs of a B and its W joined, and with the pairs joined whose BW ends before the previous stage starts its
-    B. The B and W of the last microbatch stay apart, because replicas reduce gradients during the last W.
+    A BW delays the gradient for which the previous stage waits. The function compares three schedules: no B and W are
+    joined; every B is joined with the W right after it; or a B and a W are joined only if their BW ends before the
+    previous stage starts its B. The B and W of the last microbatch stay apart, because replicas reduce gradients during
+    the last W.
 
     Args:
         schedule: a planned schedule without communication.
         request: the request of the schedule; its costs contain the time that a BW saves.
 
     Returns:
-        The fastest of the three schedules.
+        The fastest of three schedules: with no, with some, and with all adjacent B and W joined.
     """
     costs = request.stage_costs
     if not any(costs.saved_bw) or schedule.groups or schedule.kinds & _PLANNED_APART:
@@ -53,7 +54,7 @@ def with_separate_backwards(schedule: Schedule) -> Schedule:
 
 
 def with_some_backwards_fused(schedule: Schedule) -> Schedule:
-    """The schedule without communication, in which a step measures B, W and BW of each stage where W follows B.
+    """The schedule without communication, with some B and W fused, so that one step measures B, W and BW.
 
     In every stage, every second B that is followed by its W becomes a BW; all other BW become a B and a W.
     """
@@ -73,7 +74,7 @@ def _parts(op: Op) -> tuple[Op, Op]:
 
 
 def _followed_by_w(lane: Sequence[Op], num_microbatches: int) -> frozenset[Op]:
-    """The B of a rank that the W of the same stage and microbatch follows, except the last microbatch."""
+    """All B that are directly followed by the W of the same stage and microbatch, except the last microbatch."""
     return frozenset(
         op
         for op, after in pairwise(lane)
@@ -82,7 +83,7 @@ def _followed_by_w(lane: Sequence[Op], num_microbatches: int) -> frozenset[Op]:
 
 
 def _unhurried(timeline: Timeline) -> list[set[Op]]:
-    """Rank -> the B in whose place a BW would end before the previous stage starts its B."""
+    """Rank -> all B for which a BW delays no other stage: the BW ends before the previous stage starts its B."""
     placement, costs = timeline.schedule.placement, timeline.costs
     messages = costs.messages(placement)
     backwards = [

@@ -99,7 +99,7 @@ def schedule_of(request: PlanRequest) -> Schedule:
 
 
 def _before_fusing(request: PlanRequest) -> Schedule:
-    """The schedule of a checked request; backwards are not yet fused where that saves time."""
+    """The schedule of a checked request, before `with_fused_backwards` fuses B and W."""
     entry = entry_of(request.schedule)
     unplanned = {"offload": request.offloads, "recomputation": request.recompute is Recompute.PLANNED}
     for option, is_asked_for in unplanned.items():

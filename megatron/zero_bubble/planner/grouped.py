@@ -15,7 +15,7 @@ from megatron.zero_bubble.planner.rules import GapRule
 
 
 def even_groups(num_microbatches: int, size: int) -> tuple[int, ...]:
-    """Divide microbatches evenly into as many groups of at least `size` as possible; return the sizes."""
+    """Sizes of microbatch groups: as many even groups as possible, of at least `size` microbatches each."""
     count = max(1, num_microbatches // size)
     return tuple(num_microbatches // count + (number < num_microbatches % count) for number in range(count))
 
@@ -78,8 +78,8 @@ class InGroups(EventLoop):
         groups: sizes of the microbatch groups that pass through the chunks; all ranks run F in the order of the groups.
         weight_rule: whether W fills a gap that is shorter than W.
         forward_rule: whether F fills a gap that is shorter than F.
-        most_ahead: rank -> largest number of F that the rank has run more than B, in all chunks together; None for no
-            limit besides memory.
+        most_ahead: rank -> largest difference between the numbers of F and of B that the rank has run, over all its
+            chunks; None if only memory limits this difference.
     """
 
     weight = 3

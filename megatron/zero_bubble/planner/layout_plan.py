@@ -27,7 +27,7 @@ class Plan:
         layout: placement, partition, recomputation and vocabulary.
         timeline: the simulation of the schedule.
         states: rank -> memory of parameters, gradients and optimizer states.
-        activations: rank -> peak memory of activations; None for the peak memory of the timeline.
+        activations: rank -> peak memory of activations; None if the peak memory of `timeline` applies.
         slowdown: expected time with varying durations, divided by the simulated time.
         others: the best plans of other layouts, the fastest first.
     """
@@ -66,8 +66,9 @@ def plan_layout(request: PlanRequest, layout: Layout) -> Plan:
         The plan, with the simulated schedule.
 
     Raises:
-        Infeasible: no schedule fits in the memory limits. The error's `smallest_limit` is a sufficient limit: a memory
-            capacity if the request has a capacity but no memory limit, otherwise a memory limit for activations.
+        Infeasible: no schedule fits in the memory limits. The error's `smallest_limit` is a memory limit for
+            activations that is enough. If the request has a capacity but no memory limit, `smallest_limit` is a
+            capacity that is enough.
         ScheduleError: no schedule with the requested name exists for the layout.
     """
     model = model_of(request, layout)
@@ -103,8 +104,8 @@ def _beyond_capacity(fixed: PlanRequest, states: Sequence[float], capacity: floa
     """The error for a layout whose parameters, gradients, optimizer states and activations exceed the capacity.
 
     The `smallest_limit` of an error depends on the memory limits of the request. To find a capacity that is enough for
-    every rank, the layout is planned again with almost no memory for activations. With almost no memory, the
-    `smallest_limit` of the error is the memory that the activations need.
+    every rank, the function plans the layout again with almost no memory for activations. With almost no memory,
+    planning fails, and the error's `smallest_limit` is the memory that the activations need.
     """
     enough = max(states)
     try:
@@ -134,7 +135,7 @@ def model_of(request: PlanRequest, layout: Layout) -> ModelCosts:
 
 
 def computing_of(request: PlanRequest, layout: Layout) -> ModelCosts:
-    """The result of `model_of`, without the exchanges between experts if pairs may hide the time of the exchanges."""
+    """The costs of the model's units, without exchanges between experts if pairs may hide the exchanges' time."""
     model = model_of(request, layout)
     return model.computing if pairs_in(request, layout) else model
 

@@ -30,9 +30,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 CHUNKS = (2, 3, 4)
 """Numbers of model chunks per rank that are always tried for interleaved placements."""
 MORE_CHUNKS = (5, 6, 8, 10, 12, 16)
-"""Larger numbers of chunks, tried in order as long as each number makes the plan faster by the factor `GAIN`."""
+"""Numbers of model chunks per rank to try in order, while each number speeds up the plan by the factor `GAIN`."""
 WITHOUT_GAIN = 3
-"""Recomputation is no longer tried after this number of successive combinations without gain from recomputation."""
+"""Recomputation is no longer tried after this number of successive placements and vocabularies without a speedup."""
 GAIN = 1.003
 """A layout is planned with more effort only if its lower bound is below the best plan's time divided by this factor."""
 COMPARED = 1.5
@@ -41,7 +41,7 @@ WORTH_RECOMPUTING = 1.01
 """Recomputation is tried if no plan fits in memory, or if unlimited memory makes a plan faster by this factor."""
 EFFORT_FOR_LATENCY = DRAFT_EFFORT
 """Effort (number of operations to plan) of a layout's first plan in a small problem, if the layout has vocabulary
-shards and collectives are slower than messages. With a smaller value, the planned step can be 20% slower."""
+shards and collectives are slower than messages. With less effort, the planned step can be 20% slower."""
 EFFORT_FOR_RECOMPUTING = 3_000
 """Effort (number of operations to plan) of a layout's first plan with planned recomputation in a small problem. With
 an effort of zero the planned step can be 20% slower."""
@@ -65,14 +65,15 @@ def search_layouts(request: PlanRequest, report: Callable[[str], None] = lambda 
     """Search for the best layout of a model, and plan its schedule.
 
     First, the search plans combinations of placement, recomputation and vocabulary with little effort, in the order of
-    their lower bounds, until no remaining bound is below the best plan's time. More than four chunks per rank are tried
-    in increasing numbers until the plan gets no faster. Second, single layers of the best layouts are moved to other
-    stages while the plan gets faster. Third, the best layouts are planned in rounds with ever more effort.
+    their lower bounds, until every remaining bound exceeds the best plan's time. Numbers of chunks per rank above four
+    are tried in rising order until the plan gets no faster. Second, single layers of the best layouts are moved to
+    other stages while the plan gets faster. Third, the best layouts are planned in rounds, each with more effort than
+    the previous round.
 
     Args:
         request: a request with the costs of a model's units. The search keeps the layout `request.usual` unless another
-            layout is faster by the factor `SIMPLER` than both the planned schedule and megatron-core's own schedule of
-            `request.usual`.
+            layout is faster by the factor `SIMPLER` than `request.usual`, under the planned schedule and under
+            megatron-core's own schedule.
         report: function that is called with one line of progress before a layout is planned.
 
     Returns:
@@ -140,7 +141,7 @@ class _Search:
         return list(best.values())[:count]
 
     def try_plan(self, layout: Layout, effort: int) -> Plan | None:
-        """Plan the layout, unless it was planned with this effort or more; return the layout's best plan or None."""
+        """Plan a layout, unless it was planned with at least `effort` before; return the layout's best plan or None."""
         if self._efforts.get(layout, -1) < effort:
             self._report(f"{len(self._efforts)} layouts planned, the best takes {self.best_time:.6g}")
             self._efforts[layout] = effort
@@ -156,7 +157,7 @@ class _Search:
 
     @staticmethod
     def _is_better(plan: Plan, known: Plan) -> bool:
-        """Whether `plan` is faster than `known`, by expected times unless `plan` is a draft."""
+        """Whether `plan` is faster than `known`, by simulated time if `plan` is a draft, otherwise by expected time."""
         if plan.request.effort > DRAFT_EFFORT:
             plan, known = with_slowdown(plan), with_slowdown(known)
         return plan.time < known.time
@@ -221,7 +222,7 @@ class _Search:
         return planned
 
     def _time_with_memory(self, layouts: Sequence[Layout]) -> float:
-        """Best planned time in unlimited memory; infinity, to skip recomputation, if more memory hardly saves time."""
+        """Best planned time with unlimited memory; infinity, to skip recomputation, if memory hardly saves time."""
         plans = [self.plans[layout] for layout in layouts if layout in self.plans]
         layout = min(plans, key=lambda plan: plan.time).layout if plans else layouts[0]
         unlimited = replace(self.request.within((LARGEST,) * self.request.num_ranks), capacity=None, effort=0)
@@ -232,7 +233,7 @@ class _Search:
         return inf if plans and time > min(plan.time for plan in plans) / WORTH_RECOMPUTING else time
 
     def _first_layouts(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with the request's partition; if the request has none, with balanced and even partitions."""
+        """Yield the layout with the request's partition or, without one, with balanced and even partitions."""
         request = self.request
         if request.partition is not None:
             yield replace(layout, partition=request.partition)
@@ -284,7 +285,7 @@ class _Search:
             self.try_plan(layout, self.request.effort)
 
     def expected(self) -> list[Plan]:
-        """All plans; if durations vary, fast plans (`COMPARED`): best of each combination and of the usual layout."""
+        """All plans; if durations vary, the fast plans among the best of each combination and of the usual layout."""
         model, usual = self.request.model, self.request.usual
         if model.spread <= 0 and model.time_between <= 0:
             return list(self.plans.values())

@@ -1,8 +1,8 @@
 """Improves complete orders for any placement by a tabu search with restarts, which changes one rank at a time.
 
-A plan gets shorter only if its critical path gets shorter, so that the search moves operations of the critical path
-(see `OrderMoves`). The search makes the move with the lowest estimated cost, even if the plan gets longer, and saves
-the best plan. After many moves without a better plan, the search returns to the best plan, makes a few random moves and
+The search moves operations of the critical path (see `OrderMoves`), because a plan gets shorter only if its critical
+path gets shorter. The search makes the move with the lowest estimated cost, even if the plan gets longer, and saves the
+best plan. After many moves without a better plan, the search returns to the best plan, makes a few random moves and
 continues (iterated local search).
 """
 
@@ -22,8 +22,8 @@ TENURE = 12
 PATIENCE = 50
 """Largest number of moves in a row without a better plan, before a restart."""
 OPERATIONS_PER_MOVE = 8
-"""In a small problem, the number of moves in a row without a better plan is at most the number of operations of the
-problem, divided by this number."""
+"""A search in a small problem restarts after a number of moves without a better plan: the number of operations of the
+problem, divided by `OPERATIONS_PER_MOVE`."""
 ATTEMPTS = 3
 """Largest number of moves that are tried, from the lowest estimated cost up, until a move causes no deadlock."""
 RESTARTS = 8

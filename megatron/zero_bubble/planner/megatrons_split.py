@@ -45,7 +45,7 @@ def on_megatrons_split(request: PlanRequest, chosen: Plan) -> tuple[Plan, ...]:
             the layout `request.usual`, that plan is returned as the plan with the request's schedule.
 
     Returns:
-        The plans that exist and fit in memory, at most two.
+        At most two plans; a plan that does not exist or does not fit in memory is left out.
     """
     usual = request.usual
     assert usual is not None
@@ -118,8 +118,8 @@ def capacity_of_multiple(
         request: a request with the costs of the model's units.
         layout: the layout of Megatron's split.
         multiple: factor by which the peak memory of activations is multiplied.
-        is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank, and not
-            to 1F1B with one chunk a rank, in which each rank has as many layers as in `layout`.
+        is_interleaved: whether `multiple` refers to interleaved 1F1B if the layout has several chunks a rank.
+            Otherwise, `multiple` refers to 1F1B with one chunk a rank and the numbers of layers per rank of `layout`.
 
     Returns:
         The memory capacity, in the unit of the costs.

@@ -30,8 +30,8 @@ class MemoryLimit:
     num_bytes: int | None = None
     """The memory limit in bytes."""
     is_interleaved: bool = False
-    """Whether `multiple` refers, for v > 1 chunks a rank, to the peak of interleaved 1F1B. In groups of p microbatches
-    the peak is (p + (p-1)/v) M_B."""
+    """Whether `multiple` refers to the peak memory of interleaved 1F1B if a rank has v > 1 chunks. With groups of p
+    microbatches, the peak memory of interleaved 1F1B is (p + (p-1)/v) M_B."""
     pairs: bool = False
     """Whether interleaved 1F1B runs forward-backward pairs, which keep one more microbatch of a chunk in flight."""
     group_size: int | None = None
@@ -158,8 +158,8 @@ def interleaved_peaks(
     """Rank -> peak memory of interleaved 1F1B, for the chunks of `placement`, with or without pairs.
 
     The number of microbatches is rounded up to a multiple of `group_size`, the number of microbatches that pass through
-    a chunk before the next chunk's turn. By default `group_size` is the number of ranks, of which megatron-core
-    requires a multiple.
+    a chunk before the next chunk's turn. By default `group_size` is the number of ranks, because megatron-core requires
+    a multiple of the number of ranks.
     """
     p, size = placement.num_ranks, group_size or placement.num_ranks
     # With more than three groups of at least p microbatches the peaks stay the same, apart from `memory_left`.

@@ -1,8 +1,8 @@
 """Chooses the order in which a schedule runs the microbatches of a step if the microbatches differ in size.
 
-A schedule has one place for each microbatch of a step, and any microbatch may run in any place. A long microbatch
-delays every rank in the warmup, but only one rank in the steady state. The operations of the schedule keep their order,
-so that ranks run the schedule that was lowered and validated.
+A schedule has one place for each microbatch of a step, and each microbatch of the step may run in any place. A long
+microbatch delays every rank in the warmup, but only one rank in the steady state. The operations of the schedule keep
+their order, so that ranks run the schedule that was lowered and validated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.kinds import KINDS
 from megatron.zero_bubble.schedule.pairs import PAIRED
 
 WORTHWHILE = 0.005
-"""Least fraction of the step's time that a new order of the microbatches has to save to replace the data's order."""
+"""A new order of the microbatches replaces the data's order if it saves at least this fraction of the step's time."""
 _Places = tuple[int, ...]
 """Place in the schedule -> number of the microbatch in the data."""
 
@@ -209,7 +209,7 @@ class _Step:
         return [max(needed(lane)) for lane in graph.lanes]
 
     def infeasible(self, places: _Places, limits: Limits, names: Sequence[str]) -> Infeasible:
-        """The error for a step that exceeds the memory limits; it names the fullest rank and its largest microbatch."""
+        """The error for a step above the memory limits; the error names the fullest rank and its largest microbatch."""
         peaks = self.peaks(places)
         rank = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank])
         kept = [sum(map(problem.costs.memory_f.__getitem__, problem.stages_of[rank])) for problem in self._problems]

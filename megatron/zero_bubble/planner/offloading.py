@@ -46,9 +46,9 @@ class CopyRule(NamedTuple):
     lead: float
     """How early the copy back to the device is queued before the backward, as a multiple of the copy's time."""
     patience: float
-    """A copy to the host is queued right after F if queued copies take at most this multiple of its own time."""
+    """Longest time of queued copies, in multiples of a new copy's time, at which F queues the new copy at once."""
     weights_first: bool = False
-    """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little."""
+    """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little memory."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
@@ -97,8 +97,8 @@ def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterat
     """Yield simulations of the schedule with copies to the host, each with its expected time, for several copy rules.
 
     More copy rules (`CopyRule`) are tried if `problem.budget`, the number of operations that may be planned, is larger.
-    The slowdown that variations in durations cause is computed once, for the schedule without copies. If a candidate is
-    much slower than `shortest`, its copies are not placed again.
+    The slowdown that variations in durations cause is computed once, for the schedule without copies. If a schedule
+    with copies is much slower than `shortest`, its copies are not placed again.
     """
     num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
     without = _simulated(schedule.without_communication(), problem)
@@ -124,9 +124,9 @@ def _simulated(schedule: Schedule, problem: Problem) -> Timeline:
 def with_copies(timed: Timeline, problem: Problem, rule: CopyRule) -> Schedule | None:
     """Insert copies to the host and back, so that a schedule fits in the memory limits of a problem.
 
-    A rank with full memory releases activations that have been copied to the host. The rank first releases the
-    activations that it needs last (Belady's rule for page replacement). A copy back to the device is queued in time for
-    the backward, or later if memory is full. If copies do not release enough memory, W run earlier than in `timed`.
+    A rank with full memory releases activations that have been copied to the host, and starts with the activations that
+    the rank needs last (Belady's rule for page replacement). A copy back to the device is queued in time for the
+    backward, or later if memory is full. If copies do not release enough memory, W run earlier than in `timed`.
 
     Args:
         timed: a simulation of the schedule; its times determine where copies are placed. Copies that the schedule
@@ -209,12 +209,11 @@ class _RankCopies:
         self._weights = [k for k, timed in enumerate(lane) if timed.op.kind is OpKind.W]
         """Positions of the W that have not yet run."""
         self._early: set[int] = set()
-        """Positions, in the given order of the rank, of the W that have been moved to an earlier place."""
+        """Positions, in the original order of the rank, of all W that have been moved to an earlier place."""
         self._largest = max(self._changes, default=0)
         self._kept: list[_Kept] = []
         self._due: list[tuple[int, _Key]] = []
-        """For released activations: (position of the operation before which the copy back is queued, (microbatch,
-        chunk))."""
+        """(position, (microbatch, chunk)) of released activations, whose copy back is queued before this position."""
         self._link: float = 0
         """Time at which the host link has finished all queued copies."""
         self._memory: float = 0

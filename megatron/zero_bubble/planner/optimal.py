@@ -60,8 +60,8 @@ def optimal(request: PlanRequest) -> Schedule:
 
     The constraint program has no recomputation (R). With planned recomputation under a memory limit, the function
     returns the better of two schedules: the schedule `auto`, and the solver's schedule, which keeps all activations.
-    Under full recomputation, the function returns the better of the schedule `auto` and a schedule of the solver in
-    which B includes the recomputation; R is separated from B after the solver has finished.
+    Under full recomputation, the function returns the better of two schedules: the schedule `auto`, and the solver's
+    schedule in which each B includes its recomputation. R is separated from B after the solver has finished.
 
     Raises:
         Infeasible: no schedule fits in the memory limit.

@@ -1,10 +1,10 @@
-"""Moves of a local search over complete orders, with repairs that keep the memory limits.
+"""Moves of a local search over the orders of all ranks, with repairs that keep every rank within its memory limit.
 
 A *stretch* is a sequence of operations on the critical path that one rank runs without idle time. The critical path
 gets shorter only if an operation moves before the first or after the last operation of its stretch (Balas and
-Vazacopoulos 1998, Management Science 44). If the rank then exceeds its memory limit, other operations make room: weight
-gradients run earlier or, with planned recomputation, a microbatch drops its activations and gets an R (recomputation).
-An R on the critical path may also be removed, so that its F keeps the activations.
+Vazacopoulos 1998, Management Science 44). If a rank exceeds its memory limit after a move, a repair frees memory:
+weight gradients run earlier or, with planned recomputation, a microbatch drops its activations and gets an R
+(recomputation). A move may also remove an R from the critical path, so that its F keeps the activations.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron.zero_bubble.planner.request import tolerance
 from megatron.zero_bubble.schedule.recomputation import Recompute
 
 REACH = 6
-"""Number of operations next to each end of a stretch of the critical path that the search tries to move past that end.
+"""Number of operations that the search tries to move out of a stretch of the critical path at each end of the stretch.
 A `Stretch` is a sequence of operations that one rank runs without idle time."""
 HORIZON = 200
-"""Number of operations after an operation that exceeds the memory limit in which a repair searches for a W or B."""
+"""Number of operations after an operation above the memory limit among which a repair searches for a W or B."""
 
 
 class Move(NamedTuple):
@@ -31,12 +31,12 @@ class Move(NamedTuple):
 
     rank: int
     moved: int
-    """The operation that the move is about."""
+    """Number (see `OrderGraph`) of the operation that the move shifts or removes."""
     first: int
     end: int
-    """The position after the last replaced operation."""
+    """Position after the last operation that the move replaces."""
     part: list[int]
-    """The same operations in their new order; some R (recomputations) may be added or removed."""
+    """The replaced operations in their new order; some R (recomputations) may be added or removed."""
 
     @property
     def removes_r(self) -> bool:
@@ -45,7 +45,7 @@ class Move(NamedTuple):
 
 
 class OrderMoves:
-    """The possible moves of the orders of a graph, and the memory of every rank in these orders."""
+    """The possible moves in the orders of an `OrderGraph`, and the memory of every rank in the current orders."""
 
     def __init__(self, problem: Problem, graph: OrderGraph, *, keeps_forwards: bool) -> None:
         self.problem, self.graph = problem, graph
@@ -57,7 +57,7 @@ class OrderMoves:
         self.r = graph.recomputations
         m, codes = problem.num_microbatches, problem.codes
         self.b, self.w = (range(first * m, first * m + len(self.r)) for first in (codes.b, codes.w))
-        """The numbers of all B and of all W; the k-th B and the k-th W belong to the F with number k."""
+        """Numbers of all B, and numbers of all W; the k-th B and the k-th W belong to the F with number k."""
         self.measure()
 
     def measure(self) -> None:
@@ -105,12 +105,12 @@ class OrderMoves:
         return True
 
     def memory_before(self, move: Move) -> float:
-        """Memory of the rank before the changed part of its order."""
+        """Memory of the move's rank before the first operation that the move replaces."""
         return self._memory[move.rank][move.first]
 
     @staticmethod
     def _out_of(stretch: Stretch) -> Iterator[tuple[int, int]]:
-        """Yield (source, target) of operations near the ends of a stretch that move past that end."""
+        """Yield positions (source, target) that move an operation near an end of a stretch past this end."""
         for source in range(stretch.last - 1, max(stretch.first - 1, stretch.last - 1 - REACH), -1):
             yield source, stretch.last
         for source in range(stretch.first + 1, min(stretch.last + 1, stretch.first + 1 + REACH)):
@@ -169,23 +169,24 @@ class OrderMoves:
 
 
 class _Repair:
-    """Makes room in the memory of a rank whose order changes.
+    """Repairs a move after which a rank would exceed its memory limit.
 
-    The operations are placed one by one in the order of the move. Before an operation that exceeds the memory limit,
-    the next weight gradients are placed, or activations are dropped until an R before their backward.
+    The repair places operations one by one in the order of the move. Before an operation that would exceed the memory
+    limit, the repair places the next weight gradient, or drops activations that an R restores before their backward.
     """
 
     def __init__(self, moves: OrderMoves, move: Move, *, drops_first: bool) -> None:
         self._graph, self._move = moves.graph, move
         self._lane = moves.graph.lanes[move.rank]
         self._order = [*move.part, *self._lane[move.end :]]
-        """The order of the rank from the first changed position on."""
+        """Operations of the rank, in order, from the first position that the move changes."""
         self._num_placed, self._end = 0, move.end
         self._limit, self._memory = moves.limits[move.rank], moves.memory_before(move)
         self._kept = move.part[0] if move.removes_r else None
-        """The F that keeps its activations after the move, but not before."""
+        """Number of the F that drops its activations before the move and keeps them after the move; None without such
+        an F."""
         self._new_drops: set[int] = set()
-        """The F that drop their activations after the move, but not before."""
+        """Numbers of the F that keep their activations before the move and drop them after the move."""
         self._num_microbatches = moves.problem.num_microbatches
         self._b, self._w, self._r = moves.b, moves.w, moves.r
         repairs = [self._place_weight_gradient, self._drop]
@@ -208,7 +209,7 @@ class _Repair:
         return self._graph.allocation[self._r[forward]] if forward < len(self._r) else 0.0
 
     def _place_weight_gradient(self) -> bool:
-        """Move the next W that can run before the next operation; return False if there is no such W."""
+        """Place the next W that can run before the next operation; return False if no W can."""
         begin, waiting = self._num_placed, set[int]()
         needs, from_b = self._graph.needs, self._w.start - self._b.start
         for position, op in enumerate(self._order[begin : begin + HORIZON], begin):
@@ -222,8 +223,8 @@ class _Repair:
     def _drop(self) -> bool:
         """Drop activations that are in memory, and insert their R; return False if no activations can be dropped.
 
-        Of all activations in memory, the activations are dropped whose R has the shortest path through it; of several
-        such activations, those whose backward comes last.
+        The repair drops the activations with the shortest critical path through their R. Of several activations with
+        paths of equal length, the repair drops the activations with the latest backward.
         """
         graph, begin, m = self._graph, self._num_placed, self._num_microbatches
         unplaced = self._order[begin + 1 : begin + HORIZON]

@@ -30,7 +30,7 @@ class PairPolicy:
     patience: float = 1.0
     """Longest wait of a ready F or B for the other operation of a pair, as a multiple of the time of a B."""
     weights: GapRule = GapRule.BALANCED
-    """Whether W fills a gap that is shorter than W."""
+    """Whether a W may run in an idle gap that is shorter than the W."""
     fuses: bool = False
     """Whether W runs inside a pair if W takes less time in the pair than alone."""
 
@@ -101,7 +101,7 @@ def _computations(schedule: Schedule) -> Computations:
 
 
 def _neighbours_paired(lanes: Computations, first: OpKind) -> Computations:
-    """Pair each operation of kind `first` with the next operation, if the two differ in kind and in microbatch."""
+    """Pair each operation of kind `first` with the next operation, if they differ in kind and in microbatch."""
     paired: Computations = []
     for lane in lanes:
         ops = [op for together in lane for op in together]
@@ -139,7 +139,7 @@ def _plan(loop: _PairedRanks) -> Schedule | None:
 
 
 def _as_pairs(ops: Sequence[Op], paired: dict[Op, OpKind]) -> tuple[Op, ...]:
-    """Replace the kind of the B of each pair by the kind of the pair.
+    """Change the kind of each B that runs in a pair to the kind of the pair.
 
     The W of a B is left out if the pair with this B also computes the weight gradients.
     """

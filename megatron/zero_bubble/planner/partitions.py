@@ -14,13 +14,13 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 STAGES_WEIGHT = 0.2
 """Weight of unequal work of the stages when partitions are compared. The estimated time of a partition is multiplied by
-`1 + STAGES_WEIGHT * u + HOLDING_WEIGHT * v`. In this factor u is `_unevenness` of the stages' work, and v is
+`1 + STAGES_WEIGHT * u + HOLDING_WEIGHT * v`, where u is the `_unevenness` of the stages' work and v is the
 `_unevenness` of the ranks' memory."""
 HOLDING_WEIGHT = 0.1
 """Weight of unequal memory of the ranks when partitions are compared, in the formula at `STAGES_WEIGHT`."""
 ALIKE = 1.005
-"""Partitions with times that differ by at most this factor are equally good. The most even of equally good partitions
-is taken, so that two measurements of the same costs lead to the same partition."""
+"""Partitions with times that differ by at most this factor count as equally good. The most even of equally good
+partitions is taken, so that two measurements of the same costs lead to the same partition."""
 
 
 class Balance:
@@ -90,9 +90,10 @@ class Balance:
         return self.excess(partition), self.time(partition), _unevenness(ends)
 
     def time(self, partition: Sequence[int]) -> float:
-        """The time of the sort key of a partition: `estimate` with two surcharges, whose sizes come from measured runs.
+        """Time by which partitions are compared: `estimate`, raised for unequal stages and for unequal ranks.
 
-        One surcharge is for stages of unequal work, the other surcharge is for ranks of unequal memory.
+        The weights of unequal work of stages (`STAGES_WEIGHT`) and of unequal memory of ranks (`HOLDING_WEIGHT`) come
+        from measured runs.
         """
         works = self._work.of_stages(partition)
         lost = STAGES_WEIGHT * _unevenness(works) + HOLDING_WEIGHT * _unevenness(self._holdings(partition))

@@ -19,8 +19,8 @@ from megatron.zero_bubble.schedule.timeline import TimedOp, Timeline
 LONG = 20_000
 """Largest number of F, B and W that are planned one by one; a longer schedule repeats part of a shorter schedule."""
 WARMUPS = (4, 6, 10)
-"""Numbers of microbatches of the shorter schedules to try, divided by the number of ranks. Already with four
-microbatches a rank, most ranks reach the steady state long before their last microbatch."""
+"""Ratios of microbatches to ranks to try for the shorter schedule that is extended. Already with four times as many
+microbatches as ranks, most ranks reach the steady state long before their last microbatch."""
 MOST_DISPLACED = 0.1
 """A period may be repeated if its fraction of displaced operations (see `_Period.displaced`) is at most this large."""
 NUM_CUTS = 16
@@ -103,7 +103,7 @@ class _Period(NamedTuple):
 
     @property
     def displaced(self) -> float:
-        """Number of other operations between the operations of the period, per operation of the period."""
+        """Number of operations between those of the period that are not in the period, per operation of the period."""
         return sum(part.end - part.start - part.size for part in self.parts) / sum(part.size for part in self.parts)
 
 

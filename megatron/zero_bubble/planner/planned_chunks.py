@@ -32,17 +32,18 @@ RULES = (
     (GapRule.BALANCED, GapRule.BALANCED),
     (GapRule.NEVER, GapRule.NEVER),
 )
-"""Pairs of rules, for gaps that are shorter than a W and for gaps that are shorter than an F, besides the pair that is
-tried for all group sizes."""
+"""Pairs of rules, for gaps shorter than a W and for gaps shorter than an F, to try for the two best group sizes. All
+group sizes are first tried with the default rules of `InGroups`."""
 
 STEEPNESS = (0.75, 0.82, 0.88, 1)
-"""Fractions to try: decrease of the number of microbatches in flight from the first to the last rank, divided by the
-number on the first rank minus one. With a fraction of 1, one microbatch is in flight on the last rank."""
+"""Fractions to try for the decrease of the number of microbatches in flight from the first rank to the last rank. With
+a fraction of 1, the number of microbatches in flight decreases to one on the last rank."""
 CHOICES_WITHOUT_PLAN = 5
 """Number of group sizes that are tried while no plan fits, for a problem of any size."""
 
 FAR = 1.25
-"""Group sizes beyond a size whose plan takes more than this factor times as long as the best plan are not tried."""
+"""If the plan for a group size takes more than this factor times as long as the best plan, group sizes that are even
+further from the first group size are not tried."""
 
 Groups = tuple[int, ...]
 """The sizes of the groups in which microbatches pass through the chunks."""
@@ -122,9 +123,9 @@ def plan_chunks(problem: Problem, group_size: int | None = None) -> Portfolio:
 def _choices_of_groups(problem: Problem) -> list[Groups]:
     """The group sizes to try: first the size that fills the memory of a rank, then smaller and larger sizes in turn.
 
-    If microbatches pass in groups of K through v chunks on each of p ranks, and the warmup of each rank has one F more
-    than the next rank's warmup, rank 0 needs memory for (K (v-1) + p) / v microbatches. If memory is short, the best
-    group size is about three quarters of the number of microbatches in flight.
+    With groups of K microbatches, v chunks on each of p ranks, and one more F in each rank's warmup than in the next
+    rank's warmup, rank 0 needs memory for (K (v-1) + p) / v microbatches. If memory is short, the best group size is
+    about three quarters of the number of microbatches in flight.
     """
     p, v, m = problem.num_ranks, problem.placement.num_chunks, problem.num_microbatches
     if v == 1:
@@ -187,9 +188,9 @@ def _slopes(problem: Problem) -> tuple[float, ...]:
     """The slopes to try, the most promising first: differences of the warmups of successive ranks, in numbers of F.
 
     With Megatron's slope, a difference of 2 F between the warmups of successive ranks, no rank is idle before its first
-    B if F takes as long as B. For the slope `until_b`, the difference between successive warmups is computed from
-    durations and message times, so that no rank is idle before its first B even if F and B differ in duration. For
-    `_filling_slope`, the difference is computed so that the activations of the warmup fill the memory of rank 0.
+    B if F takes as long as B. With the slope `until_b`, which is computed from durations and message times, no rank is
+    idle before its first B even if F and B differ in duration. With the slope `_filling_slope`, the activations of the
+    warmup fill the memory of rank 0.
     """
     size = problem.num_stages
     f, b = median(problem.latency[:size]), median(problem.latency[size : 2 * size])
@@ -223,7 +224,7 @@ def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 
 def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
-    """Yield, for several chunks a rank, numbers of F ahead of B that allow the warmups of `alternating_orders`."""
+    """Yield, for several chunks a rank, limits on F ahead of B that allow the warmups of `alternating_orders`."""
     chunks = problem.placement.num_chunks
     for slope in (2, 1) if chunks > 1 else ():
         before_last_chunk = (chunks - 1) * max(groups) + problem.num_delayed

@@ -28,8 +28,8 @@ from megatron.zero_bubble.schedule.simulate import simulate
 NUM_PLANS = 3
 """Number of the best plans on which the local search spends most of its budget."""
 MOST_PLANS = 25
-"""Largest number of plans that are kept. From the best plans alone, the local search often ends in one and the same
-plan; other plans lead to others."""
+"""Largest number of plans that are kept. From a few best plans, the local search often ends in the same plan; further
+plans lead the local search to different results."""
 FEW_MOVES = 40
 """Least number of moves of the local search on a kept plan, before the search continues with the best plans."""
 FEW_RESTARTS = 2
@@ -41,8 +41,8 @@ LEAST_CANDIDATES = 12
 QUICK_CANDIDATES = 5
 """Number of candidate orders that are tried if the budget of planned operations is zero."""
 INSERTED = 8
-"""Operations on vocabulary shards are inserted into plans of a search without shards, which gets the budget of the
-problem divided by `INSERTED`."""
+"""Divisor of the problem's budget for a search without vocabulary shards, into whose plans operations on vocabulary
+shards are inserted."""
 LARGER_LIMITS = (1.1, 1.4, 1.7)
 """Factors by which the memory limit is raised for plans without recomputation, before activations are dropped."""
 IMPROVING = 1
@@ -52,10 +52,10 @@ IMPROVING = 1
 def budget_of(problem: Problem) -> int:
     """Budget of a search, as a number of planned operations.
 
-    The search gets the budget of the problem, but at least the budget for `LEAST_CANDIDATES` candidate orders, or for
-    `QUICK_CANDIDATES` candidate orders if the budget of the problem is zero. For a long problem (see
-    `Problem.is_long`), the search gets half of the budget of the problem, but at least the budget for a quarter of
-    `LEAST_CANDIDATES` candidate orders.
+    The search gets the budget of the problem, but at least the budget for `LEAST_CANDIDATES` candidate orders. If the
+    budget of the problem is zero, the search gets the budget for `QUICK_CANDIDATES` candidate orders. For a long
+    problem (see `Problem.is_long`), the search gets half of the budget of the problem, but at least the budget for a
+    quarter of `LEAST_CANDIDATES` candidate orders.
     """
     if problem.is_long:
         return max(problem.budget // 2, LEAST_CANDIDATES * problem.num_ops // 4)
@@ -106,7 +106,7 @@ class Portfolio:
         self.plans = sorted([*self.plans, plan], key=lambda each: each.cost)[:MOST_PLANS]
 
     def improve(self, problem: Problem, budget: int, *, keeps_forwards: bool = False) -> None:
-        """Improve plans by local search until a plan is good enough: first all kept plans a little, then the best.
+        """Improve plans by local search until a plan is good enough: first all plans a little, then the best plans.
 
         Plans of a long problem (see `Problem.is_long`) are not improved.
 
@@ -140,7 +140,7 @@ class Portfolio:
     def run(self, loop: EventLoop) -> float:
         """Run a scheduling policy, and keep its plan if it is among the best plans.
 
-        The result is the cost of the plan, or infinity if the ranks deadlock.
+        The method returns the cost of the plan, or infinity if the ranks deadlock.
         """
         plan = loop.run()
         self.budget -= loop.weight * loop.problem.num_ops
@@ -158,7 +158,7 @@ class Portfolio:
             self.in_order(problem, one_by_one(problem))
 
     def insert_shards(self, problem: Problem, search: Callable[[Problem], Portfolio]) -> None:
-        """Plan without vocabulary shards by `search`, insert operations on shards, and keep the best results.
+        """Plan without vocabulary shards by `search`, insert operations on shards, and keep the best plans.
 
         Operations on vocabulary shards delay the backwards, so that one more microbatch is in flight.
 

@@ -24,8 +24,8 @@ class MegatronsTime:
     Attributes:
         milliseconds: predicted or measured time of the step.
         work: milliseconds of F, B and W of one microbatch, summed over all ranks, in the predicted or measured step.
-            Operations on vocabulary shards are left out, because Megatron's split has no shards, and because such
-            operations contain waits for other ranks.
+            The sum omits operations on vocabulary shards, because Megatron's split has no shards, and because
+            operations on shards contain waits for other ranks.
         is_same_layout: whether the time was measured in the layout of the run.
     """
 

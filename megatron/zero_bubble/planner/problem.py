@@ -20,8 +20,8 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 from megatron.zero_bubble.schedule.shard_ops import shortest_delay
 
 LONG = 30_000
-"""Number of operations above which a planning problem is long. For a problem with more operations few candidates are
-tried, no local search runs, and a plan close to the lower bound is good enough."""
+"""Number of operations above which a planning problem is long. For a long problem, few candidates are tried, no local
+search runs, and a plan close to the lower bound is good enough."""
 CLOSE = 5e-4
 """A plan of a long problem (see `LONG`) is good enough within this relative distance from the lower bound."""
 
@@ -192,7 +192,7 @@ class Problem:
 
     @cached_property
     def _messages(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Stage s -> latency of a message between stages s and s + 1, and time for which both ranks are occupied."""
+        """Stage s -> latency of a message between stages s and s + 1, and time for which it occupies both ranks."""
         times = self.costs.messages(self.placement)
         nothing = (0,) * len(times)
         return (times, nothing) if self.overlap_communication else (nothing, times)

@@ -1,7 +1,7 @@
 """The registry of schedules by name.
 
-To add an algorithm, write a pure function and an entry in `_ENTRIES`. The function of the entry makes the schedule from
-a checked `PlanRequest` (see `PlanRequest.checked`).
+To add an algorithm, write a pure function and an entry in `_ENTRIES`. The entry's function makes the schedule from a
+checked `PlanRequest` (see `PlanRequest.checked`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Entry:
 
     @property
     def plans_all_kinds(self) -> bool:
-        """Whether operations on vocabulary shards, and pairs, are planned together with the other operations."""
+        """Whether the planner places operations on vocabulary shards and pairs together with all other operations."""
         return self.uses_costs and not self.is_slow
 
     @property

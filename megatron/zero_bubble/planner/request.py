@@ -20,7 +20,7 @@ with the default effort takes about a second."""
 QUICK_EFFORT = 50_000
 """Number of operations to plan for a quick estimate."""
 DRAFT_EFFORT = 10_000
-"""Largest effort of a draft; drafts are compared by their simulated times, other plans by their expected times."""
+"""Largest effort of a draft plan; draft plans are compared by simulated times, other plans by expected times."""
 MOST_CHUNKS = 64
 """Largest number of model chunks a rank."""
 
@@ -63,8 +63,8 @@ class PlanRequest:
         schedule: name of the schedule to plan (see `names`).
         num_microbatches: microbatches of an iteration.
         placements: placements to choose from, all for the same number of ranks.
-        costs: `ModelCosts` of the units of a model whose layers are to be divided into stages, or `StageCosts` of the
-            stages if there is only one placement; `default_costs` by default.
+        costs: `ModelCosts` of the units of a model that is divided into stages, or `StageCosts` of the stages if there
+            is only one placement; `default_costs` by default.
         partition: number of layers of every stage in model order; None to choose the partition.
         usual: the layout, such as Megatron's, that is kept unless another layout is faster; None if no layout is
             preferred.
@@ -85,8 +85,8 @@ class PlanRequest:
         takes_makespan: whether plans are compared by their makespan, and not by the longest span of a rank, from which
             published bubble rates are computed. An iteration whose optimizer step waits for all ranks takes the
             makespan. Without post-validation interleaved placements are always compared by their makespan.
-        pairs: whether a forward and a backward may run as one operation, so that either computes while the other
-            exchanges tokens between experts (see `schedule.pairs`).
+        pairs: whether a forward and a backward may run as one operation, so that one computes while the other exchanges
+            tokens between experts (see `schedule.pairs`).
         offloads: whether activations may be copied to the host and back, under a memory limit (see `offloading`).
         host_rate: memory that the host link copies in a unit of time; None if the costs contain the times of copies.
         spread: half the interquartile range of a duration, divided by its median. With a spread above zero, plans are

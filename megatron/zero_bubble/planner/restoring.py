@@ -21,8 +21,9 @@ Groups = tuple[int, ...]
 def groupings(problem: Problem) -> list[Groups]:
     """The numbers of groups of layers to try for each stage, the fewest groups first.
 
-    With more groups of layers a stage takes less memory, but more of its recomputation and weight gradients run inside
-    B, and the previous stage waits for this B. A rank that is not short of memory has one group of layers a stage.
+    With more groups of layers a stage takes less memory, but its B takes longer: more of the stage's recomputation and
+    weight gradients run inside the B, for which the previous stage waits. A rank that is not short of memory has one
+    group of layers a stage.
 
     Args:
         problem: a problem with memory limits.

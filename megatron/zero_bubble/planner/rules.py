@@ -25,7 +25,7 @@ class Keeping:
     """The choice of microbatches that keep their activations, in a problem with recomputation."""
 
     defers_weights: bool = False
-    """Whether an F drops its activations rather than wait for a W to release memory."""
+    """Whether an F that lacks memory drops its activations, instead of waiting for a W to release memory."""
     drops: AbstractSet[tuple[int, int]] = frozenset()
     """(stage, microbatch) of activations that are dropped even if they fit in memory."""
     most_dropped: int | None = None
@@ -35,9 +35,9 @@ class Keeping:
     def choices(cls, problem: Problem) -> tuple[Keeping, ...]:
         """The rules to try for dropping activations: a single rule if no microbatch may be recomputed.
 
-        With `Recompute.PLANNED` some rules drop the activations of the first microbatch. The first microbatch's
-        recomputation (R) can run before any B is ready, and every later R can reuse the memory of this R. One rule
-        drops activations only in the warmup and in the cooldown, where ranks idle.
+        With `Recompute.PLANNED` some rules drop the activations of the first microbatch. The R (recomputation) of the
+        first microbatch can run before any B is ready, and later R can reuse its memory. One rule drops activations
+        only in the warmup and in the cooldown, where ranks idle.
         """
         if not problem.recomputes:
             return (cls(),)

@@ -26,7 +26,7 @@ from megatron.zero_bubble.schedule.validate import validate
 _ONE_BY_ONE = "one-by-one"
 """Name of the schedule of the last memory level (see `RunSchedules.in_less_memory`): one microbatch at a time."""
 _CANDIDATES = 20
-"""Number of candidate orders for a schedule that needs less memory: few, because a step waits for the schedule."""
+"""Number of candidate orders for a schedule that needs less memory; small, because a step waits for the schedule."""
 
 
 def _unwatched(name: str, num_microbatches: int) -> AbstractContextManager[None]:
@@ -38,7 +38,8 @@ class RunSchedules:
     """The schedules of a training run: one for each number of microbatches, from a request or a file.
 
     Attributes:
-        request: a request for one layout; its number of microbatches is replaced for each schedule.
+        request: a request for one layout; each schedule is made with its own number of microbatches in place of the
+            request's number.
         given: a schedule that was read from a file, for one number of microbatches; None to make schedules.
         shared: number of microbatches -> schedule that one rank has made and all ranks have received.
         watch: (name of the schedule, number of microbatches) -> context manager in which this process makes the
@@ -133,7 +134,8 @@ class RunSchedules:
                 the last memory level runs one microbatch at a time.
 
         Returns:
-            The schedule; None beyond the last level, without a memory limit, or if schedules do not depend on costs.
+            The schedule that needs less memory; None beyond the last memory level, without a memory limit, or if the
+            run's schedules do not depend on costs.
         """
         limits, key = self.request.limits, (num_microbatches, level)
         if not self.adapts or limits is None:

@@ -31,7 +31,8 @@ class Extent:
         promising: largest time of a plan, relative to the shortest time, for which its layout is planned with more
             effort.
         num_moved: number of best plans whose layers are moved to other stages.
-        worth_moving: largest time of a plan, relative to the shortest time, for which layers move to other stages.
+        worth_moving: largest time of a plan, relative to the shortest time, for which layers of its layout move to
+            other stages.
         is_small: whether the problem is small, so that plans that differ only in recomputation count as different.
     """
 

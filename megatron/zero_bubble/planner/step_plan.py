@@ -73,7 +73,7 @@ class StepProblem:
         return differs and self.rules.plan.schedule(len(self.sizes)).kinds.isdisjoint(PAIRED)
 
     def is_as(self, other: StepProblem) -> bool:
-        """Whether another problem has the same plan: equal sizes, limits and options, identical costs and schedules."""
+        """Whether another problem has the same plan: sizes, limits, options, costs and schedules are the same."""
         same = self.costs is other.costs and self.rules.plan is other.rules.plan
         return same and self.sizes == other.sizes and self.rules[1:] == other.rules[1:]
 

@@ -33,11 +33,12 @@ in proportion to the effort."""
 PRIORITIES = (("B0", "F1", "B1", "F0"), ("F1", "B1", "B0", "F0"), ("B1", "F1", "B0", "F0"), ("B1", "B0", "F1", "F0"))
 """Priorities of F and B to try in list scheduling; in one plan all ranks have the same priorities."""
 LEADS = ((0.85, 0.5), (0.7, 0), (1, 1), (2, 0))
-"""Pairs of a share and a decrease, which determine limits on microbatches in flight in chunk 0. The limit of rank 0 is
-the share times the number of microbatches that fit in memory in chunk 0 alone; from each rank to the next, the limit
-falls by the decrease."""
+"""Pairs (share, decrease) for limits on the number of microbatches in flight in chunk 0. The limit of rank 0 is `share`
+times the number of microbatches whose activations of chunk 0 alone fit in memory. From each rank to the next rank, the
+limit falls by `decrease`."""
 NUM_SPARSE = 4
-"""Number of building blocks that are tried for each smaller number of microbatches in flight (see `_sparse_blocks`)."""
+"""Number of building blocks to try for each number of microbatches in flight that leaves memory (see
+`_sparse_blocks`)."""
 WORTH_VARYING = 0.01
 """Building blocks are varied if the cost of the best plan exceeds the lower bound by more than this fraction."""
 NUM_VARIATIONS = 150
@@ -72,7 +73,7 @@ def best_in_v(problem: Problem) -> Schedule:
 def _with_r_beside_b(problem: Problem) -> list[Schedule]:
     """Under full recomputation, the best plan in which each R directly precedes its B.
 
-    The list is empty without full recomputation, and if the plan does not fit in the memory limits.
+    The returned list is empty without full recomputation, and if the plan does not fit in the memory limits.
     """
     if problem.recompute is not Recompute.FULL or not (inside := problem.recomputing_in_backward()).is_feasible:
         return []
@@ -83,9 +84,9 @@ def _with_r_beside_b(problem: Problem) -> list[Schedule]:
 def _search(problem: Problem) -> Portfolio:
     """Plan schedules for a V-shaped placement, and return the best plans.
 
-    If the budget is spent and no plan fits in memory, the search continues: it tries each remaining building block with
-    one `GapRule`, and list scheduling. The order with one microbatch at a time always fits, but can take several times
-    as long as other orders.
+    If the budget is spent and no plan fits in memory, the search still tries each remaining building block with one
+    `GapRule`, and then list scheduling. The order that runs one microbatch at a time always fits in memory, but can
+    take several times as long as other orders.
     """
     portfolio = Portfolio(problem, budget_of(problem))
     rules = list(product((GapRule.BALANCED, GapRule.ALWAYS, GapRule.NEVER), Keeping.choices(problem)))
