@@ -191,7 +191,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the unsharded tensor; if `tensor` is a replica's shard, this is a collective call of the replicas."""
+    """Return the unsharded tensor; for a replica's shard, `whole` is a collective call of the replicas."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

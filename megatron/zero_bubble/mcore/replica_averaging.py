@@ -59,7 +59,7 @@ class ReplicaAveraging:
         self._averaged_at = iteration
         """The last iteration after which all replicas had the same parameters."""
         self.is_local = False
-        """Whether the next iteration steps on this replica's own gradients."""
+        """Whether the next optimizer step uses only this replica's own gradients."""
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:

@@ -21,10 +21,10 @@ class Microbatch:
     """
 
     outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Kind of collective -> tensors for this rank to broadcast. The tensors are kept here until the broadcast runs,
-    because this rank's operations may drop their own references earlier."""
+    """Kind of collective -> tensors for this rank to broadcast. `outgoing` keeps the tensors until the broadcast
+    runs, because this rank's operations may drop their own references to the tensors earlier."""
     call: RecordedCall | None = None
-    """The recorded call of the model in the first stage; None once the forward of the stage runs."""
+    """The first stage's call of the model, which the embedding E records before F runs; None once F runs."""
     loss_function: Callable[..., Any] | None = None
     tokens: torch.Tensor | None = None
     """Token numbers, [batch, sequence]."""
@@ -49,7 +49,7 @@ class Microbatch:
 
 
 class KeptGradient(torch.autograd.Function):
-    """Returns the embedding unchanged; keeps only the embedding's gradient, for the weight gradient EW."""
+    """Returns embeddings unchanged in the forward; keeps the embeddings' gradient in the backward, for EW."""
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, looked_up: torch.Tensor, state: Microbatch) -> torch.Tensor:

@@ -44,7 +44,7 @@ class LayerWeightGrad:
         self._hook = hook
 
     def defer(self) -> MicrobatchSum:
-        """Return the sum for the current microbatch, and let the sum expect one more term from W."""
+        """Return the `MicrobatchSum` of the current microbatch, which expects one more term from W after the call."""
         if self._of_microbatch != self.store.num_flushed:
             self._of_microbatch, self._sum = self.store.num_flushed, MicrobatchSum()
         self._sum.num_missing += 1
