@@ -41,7 +41,7 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def copy_to_model(optimizer: MegatronOptimizer) -> None:
-    """Copy the optimizer's parameters to the model's parameters, where the two differ in precision."""
+    """Copy the optimizer's parameters to the model's parameters, if optimizer and model use different precisions."""
     for part in parts(optimizer):
         if isinstance(part, MixedPrecisionOptimizer) and not part.is_stub_optimizer:
             part._copy_main_params_to_model_params()

@@ -219,8 +219,8 @@ class PostValidation:
         return flags
 
     def _is_wrong(self, flags: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
-        """Tell whether the gradients of this rank or, with a distributed optimizer, of its stage show that a step would
-        be wrong."""
+        """Tell whether gradients show that an optimizer step would be wrong: the gradients of this rank or, with a
+        distributed optimizer, the gradients of this rank's stage."""
         zero = torch.zeros(1, device=norms[0].device)
         state = torch.cat([sum((flag for flag, _ in flags), zero), sum(norms, zero)])
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

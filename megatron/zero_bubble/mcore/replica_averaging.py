@@ -1,6 +1,6 @@
 """Hierarchical SGD for megatron-core: replicas step on their own gradients, and their parameters are averaged.
 
-The parameters of the optimizer are averaged; in mixed precision these are the fp32 parameters. The model's parameters
+The parameters of the optimizer are averaged, which are the fp32 parameters in mixed precision. The model's parameters
 are copies of the optimizer's parameters.
 """
 

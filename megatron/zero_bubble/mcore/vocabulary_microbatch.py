@@ -41,9 +41,10 @@ class Microbatch:
     losses: torch.Tensor | None = None
     """Loss of every token, [n]."""
     alpha: torch.Tensor | None = None
-    """This shard's share of the softmax's denominator, for every token, [n]."""
+    """Share of this rank's vocabulary shard in the denominator of each token's softmax, [n]."""
     input_gradient: torch.Tensor | None = None
-    """Gradient of the last stage's output for a loss gradient of 1, [n, hidden]; only on the last stage's rank."""
+    """Gradient of the loss with respect to the last stage's output, [n, hidden], for a gradient of 1 with respect to
+    every token's loss; only on the last stage's rank."""
     loss_gradient: torch.Tensor | None = None
     """Gradient with respect to the loss of every token, [n]."""
 

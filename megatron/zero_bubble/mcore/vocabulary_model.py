@@ -224,7 +224,7 @@ def _model_of_stage(models: Sequence[Any], placement: Placement, stage: int) -> 
 
 
 def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any) -> str | None:
-    """Return in one line why these models' vocabulary cannot be sharded; None if it can be sharded."""
+    """Return the reason why the models' vocabulary cannot be sharded, in one line; None if sharding is possible."""
     flag = "--zero-bubble-vocabulary-parallel"
     config = get_model_config(models[0])
     kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}

@@ -1,4 +1,4 @@
-"""Layers that drop their activations in F and run again in R, before their B."""
+"""Layers with activation recomputation: F drops a layer's activations, and R runs the layer again before B."""
 
 from __future__ import annotations
 

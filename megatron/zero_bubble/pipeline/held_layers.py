@@ -131,7 +131,7 @@ class Summary:
     """The number of parameters of all ranks together."""
 
     def text(self) -> str:
-        """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""
+        """Describe the partition, and list the layer classes whose W stays in B, with their share of the parameters."""
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
         lines = [f"{schedule.name}, {placement.num_ranks} ranks, {self.num_microbatches} microbatches"]
         for stage in range(placement.num_stages):

@@ -54,8 +54,8 @@ class DefersWeightGradients(Protocol):
     def defer_weight_gradients(self, store: WeightGradStore) -> Iterable[nn.Parameter]:
         """Defer weight gradients from now on, and return the parameters whose gradients are deferred; called once.
 
-        A backward that runs while `store.is_deferring` passes to `store.put` a function that computes the gradients and
-        adds them to `.grad`. A backward outside of `store.deferring()` computes the weight gradients at once.
+        While `store.is_deferring` is true, a backward calls `store.put` with a function that computes weight gradients
+        and adds them to `.grad`. A backward outside of `store.deferring()` computes the weight gradients at once.
         """
         ...
 
