@@ -82,7 +82,7 @@ def _noting(write: Callable[..., None], failures: list[CheckpointError]) -> Call
 
 
 _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""Names of the method of megatron-core that writes a rank's files: the first up to 0.16, the second from 0.17 on."""
+"""Names of megatron-core's method that writes a rank's files: `..._multiproc` up to 0.16, then `..._multithread`."""
 
 
 def write_in_threads(*, keep_results: bool) -> None:

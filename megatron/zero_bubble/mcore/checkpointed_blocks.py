@@ -41,8 +41,8 @@ def checkpoint_every_layer(config: Any) -> None:
 def shorter_last_blocks() -> AbstractContextManager[None]:
     """Let the last block of a stage have fewer layers than `recompute_num_layers`; only megatron-core 0.16 needs this.
 
-    megatron-core 0.16 also requests layers beyond the last layer of the stage; the replacement returns layers that pass
-    their input on unchanged.
+    megatron-core 0.16 also calls `_get_layer` for layers beyond the last layer of the stage. For such layers, the
+    replaced `_get_layer` returns a layer that passes its input on unchanged.
     """
     if not megatron.core.__version__.startswith("0.16."):
         return nullcontext()
@@ -92,7 +92,7 @@ class _BlockRunner:
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """A `CheckpointFunction` whose forward runs again before the backward: in R or, group by group, inside B."""
+    """A `CheckpointFunction` whose forward runs again before the backward of its block, in R or inside B."""
 
     @staticmethod
     def forward(

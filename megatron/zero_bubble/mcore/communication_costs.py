@@ -20,16 +20,16 @@ from megatron.zero_bubble.runtime.message_times import measure_collective, measu
 from megatron.zero_bubble.schedule import Placement
 
 _CALLS, _PRODUCTS = 4, 2
-"""Numbers of communication calls in a round of a measurement, and of matrix products during each call."""
+"""Number of communication calls in a round of a measurement, and number of matrix products during each call."""
 _FEWEST_ROUNDS, _MOST_ROUNDS, _MILLISECONDS = 3, 12, 1000.0
-"""Limits of the number of rounds in a measurement, and approximate limit of the duration of all rounds."""
+"""Minimum and maximum number of rounds in a measurement, and approximate maximum milliseconds of all rounds."""
 
 
 def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
 
-    The returned time belongs to the slowest pair of neighbouring ranks. If the schedule were planned with the message
-    time of a faster pair of ranks, the slowest pair of ranks would wait at every message.
+    The returned time is the message time of the slowest pair of neighbouring ranks. If the schedule were planned
+    with the message time of a faster pair of ranks, the slowest pair of ranks would wait at every message.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     slowest = torch.zeros(1, device=torch.cuda.current_device())
@@ -43,7 +43,7 @@ def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, t
 
 
 def measure_collective_of_pipeline(spec: TensorSpec, timeout: timedelta) -> float:
-    """Measure the milliseconds of one collective that vocabulary shards need; a collective call of the whole job."""
+    """Measure the milliseconds of one collective between vocabulary shards; a collective call of the whole job."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return 0.0
@@ -82,8 +82,8 @@ def measure_beside_compute(
     computation. All ranks compute and communicate at the same time, as in training.
 
     Returns:
-        Additional milliseconds for one call of `communicate`: the median over ranks of the mean over rounds. Rounds are
-        averaged because every delay counts: one collective in ten can take several times as long as the others.
+        Additional milliseconds for one call of `communicate`: the median over ranks of the mean over rounds. The mean
+        over rounds includes rare delays: one collective in ten can take several times as long as the other collectives.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:

@@ -1,12 +1,12 @@
 """Makes layers on the meta device keep the same tensors, and count the same operations, as the kernels of a GPU.
 
-Layers that this module does not replace are counted as megatron-core implements them. The counted layers are
-megatron-core's local layers, also for a job with Transformer Engine, because the layers of Transformer Engine 2.x keep
-the same tensors (see its `pytorch/module/`). `LayerNormLinear`, which is Transformer Engine's norm fused with a linear
-layer, saves the input and the output of the norm, and a statistic for each token (`layernorm_linear.py`). Transformer
-Engine's linear layer saves its input (`linear.py`). Attention saves queries, keys, values, its output and the logarithm
-of the softmax's sums (`attention/dot_product_attention/`). Unfused attention saves the scores, before and after
-dropout, and dropout's mask. The counted memory leaves out norm statistics.
+Layers that this module does not replace are counted with megatron-core's own code. For a job with Transformer Engine,
+too, megatron-core's local layers are counted, because the layers of Transformer Engine 2.x keep the same tensors as the
+local layers (see `pytorch/module/` in Transformer Engine). `LayerNormLinear`, which is Transformer Engine's norm fused
+with a linear layer, saves the input and the output of the norm, and a statistic for each token (`layernorm_linear.py`).
+Transformer Engine's linear layer saves its input (`linear.py`). Attention saves queries, keys, values, its output and
+the logarithm of the softmax's sums (`attention/dot_product_attention/`). Unfused attention saves the scores, before and
+after dropout, and dropout's mask. The counted memory leaves out norm statistics.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class AttentionKernel(Enum):
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
     """Change a model of megatron-core's own layers, to count the memory and the operations of a GPU's kernels.
 
-    Autograd then saves the same tensors, and torch's FLOP counter counts the same operations, as with these kernels.
-    The projections are counted as megatron-core implements them. For a kernel of Transformer Engine, every
-    tensor-parallel rank gets a whole copy of the projections to latent vectors.
+    In the changed model, autograd saves the same tensors, and torch's FLOP counter counts the same operations, as with
+    a GPU's kernels. The linear projections are counted with megatron-core's own code. For a kernel of Transformer
+    Engine, every tensor-parallel rank gets a whole copy of the projections to latent vectors.
     """
     for module in list(model.modules()):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, GatedRMSNorm)):
@@ -75,13 +75,13 @@ def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
 
 
 def expert_parameters(model: torch.nn.Module) -> dict[int, int]:
-    """Map the id of each parameter of routed experts to the number of experts for which the parameter stands."""
+    """Map the id of each parameter of a `MergedExperts` module to the number of experts that the module merges."""
     experts = [module for module in model.modules() if isinstance(module, MergedExperts)]
     return {id(parameter): expert.num_merged for expert in experts for parameter in expert.parameters()}
 
 
 class MergedExperts(SequentialMLP):
-    """Merges all experts of a rank into a single expert, which gets the tokens of all these experts."""
+    """Merges all experts of a rank into a single expert, which gets the tokens of all experts of the rank."""
 
     def __init__(self, num_local_experts: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(1, *args, **kwargs)

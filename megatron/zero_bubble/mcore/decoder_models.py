@@ -30,4 +30,4 @@ HYBRID_TAKES_STAGES = hasattr(importlib.import_module(ALLOCATION_MODULE), "selec
 """Whether hybrid models choose a stage's layers from a pattern with `|`, as they do from megatron-core 0.17 on."""
 
 DECODER_MODELS: tuple[Any, ...] = (GPTModel, HYBRID)
-"""Model classes with an `embedding`, `decoder.layers` and an `output_layer`, each on the stages that need it."""
+"""Model classes with the modules `embedding`, `decoder.layers` and `output_layer`, on the stages that need them."""

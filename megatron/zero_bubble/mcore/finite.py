@@ -38,8 +38,8 @@ def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """A value that is not finite. Of several values that are not finite, the first in sort order probably caused the
-    others."""
+    """A value that is not finite. Of several values that are not finite, the value of the first `_Finding` in sort
+    order probably caused the others."""
 
     kind: int
     """Kind of the value: 0 for a weight, 1 for a loss, 2 for a gradient."""

@@ -156,7 +156,7 @@ class MegatronStage:
             self._sent[chunk, microbatch] = TensorSpec(tuple(output.shape), output.dtype, output.device)
 
     def _check_message(self, stage: int, output: Any) -> None:
-        """Raise `ForwardStepError` if a stage sends a tensor that the next stage does not expect."""
+        """Raise `ForwardStepError` if a stage's output is not one tensor of the shape that the next stage expects."""
         if not isinstance(output, torch.Tensor):
             raise ForwardStepError(f"stage {stage} sends a {type(output).__name__}, but messages are one tensor each")
         if not self.shapes_vary and tuple(output.shape) != self.output_shape:

@@ -158,9 +158,9 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         group.reduce_grads, group._training_state = reduces, state
 
     def finish_grad_sync(self, *unused: Any, **also_unused: Any) -> None:
-        """Reduce the remaining gradients, such as the embedding's, and wait for all reductions.
+        """Reduce the gradients that are not reduced yet, such as the embedding's gradient, and wait for all reductions.
 
-        `finalize_model_grads` calls this method at the end of each step, also under megatron-core's own schedules.
+        `finalize_model_grads` calls `finish_grad_sync` at the end of each step, also with megatron-core's schedules.
         """
         self._root.set_is_last_backward(True)
         for group in reversed(self._groups):
@@ -170,7 +170,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
         self.free_gathered()
 
     def free_gathered(self) -> None:
-        """Free all gathered parameters; called when no further F or B needs these values of the parameters."""
+        """Free all gathered parameters; called when no further F or B needs the gathered values."""
         for part in (self._root, *self._layers):
             part.reshard()
 
@@ -191,7 +191,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the unsharded tensor; if `tensor` is a replica's shard, this is a collective call of the replicas."""
+    """Return the unsharded tensor; for a replica's shard, `whole` is a collective call of the replicas."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

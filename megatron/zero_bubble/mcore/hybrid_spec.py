@@ -2,9 +2,8 @@
 
     pretrain_hybrid.py --spec megatron.zero_bubble.mcore.hybrid_spec stack_spec --transformer-impl local
 
-The spec has the layers of `LOCAL_LAYERS` that the installed megatron-core has, and multi-token prediction. On a CPU,
-`cpu.py` puts other code in place of the kernels of Mamba and gated delta nets, and in place of the norm after the last
-layer.
+`stack_spec` contains every layer of `LOCAL_LAYERS` that the installed megatron-core has, and multi-token prediction. On
+a CPU, `cpu.py` replaces the kernels of Mamba and of gated delta nets, and the norm after the last layer.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ LOCAL_LAYERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "+": ("mla_layer", "latent attention"),
     }
 )
-"""Symbol of a layer kind in a pattern -> the kind's name in megatron-core's specs, and the kind's name in words."""
+"""Symbol of a kind of layer in a layer pattern -> name of the kind in megatron-core's specs, and name in words."""
 _SPARSE = "dsa_layer"
-"""megatron-core's name of the layer of sparse attention, whose symbol in a pattern is `D`."""
+"""Name of sparse attention layers in megatron-core's specs; their symbol in a layer pattern is `D`."""
 
 
 def local_layers() -> dict[str, str]:
@@ -77,7 +76,7 @@ HAS_FURTHER = "mtp_block_spec" in _SUBMODULES.__dataclass_fields__
 
 
 def _further() -> ModuleSpec:
-    """Return the spec of multi-token prediction, whose inner layers a pattern describes."""
+    """Return the spec of multi-token prediction; the layer pattern of the model describes its inner layers."""
     layer = MultiTokenPredictionLayerSubmodules(
         enorm=LocalNorm, hnorm=LocalNorm, eh_proj=ColumnParallelLinear, layer_norm=LocalNorm
     )

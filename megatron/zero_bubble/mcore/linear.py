@@ -221,10 +221,10 @@ class Gradients:
         in_w: weights of layers whose backward is split, so that W computes the weights' gradients.
         embeddings: embedding tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
         vectors: biases, and parameters of norms; their gradients are sums and not matrix products.
-        unsplit: numbers of weights in neither `in_w` nor `embeddings`, for each `name (Class)` of a module, with `*` in
-            place of the numbers of layers and experts. B computes the gradients of the weights in `unsplit`, by matrix
-            products or in unknown ways.
-        missed: entries of `unsplit` that could defer W but do not: linear layers, and modules with `backward_dw()` and
+        unsplit: (`name (Class)` of a module, number of the module's weights in neither `in_w` nor `embeddings`), with
+            `*` in place of the numbers of layers and experts. B computes the gradients of the weights in `unsplit`, by
+            matrix products or in unknown ways.
+        missed: modules in `unsplit` that could defer W but do not: linear layers, and modules with `backward_dw()` and
             without submodules. `backward_dw()` of an MLP, for example, only calls the `backward_dw()` of submodules.
     """
 

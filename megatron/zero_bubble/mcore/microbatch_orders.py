@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class StepData:
-    """The microbatches of a step, read from one iterator for each chunk (None if the chunk needs no data)."""
+    """The microbatches of a step, read from one data iterator per model chunk; a chunk without data has None."""
 
     def __init__(self, iterators: Iterators, count: int) -> None:
         self._sources, self._count = iterators, count
@@ -117,7 +117,7 @@ class JobPeers:
     def highest(self, level: int) -> int:
         """Return the maximum of `level` over all replicas; a collective call of the replicas' first ranks.
 
-        A higher level is a schedule that needs less memory (see `StepDecision`).
+        A higher level stands for a schedule that needs less memory (see `StepDecision`).
         """
         if self._firsts is None:
             return level

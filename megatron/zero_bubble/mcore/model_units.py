@@ -38,7 +38,7 @@ class UnitModels:
         data: an endless iterator over microbatches for `forward_step`.
         message: shape, type and device of the tensor that passes between stages.
         context_parallel_size: number of context-parallel ranks, by which megatron-core scales the loss.
-        state_bytes: (number of dense parameters, number of expert parameters) -> bytes of their model states.
+        state_bytes: (number of dense parameters, number of expert parameters) -> bytes of the parameters' model states.
     """
 
     build: Callable[[Unit, WeightGradStore], torch.nn.Module]

@@ -31,7 +31,7 @@ def take_losses(num_microbatches: int, group: dist.ProcessGroup) -> tuple[float,
 
 
 def tracked_sums() -> dict[str, torch.Tensor]:
-    """Return, by name, the sums of multi-token prediction over an iteration; {} except on the last stage.
+    """Return megatron-core's sums for multi-token prediction over an iteration, by name; {} except on the last stage.
 
     megatron-core sums losses over microbatches and, from 0.19 on, also counts correct predictions and all predictions.
     """

@@ -2,9 +2,9 @@
 
 With neither apex nor Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot
 load this state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have
-yet. megatron-core then looks for the number of steps among the tensors of every shard, but has not saved the number
-there. megatron-core cannot load the state of SGD, because megatron-core has no function that allocates this state. From
-0.19 on, megatron-core does not load the state of parameters whose learning rate has changed.
+yet. megatron-core then looks for the number of steps among the saved tensors of every shard, which do not contain the
+number of steps. megatron-core cannot load the state of SGD, because megatron-core has no function that allocates the
+state of SGD. From 0.19 on, megatron-core does not load the state of parameters whose learning rate has changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def copy_to_model(optimizer: MegatronOptimizer) -> None:
-    """Copy the optimizer's parameters to the model's parameters, where the two differ in precision."""
+    """Copy the optimizer's parameters to the model's parameters, if optimizer and model use different precisions."""
     for part in parts(optimizer):
         if isinstance(part, MixedPrecisionOptimizer) and not part.is_stub_optimizer:
             part._copy_main_params_to_model_params()
@@ -65,12 +65,13 @@ def refuse_optimizer(optimizer: MegatronOptimizer) -> None:
 def allocate_states(optimizer: MegatronOptimizer) -> None:
     """Create, for every parameter without optimizer state, the state that the first step would create.
 
-    With allocated states, a checkpoint holds the same tensors before and after the first step. With a loss scale, the
-    first iterations of a run are often skipped; without allocated states, a checkpoint that was saved before the first
-    step could not be loaded.
+    With allocated states, a checkpoint holds the same tensors before and after the first step. Without allocated
+    states, a checkpoint that was saved before the first step could not be loaded. With a loss scale, the first steps of
+    a run are often skipped, so that the first checkpoint of a run may precede the first step.
 
-    A part of the optimizer that has no parameters on this rank, such as the part for experts in a stage without
-    experts, gets an entry with the number of steps, because rank 0 saves each part's number of steps for all ranks.
+    A part of the optimizer can have no parameters on this rank, such as the part for experts in a stage without
+    experts. A part without parameters also gets an entry with the number of steps, because rank 0 saves each part's
+    number of steps for all ranks.
     """
     for torch_optimizer in torch_optimizers(optimizer):
         if _is_torch_adam(torch_optimizer) and not _has_parameters(torch_optimizer):

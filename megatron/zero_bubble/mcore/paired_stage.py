@@ -3,7 +3,7 @@
 megatron-core uses schedule plans for `--overlap-moe-expert-parallel-comm`. A schedule plan cuts a forward and its
 backward into nodes, such as the experts of a layer and the exchanges before and after them. The plans' `run` takes the
 schedule plans of a forward and of another microbatch's backward, and executes the nodes of the two plans in turn.
-Computation runs on one stream, and exchanges run on another stream.
+Computation runs on one CUDA stream, and exchanges between experts run on another CUDA stream.
 """
 
 from __future__ import annotations

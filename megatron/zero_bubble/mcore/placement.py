@@ -93,7 +93,7 @@ def adopt_placement(placement: Placement) -> None:
 
 
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the first stage's embedding weights to the last stage, if both stages share them and are on this rank.
+    """Copy the first stage's embedding weights to the last stage, if the weights are tied and on this rank.
 
     megatron-core sets the last stage's copy of the embedding to zero and fills it by an all-reduce between ranks.
     """

@@ -4,9 +4,9 @@ megatron-core's step reduces two values over all stages before it updates a para
 and, with a loss scale, whether any gradient is not finite. With post-validation each stage checks only its own
 gradients, starts the reductions over all stages in the background, and steps. The reductions over all stages complete
 during the next iteration's warmup and usually confirm the step. If the reductions show that gradients should have been
-clipped or the step skipped, the step is undone and the right step is taken. While many steps are wrong, steps are taken
-only after the reductions. The updated parameters equal megatron-core's bit for bit, because the reductions have the
-same inputs and process group as in megatron-core.
+clipped or the step skipped, the step is undone and the right step is taken. While many steps are wrong, each rank takes
+the optimizer's step only after the reductions. The updated parameters equal megatron-core's parameters bit for bit,
+because the reductions have the same inputs and process group as in megatron-core.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class PostValidation:
         self._rollback.prepare()
 
     def _amend(self, pending: _Pending, infinite: list[bool], norm: Norm | None) -> bool:
-        """Take the right step in place of the last step; return whether the two steps differ on any rank."""
+        """Take the right step in place of the last step; return whether right and last step differ on any rank."""
         if any(infinite):
             self._skip(pending, infinite)
             has_stepped = any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
@@ -219,8 +219,8 @@ class PostValidation:
         return flags
 
     def _is_wrong(self, flags: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
-        """Tell whether the gradients of this rank or, with a distributed optimizer, of its stage show that a step would
-        be wrong."""
+        """Tell whether gradients show that an optimizer step would be wrong: the gradients of this rank or, with a
+        distributed optimizer, the gradients of this rank's stage."""
         zero = torch.zeros(1, device=norms[0].device)
         state = torch.cat([sum((flag for flag, _ in flags), zero), sum(norms, zero)])
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

@@ -1,4 +1,4 @@
-"""Runs a script's forward step with a recorder in place of the model; the recorded call can be made later."""
+"""Runs a script's forward step with a recorder in place of the model, so that the model can be called later."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ModelOutput:
 
 
 class _Recorder:
-    """Stands for a model: it has the model's attributes and class, and only records calls."""
+    """Stands in for a model: has the model's attributes and class, and records calls without running the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         object.__setattr__(self, "model", model)

@@ -27,8 +27,8 @@ class Condition(NamedTuple):
 
     holds: Callable[[Any, Any], bool]
     words: str = ""
-    """The condition in words: the refused values, or the other settings with which the setting is refused; empty if
-    every value that switches the setting on is refused."""
+    """The condition in words: the refused values, or the other settings that cause the refusal. Empty if every value
+    that switches the setting on is refused."""
 
 
 def _is_on(value: Any, settings: object) -> bool:

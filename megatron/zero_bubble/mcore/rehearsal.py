@@ -1,9 +1,9 @@
-"""Rehearses schedules before a model is built: every schedule trains stages that are made from units of the model.
+"""Rehearses schedules before a model is built: each schedule trains stages made of embedding, layers and output.
 
 A rehearsed stage has as many layers of each kind as the stage of the model, but layers of one kind share their weights,
-so that a rehearsal needs little memory. Everything else is as in training: executor, messages, recomputation, and the
-operations and collectives of vocabulary shards. On a CPU, where computation and communication share cores, a rehearsal
-therefore also measures the time for which ranks wait for cores.
+so that a rehearsal needs little memory. A rehearsal uses the executor, messages, recomputation, and the operations and
+collectives of vocabulary shards as in training. On a CPU, where computation and communication share cores, a rehearsal
+also measures the time for which ranks wait for cores.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Contender:
 
     Attributes:
         schedule: a schedule without communication, without copies to the host, and without pairs of F and B.
-        costs: the costs of the stages, from which receives get their places in the schedule.
+        costs: the costs of the stages, which determine the places of receives in the schedule.
         layout: the layout of the stages.
         interlocks: whether ranks begin a step without waiting for each other, as with post-validation.
     """
@@ -158,7 +158,7 @@ class _Rehearsal:
 def _build_stages(
     contender: Contender, models: UnitModels, kinds: Sequence[int], store: WeightGradStore
 ) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Build this rank's stages: each stage is a unit of the model, with the number of layers that the stage has.
+    """Build this rank's stages for a rehearsal, each from a unit of the model and the stage's number of layers.
 
     The first stage is made from the unit with the embedding, and the last stage from the unit with the output layer.
 
@@ -190,10 +190,10 @@ def _build_stages(
 
 
 def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> None:
-    """Change the configurations of stages, which a unit does not share with other units.
+    """Adapt the configurations of the stages to a rehearsal; each unit of the model has its own configuration.
 
-    megatron-core collects the losses of experts in a tensor with `config.num_layers` elements. The number of any layer
-    on this rank has to fit, because layers come from several units.
+    megatron-core collects the losses of experts in a tensor with `config.num_layers` elements. A stage combines layers
+    of several units, so that `config.num_layers` must be at least the largest layer number on this rank.
     """
     modules = [module for stage in stages for module in stage.modules()]
     last = max(getattr(module, "layer_number", None) or 0 for module in modules)
@@ -205,8 +205,8 @@ def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> No
 
 
 def _set_position(model: torch.nn.Module, position: StagePosition) -> None:
-    """Let `Float16Module` know the position of a stage: it converts the inputs of the first stage to 16 bits, and the
-    outputs of the last stage to 32 bits."""
+    """Tell `Float16Module` the position of a stage, because `Float16Module` converts the inputs of the first stage to
+    16 bits, and the outputs of the last stage to 32 bits."""
     for module in model.modules():
         if isinstance(module, Float16Module):
             module.pg_collection = copy.copy(module.pg_collection)

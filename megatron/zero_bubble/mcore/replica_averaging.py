@@ -1,6 +1,6 @@
 """Hierarchical SGD for megatron-core: replicas step on their own gradients, and their parameters are averaged.
 
-The parameters of the optimizer are averaged; in mixed precision these are the fp32 parameters. The model's parameters
+The parameters of the optimizer are averaged, which are the fp32 parameters in mixed precision. The model's parameters
 are copies of the optimizer's parameters.
 """
 
@@ -59,7 +59,7 @@ class ReplicaAveraging:
         self._averaged_at = iteration
         """The last iteration after which all replicas had the same parameters."""
         self.is_local = False
-        """Whether the next iteration steps on this replica's own gradients."""
+        """Whether the next optimizer step uses only this replica's own gradients."""
         self._begin_local_steps(iteration)
 
     def after_step(self, iteration: int) -> None:

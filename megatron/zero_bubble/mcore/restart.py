@@ -31,8 +31,8 @@ class RewindableIterator:
         return item
 
     def rewind(self) -> None:
-        """Go back to the first item. A second call is not allowed, because the iterator stops keeping items at the
-        first call."""
+        """Go back to the first item. A second call of `rewind` is not allowed, because the iterator stops keeping items
+        at the first call."""
         assert self._kept is not None
         self._again.extend(self._kept)
         self._kept = None

@@ -208,10 +208,10 @@ class ForwardBackward:
         return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
 
     def _prepare(self, call: StepCall) -> None:
-        """Open this rank's connections.
+        """Open this rank's connections, after validating the last optimizer step and adopting the next plan, if needed.
 
-        If an evaluation begins, or the last optimizer step was withheld until its validation, first validate the last
-        optimizer step. If a training step begins, first adopt the next plan.
+        The last optimizer step is validated before an evaluation, and before any step if the optimizer step was
+        withheld until its validation. The next plan is adopted before a training step begins.
         """
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
@@ -269,7 +269,7 @@ class ForwardBackward:
     def settle(self) -> None:
         """Validate the last optimizer step now, if post-validation has taken or withheld it and not validated it yet.
 
-        Call `settle` on every rank before anything but a training step reads parameters or the optimizer.
+        Call `settle` on every rank before code outside of a training step reads parameters or the optimizer.
         """
         if self._post_validation is not None:
             self._post_validation.validate()

@@ -31,8 +31,9 @@ def sharded_optimizer_state(
 ) -> dict[str, Any]:
     """Return the optimizer's `sharded_state_dict`, with fp32 copies in a dictionary: index of their group -> copies.
 
-    megatron-core has a list of groups. In a list, a group without parameters on this rank, such as the group of biases
-    in a stage without layers, would change the positions of the other groups.
+    megatron-core's own `sharded_state_dict` has the fp32 copies in a list of parameter groups. In a list, a group
+    without parameters on this rank, such as the group of biases in a stage without layers, would change the positions
+    of the other groups.
     """
     with _shards_matched():
         state: dict[str, Any] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)

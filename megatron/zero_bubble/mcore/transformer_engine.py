@@ -2,8 +2,8 @@
 
 Transformer Engine itself defers the weight gradient of a module that was built with `delay_wgrad_compute`. The backward
 of a module with `delay_wgrad_compute` puts the inputs of W into a queue. A later call of the module's `backward_dw()`
-runs the oldest W of the queue and calls the hooks that DDP registered. Zero bubble only decides when `backward_dw()` is
-called.
+runs the oldest W of the queue and calls the hooks that DDP registered. A zero-bubble schedule only determines when
+`backward_dw()` is called.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from packaging.version import Version
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 OLDEST = "2.8.0"
-"""The oldest supported version of Transformer Engine, which Megatron-LM's arguments demand, too. In the oldest
-supported version, `delay_wgrad_compute` works without fused accumulation of gradients and with overlapped reduction."""
+"""The oldest supported version of Transformer Engine; Megatron-LM's arguments require the same version. In version
+2.8.0, `delay_wgrad_compute` works without fused accumulation of gradients and with overlapped reduction."""
 
 
 def check_transformer_engine() -> None:

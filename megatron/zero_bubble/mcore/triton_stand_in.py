@@ -19,7 +19,7 @@ _KERNELS = ("megatron.core.ssm.ops.common.", "megatron.core.ssm.ops.mamba2.")
 
 
 def stand_in_for_triton() -> None:
-    """Let modules that need triton import a stand-in from now on, unless triton is installed."""
+    """Let megatron-core's modules that need triton import a stand-in for triton, unless triton is installed."""
     if find_spec("triton") is None and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

@@ -57,23 +57,24 @@ def measure_model(
 
     `measure_model` is a collective call of the whole job and returns the same costs on every rank.
 
-    All ranks measure every unit of the model at the same time. The result is the median over ranks, because ranks
-    differ only by noise, and the slowest rank has the most noise. Times are in milliseconds, memory in bytes. `time_r`
-    and `memory_r` of a layer are the time of its full recomputation and the memory that the recomputation restores. At
-    the end, `measure_model` restores the random states.
+    All ranks measure every unit of the model at the same time. Each cost is the median over ranks, because ranks differ
+    only by noise, and the slowest rank has the most noise. Times are in milliseconds, memory in bytes. For a layer,
+    `time_r` is the time of the layer's full recomputation, and `memory_r` is the memory that the recomputation
+    restores. At the end, `measure_model` restores the random states.
 
     Args:
-        kinds: for each layer of the model, the number of the layer's kind. Layers of one kind have the same costs. The
-            number of a kind is the `Unit.layer` of the unit that is measured for the kind.
+        kinds: for each layer of the model, the number of the layer's kind. Layers of one kind have the same costs. For
+            each kind of layer, one unit is measured, whose `Unit.layer` is the number of the kind.
         communicator: the class of the channels over which a message is measured.
         timeout: time limit for one message.
         seconds: time for building and measuring all units; each unit is timed at least once, even if that takes longer.
-        pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`); if so, each unit
-            also runs one pair of a forward and a backward. With `pairs`, `all_to_all_f` and `all_to_all_b` in a unit's
-            costs are the times of the exchanges between experts that overlap with computation in a pair.
+        pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`). With `pairs`,
+            each unit also runs one pair of a forward and a backward, and `all_to_all_f` and `all_to_all_b` in a unit's
+            costs are the times of the exchanges between experts, which a pair overlaps with computation.
 
     Returns:
-        The model's costs, and the ratio of a pair's time to the time of its F and B in succession (None without pairs).
+        The model's costs, and the time of an F and a B as a pair divided by their time one after the other, or None
+        without `pairs`.
 
     Raises:
         ValueError: `pairs` is set, but the model cannot run a forward and a backward as one operation.
@@ -166,7 +167,7 @@ def as_one_rank() -> Iterator[None]:
 
 
 def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *, pairs: bool) -> list[MeasuredUnit]:
-    """Measure all units of the model; a collective call, because ranks that share a unit must run it equally often.
+    """Measure all units of the model; a collective call, because all ranks must run each unit equally often.
 
     Each round runs every unit of the model once, so that a temporary slowdown of the device affects all units. The
     operations of `run_measured` start with cold caches, as in training.

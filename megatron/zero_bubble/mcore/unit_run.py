@@ -1,4 +1,4 @@
-"""Runs one unit of a model as a pipeline stage, with random tensors as messages, and measures its operations."""
+"""Runs a unit of a model (embedding, layer or output) as a stage on random tensors, and measures F, B and W."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MeasuredUnit(NamedTuple):
 
     costs: UnitCosts
     spread: float
-    """Relative spread of the durations of an operation: the maximum over all operations whose time is not negligible.
+    """Maximum of the relative spread of an operation's durations, over all operations whose time is not negligible.
 
     The relative spread is half the interquartile range, divided by the median.
     """
@@ -57,7 +57,7 @@ def clear_losses() -> None:
 
 
 def _losses_of_experts() -> dict[str, Any]:
-    """Return the dictionary in which megatron-core adds up the losses that balance experts."""
+    """Return megatron-core's dictionary with the sums of the auxiliary losses that balance the load of experts."""
     if find_spec(f"{moe_utils.__package__}.moe_logging") is None:  # before megatron-core 0.18
         return moe_utils.get_moe_layer_wise_logging_tracker()
     return importlib.import_module(f"{moe_utils.__package__}.moe_logging").get_moe_metrics_tracker().metrics
@@ -84,7 +84,7 @@ class UnitRun:
         split, fused = (generate(name, len(units), 1) for name in ("zb-h1", "1f1b"))
         self._split_executor, self._fused_executor = self._executor_of(split), self._executor_of(fused)
         self._executor = self._executor_of(_with_a_pair(self._placement, index)) if pairs else self._split_executor
-        """The executor of the measured operations."""
+        """The executor whose operations `run_for_gaps` and `run_measured` measure."""
         self._profiler = Profiler(self._placement, index)
         self._gaps: list[float] = []
         """Milliseconds from the end of each operation to the start of the next operation."""
@@ -140,8 +140,8 @@ class UnitRun:
     def _run(self, recorder: OpRecorder, executor: Executor) -> None:
         """Run F, B and W of one microbatch, or of two microbatches if pairs are measured.
 
-        The stage gets a number of microbatches that is too large by one, so that the stage never runs a last
-        microbatch, in which DDP would reduce gradients.
+        DDP would reduce gradients in the last microbatch of a step. The stage's `num_microbatches` is therefore one
+        more than the number of microbatches that run, so that the stage never runs a last microbatch.
         """
         stage_class = partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
         stage = stage_class(

@@ -207,7 +207,7 @@ def _generator_states(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _microbatch_told() -> AbstractContextManager[None]:
-    """Let every forward step set the microbatch number in the model; megatron-core sets it only in the layers."""
+    """Let forward steps set the microbatch number in the model, and not only in the layers as megatron-core does."""
     original = schedules.set_current_microbatch
 
     def tell(model: torch.nn.Module, microbatch_id: int) -> None:

@@ -21,10 +21,10 @@ class Microbatch:
     """
 
     outgoing: dict[OpKind, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Kind of collective -> tensors for this rank to broadcast. The tensors are kept here until the broadcast runs,
-    because this rank's operations may drop their own references earlier."""
+    """Kind of collective -> tensors for this rank to broadcast. `outgoing` keeps the tensors until the broadcast
+    runs, because this rank's operations may drop their own references to the tensors earlier."""
     call: RecordedCall | None = None
-    """The recorded call of the model in the first stage; None once the forward of the stage runs."""
+    """The first stage's call of the model, which the embedding E records before F runs; None once F runs."""
     loss_function: Callable[..., Any] | None = None
     tokens: torch.Tensor | None = None
     """Token numbers, [batch, sequence]."""
@@ -41,15 +41,16 @@ class Microbatch:
     losses: torch.Tensor | None = None
     """Loss of every token, [n]."""
     alpha: torch.Tensor | None = None
-    """This shard's share of the softmax's denominator, for every token, [n]."""
+    """Share of this rank's vocabulary shard in the denominator of each token's softmax, [n]."""
     input_gradient: torch.Tensor | None = None
-    """Gradient of the last stage's output for a loss gradient of 1, [n, hidden]; only on the last stage's rank."""
+    """Gradient of the loss with respect to the last stage's output, [n, hidden], for a gradient of 1 with respect to
+    every token's loss; only on the last stage's rank."""
     loss_gradient: torch.Tensor | None = None
     """Gradient with respect to the loss of every token, [n]."""
 
 
 class KeptGradient(torch.autograd.Function):
-    """Returns the embedding unchanged; keeps only the embedding's gradient, for the weight gradient EW."""
+    """Returns embeddings unchanged in the forward; keeps the embeddings' gradient in the backward, for EW."""
 
     @staticmethod
     def forward(ctx: Any, trigger: torch.Tensor, looked_up: torch.Tensor, state: Microbatch) -> torch.Tensor:

@@ -6,8 +6,8 @@ of the schedule (see `vocabulary_stage.py`). The first stage begins with the sum
 stage ends with the hidden states.
 
 With p pipeline ranks and t tensor ranks, each rank has the shard with the number `tensor rank * p + pipeline rank`, of
-p * t shards in all. Thus the part of the vocabulary that Megatron gives to a tensor rank is spread over the pipeline of
-this tensor rank.
+p * t shards in all. The rows of the vocabulary that megatron-core would give to one tensor rank are thus divided among
+the p pipeline ranks with this tensor rank.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class VocabularyShard(torch.nn.Module):
 
 
 class SummedEmbedding(torch.nn.Module):
-    """Replaces a `VocabParallelEmbedding`, and returns embeddings that were looked up before, summed over tensor ranks.
+    """Replaces a `VocabParallelEmbedding`: returns the sum, over tensor ranks, of embeddings that E has looked up.
 
     Attributes:
         looked_up: [batch, sequence, hidden], the embeddings of the next microbatch's tokens that are in this tensor
@@ -224,7 +224,7 @@ def _model_of_stage(models: Sequence[Any], placement: Placement, stage: int) -> 
 
 
 def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any) -> str | None:
-    """Return in one line why these models' vocabulary cannot be sharded; None if it can be sharded."""
+    """Return the reason why the models' vocabulary cannot be sharded, in one line; None if sharding is possible."""
     flag = "--zero-bubble-vocabulary-parallel"
     config = get_model_config(models[0])
     kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}

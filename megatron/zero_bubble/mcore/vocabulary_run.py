@@ -29,7 +29,7 @@ from megatron.zero_bubble.schedule import Placement
 
 @dataclass(frozen=True)
 class VocabularyRun:
-    """This rank's part of a run with vocabulary shards.
+    """This rank's vocabulary shard, and the shards' collectives, which all steps of a run use.
 
     Attributes:
         lane: the CUDA stream or thread in which the collectives run, beside the computation.
@@ -66,7 +66,7 @@ def open_vocabulary(
     device: torch.device,
     timeout: timedelta,
 ) -> VocabularyRun | None:
-    """Prepare a run of these model chunks, or return None if their vocabulary is not sharded.
+    """Open the collectives between vocabulary shards; return None if the vocabulary of the model is not sharded.
 
     All ranks of a pipeline, and all ranks of their tensor-parallel groups, call `open_vocabulary` together.
 
@@ -135,7 +135,7 @@ class ShardCollectives:
         return terms
 
     def close(self) -> None:
-        """Leave the groups, so that other ranks' collectives fail; this rank must have no running collective."""
+        """Leave the shards' process groups, so that other ranks' collectives fail; this rank must run no collective."""
         self.pipeline.close()
         if self.tensor is not None:
             self.tensor.close()

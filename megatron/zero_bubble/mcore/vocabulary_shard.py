@@ -19,7 +19,7 @@ The gradient of the weights W_d of one shard is
     dW_d = (g (alpha_d P_d - G_d))^T X.
 
 The computation is Algorithm 2 of the paper on vocabulary parallelism (arXiv 2411.05288). Both gradients contain the
-difference alpha_d P_d - G_d. With D_d = P_d - G_d, this module computes the difference as
+difference alpha_d P_d - G_d. With D_d = P_d - G_d, this module computes the difference alpha_d P_d - G_d as
 
     alpha_d P_d - G_d = alpha_d D_d + (alpha_d - 1) G_d.
 
@@ -179,8 +179,8 @@ def look_up(weight: torch.Tensor, rows: Rows, tokens: torch.Tensor) -> torch.Ten
 
 
 def add_embedding_gradient(total: torch.Tensor, rows: Rows, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add the gradient of every token's embedding to the token's row, if this shard has the row; every run gives the
-    same bits.
+    """Add the gradient of every token's embedding to the token's row, if this shard has the row. The sums are bitwise
+    reproducible.
 
     Args:
         total: [rows of the shard, hidden], the sums of gradients, any floating type.

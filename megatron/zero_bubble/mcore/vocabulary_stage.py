@@ -3,11 +3,11 @@
 `VocabularyStep` keeps the intermediate results of each microbatch between operations. `MegatronStage` calls
 `VocabularyStep` between the forwards and backwards of megatron-core.
 
-The collectives run beside the computation, in a CUDA stream or a thread. On a GPU, collectives and computation thus use
-two streams, and memory that one stream frees must not be reused while the other stream still reads it. Tensors that a
-collective creates are not overwritten too early, because each collective waits for all earlier computation. Tensors
-that a collective reads are kept until this rank has waited for a later collective, or are marked by `record_stream`.
-The rank that broadcasts a tensor does not wait for the broadcast.
+The collectives run beside the computation, in a CUDA stream or a thread. On a GPU, collectives and computation use two
+streams, so that memory that one stream frees must not be reused while the other stream still reads this memory. Tensors
+that a collective creates are not overwritten too early, because each collective waits for all earlier computation.
+Tensors that a collective reads are kept until this rank has waited for a later collective, or are marked by
+`record_stream`. The rank that broadcasts a tensor does not wait for the broadcast.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class VocabularyStep:
         return 0 if kept is None else kept.nbytes
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that operations and collectives have left for later operations."""
+        """Yield the tensors that operations and collectives have stored for later operations and collectives."""
         for state in self._microbatches:
             parts = {**vars(state), **(vars(state.softmax) if state.softmax else {})}
             yield from (part for part in parts.values() if isinstance(part, torch.Tensor))
@@ -114,7 +114,7 @@ class VocabularyStep:
         self._pipeline.sum_to(_there(state.looked_up), self._run.first_rank)
 
     def begin_first_stage(self, microbatch: int) -> RecordedCall:
-        """Give the first stage its embedded tokens; return the recorded call of the model, with which F runs."""
+        """Give the first stage a microbatch's embeddings; return the recorded call of the model, which F then makes."""
         state, layer = self._microbatches[microbatch], self._run.embedding_layer
         assert layer is not None
         layer.looked_up = _there(state.looked_up)
@@ -279,7 +279,7 @@ def _there(value: Any) -> Any:
 
 
 def _mark_as_read(*tensors: torch.Tensor | None) -> None:
-    """Keep the memory of tensors until the current stream has read them; on a CPU this does nothing."""
+    """Keep the memory of tensors until the current stream has read them; on a CPU, do nothing."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())

@@ -30,9 +30,10 @@ from megatron.zero_bubble.schedule import Op, OpKind
 def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCollection) -> None:
     """Compute one microbatch on each stage of this rank, and discard all results; a collective call of all ranks.
 
-    The warm-up runs at the start of the first training step, when gradients are zero, and leaves them zero. The first
-    step reads the data of the warm-up again. With fp8 and with varying shapes, the warm-up only creates communicators,
-    because fp8 scaling remembers every forward, and because a stage learns varying shapes from the previous stage.
+    The warm-up runs at the start of the first training step, and leaves the gradients at zero. The first step reads the
+    data of the warm-up again. With fp8, the warm-up only creates communicators, because fp8 scaling remembers every
+    forward. With varying message shapes, the warm-up only creates communicators, because a stage learns the shapes from
+    the previous stage.
     """
     _make_communicators(groups, stage.device)
     if get_model_config(stage.model_chunks[0]).fp8 or stage.shapes_vary:
@@ -77,7 +78,8 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:
     """Create the communicator of every process group that a step may use, by one all-reduce in each group.
 
-    All ranks go through the kinds of groups in the same order, and each rank is in one group of each kind.
+    Each rank belongs to one group of each kind, such as tensor-parallel, and all ranks create the communicators of the
+    kinds in the same order.
     """
     expert_groups = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),

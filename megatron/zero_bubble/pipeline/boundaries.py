@@ -18,10 +18,9 @@ Boundaries = tuple[int, ...]
 def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """Split `weights` into consecutive non-empty parts so that the largest sum of a part is as small as possible.
 
-    If several partitions have the smallest possible largest sum, the function chooses the partition in which the sums
-    of the parts, squared and added up, give the smallest total. If several partitions have the same largest sum and the
-    same total of squared sums, the function chooses the partition in which the lengths of the parts, squared and added
-    up, give the smallest total.
+    Among partitions with the smallest possible largest sum, `balanced` chooses the partition with the smallest total of
+    the parts' squared sums. Among partitions with the same largest sum and the same total of squared sums, `balanced`
+    chooses the partition with the smallest total of the parts' squared lengths.
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
@@ -41,8 +40,8 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
     """Return the most even partition in which no part's sum exceeds `limit`.
 
     The most even partition has the smallest total of the parts' squared sums. Among partitions with the same total of
-    squared sums, the most even partition has the smallest total of the parts' squared lengths. The function extends
-    partitions part by part, by dynamic programming.
+    squared sums, the most even partition has the smallest total of the parts' squared lengths. `_even_boundaries` finds
+    the most even partition by dynamic programming over parts.
     """
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]

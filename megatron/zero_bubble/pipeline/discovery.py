@@ -16,8 +16,7 @@ from megatron.zero_bubble.schedule import Placement
 class StepMessages:
     """The messages of a pipeline's steps; creating an instance is a collective call of all ranks.
 
-    Once a step has microbatches of different shapes, headers announce the shapes of all activations, in this step and
-    in all later steps.
+    From the first step with microbatches of different shapes on, headers announce the shapes of all activations.
 
     Args:
         shapes_vary: whether headers announce shapes in every step, including the first.
@@ -38,7 +37,7 @@ class StepMessages:
         self._discovered: dict[tuple[object, ...], dict[int, MessageSpec]] = {}
         self.communicator = MessageCommunicator(interconnect.communicator(placement))
         self._trained_form: tuple[str, bool] | None = None
-        """Everything on which this rank's messages depended in the last step; None if the last step did not train."""
+        """The result of `_describe` in the last step; None if the last step was not a training step."""
         self.shapes_vary = False
         if shapes_vary:
             self._open_headers()
@@ -93,9 +92,9 @@ class StepMessages:
         """Set the stage's data, and describe the data.
 
         Returns:
-            A text that contains everything on this rank on which the specs of messages depend, and True if the inputs
-            of microbatches differ in shape, otherwise False. On a rank without the first stage, the second value is
-            always False.
+            A text with all properties of this rank that determine the specs of messages, and True if the inputs of
+            microbatches differ in shape, otherwise False. A rank without the first stage always returns False for the
+            difference in shape.
         """
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])

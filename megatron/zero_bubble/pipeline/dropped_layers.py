@@ -1,4 +1,4 @@
-"""Layers that drop their activations in F and run again in R, before their B."""
+"""Layers with activation recomputation: F drops a layer's activations, and R runs the layer again before B."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class DroppingLayer:
         """Run the layer outside of any F of the schedule, and find out whether the layer changes its input in place.
 
         If the layer changes its input in place, all later calls of the layer get a copy of the input. Without a copy of
-        the input, F would overwrite the input from which R runs the layer again, and R would fail, because autograd
-        refuses in-place changes of a leaf tensor that requires a gradient.
+        the input, F would overwrite the input from which R runs the layer again. R would fail without a copy of the
+        input, because autograd refuses in-place changes of a leaf tensor that requires a gradient.
         """
         before = versions_of(value)
         output = self._layer(value)

@@ -95,7 +95,7 @@ class TiedLayer:
         self._before = {}
 
     def _has_gradient(self) -> list[bool]:
-        """Return for each parameter whether any copy has a gradient; a collective call."""
+        """Return for each parameter whether any copy of the tied layer has a gradient; a collective call."""
         copies = [[copy[k] for copy in self._own.values()] for k in range(self._num_parameters)]
         own = [any(parameter.grad is not None for parameter in of_one) for of_one in copies]
         if self._collectives is None or not own:
@@ -201,8 +201,8 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 def total_norm(norms: Sequence[LayerNorm], device: torch.device, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all ranks' gradients, equal bit by bit to the norm in a single process.
 
-    The norms are combined on `device`, in the order of `torch.nn.utils.get_total_norm`: by type, then in the order of
-    the model's parameters.
+    The gradients' norms are combined on `device`, in the order of `torch.nn.utils.get_total_norm`: by type, then in the
+    order of the model's parameters.
     """
     if not norms:
         return torch.tensor(0.0)
@@ -220,7 +220,7 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale this rank's gradients so that the norm of all ranks is at most `max_norm`; return the norm before scaling.
+    """Scale this rank's gradients so that all ranks' gradient norm is at most `max_norm`; return the unscaled norm.
 
     Args:
         parameters: all parameters of this rank.

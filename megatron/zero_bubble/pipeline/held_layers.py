@@ -21,7 +21,7 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 Unsplit = Counter[str]
-"""Module class -> number of parameters in modules of this class whose gradients are computed in B, not in W."""
+"""For each class of modules, the number of parameters whose gradients are computed in B and not in W."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class HeldLayers:
     chunks: list[list[HeldLayer]]
     """The layers of each model chunk."""
     tied: dict[str, dict[int, nn.Module]]
-    """Key of a tied layer -> stage -> the copy on that stage, for the stages of this rank."""
+    """Key of a tied layer -> stage of this rank -> module with the tied layer's copy on the stage."""
     unsplit: Unsplit
 
     @property
@@ -121,7 +121,7 @@ def stages_of_ties(layers: Sequence[Any], layout: StageLayout) -> dict[str, tupl
 
 @dataclass(frozen=True)
 class Summary:
-    """Partition and schedule of a pipeline, and the layers whose W is not split off."""
+    """Partition and schedule of a pipeline, and the classes of layers whose weight gradients are computed in B."""
 
     layout: StageLayout
     num_microbatches: int
@@ -131,7 +131,7 @@ class Summary:
     """The number of parameters of all ranks together."""
 
     def text(self) -> str:
-        """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""
+        """Describe the partition, and list the layer classes whose W stays in B, with their share of the parameters."""
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
         lines = [f"{schedule.name}, {placement.num_ranks} ranks, {self.num_microbatches} microbatches"]
         for stage in range(placement.num_stages):

@@ -43,7 +43,7 @@ class Interconnect(Protocol):
         """Open collectives for tensors on `device`; a collective call of the ranks `members`.
 
         Args:
-            members: ranks in ascending order.
+            members: the ranks that take part in the collectives, in ascending order.
         """
         ...
 
@@ -125,7 +125,7 @@ class Agreement:
         return cls(interconnect.collectives(range(interconnect.size), HOST))
 
     def close(self) -> None:
-        """Make later exchanges raise `ValueError`."""
+        """Make every later exchange of values over this `Agreement` raise `ValueError`."""
         self._is_closed = True
 
     def check_open(self) -> None:

@@ -171,7 +171,7 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """Take the optimizer's step unless it is delayed or known to be wrong; send a `StepReport` in the background.
+        """Take the optimizer's step unless the step is delayed or known to be wrong; start to send a `StepReport`.
 
         The next training step needs the reports of all ranks before its first backward. If the optimizer's step is
         delayed, the next training step needs the reports of all ranks before its first forward.

@@ -42,7 +42,7 @@ def measure_layers(
 ) -> list[LayerTimes]:
     """Return the median times of every layer; the times of the loss are added to the times of the last layer.
 
-    The function measures copies of the layers, one copy at a time, so that the layers themselves do not change.
+    `measure_layers` runs copies of the layers, one copy at a time, so that the layers themselves do not change.
 
     Args:
         example: inputs and targets of one microbatch.
@@ -118,7 +118,7 @@ def _measure(
 def stage_times(ops: Sequence[MeasuredOp], placement: Placement, rank: int) -> dict[int, LayerTimes]:
     """Return the median times of one microbatch for each stage of `rank`, from the measured operations of a step.
 
-    The times of R, and of an operation that combines B and W, count as time of B.
+    In the returned times, `time_b` includes the time of R, and the time of BW, which computes B and W together.
     """
     profiler = Profiler(placement, rank)
     profiler.add(ops)

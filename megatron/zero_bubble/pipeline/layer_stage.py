@@ -36,7 +36,7 @@ class HeldLayer:
 
 
 class Failure(NamedTuple):
-    """A failed forward. Failures sort by microbatch, then by stage; the first failure causes the others."""
+    """A failed forward. Failures sort by microbatch, then by stage; the first failure causes all later failures."""
 
     microbatch: int
     stage: int
@@ -101,7 +101,7 @@ class LayerStage:
     def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
         """Set the structure, shapes and types of the message that each stage sends to the next stage.
 
-        If shapes vary, the given shapes are examples.
+        If `shapes_vary` is set, the shapes in `sent` are only examples.
         """
         self._sent = sent
         self._announced = {stage: spec.announced() for stage, spec in sent.items()} if shapes_vary else {}

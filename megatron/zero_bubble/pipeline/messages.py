@@ -67,7 +67,7 @@ class MessageSpec:
         return pytree.tree_unflatten([next(given) if isinstance(leaf, AnySpec) else leaf for leaf in leaves], structure)
 
     def announced(self) -> MessageSpec:
-        """Return the spec for a receiver that learns the shapes from headers."""
+        """Return this spec without shapes, for a receiver that learns the shapes of a message from headers."""
         announced = pytree.tree_map_only(TensorSpec, lambda spec: AnnouncedSpec(spec.dtype, spec.device), self.template)
         return replace(self, template=announced)
 
@@ -112,7 +112,7 @@ class StageMessage:
         """Make a message from the output of a layer.
 
         Raises:
-            ValueError: the output holds something that cannot be sent, or no tensor.
+            ValueError: the output contains a value that cannot be sent, or contains no tensor.
         """
         leaves = pytree.tree_leaves(value)
         for leaf in leaves:
@@ -170,7 +170,7 @@ class StageMessage:
         return [next(given) if needs else None for needs in self.spec.needs_gradient]
 
     def take_gradients(self) -> StageMessage:
-        """Return the gradients of a received message, with zeros for tensors that no layer has used."""
+        """Return a message with the gradients of this received message: zeros for tensors that no layer has used."""
         wanted = [tensor for tensor, needs in zip(self.tensors, self.spec.needs_gradient, strict=True) if needs]
         grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted]
         return StageMessage(self.spec.gradients(), grads)
@@ -216,11 +216,11 @@ class MessageCommunicator:
         self._inner: Communicator | VariableCommunicator = inner
 
     def take_headers(self, headers: Communicator) -> None:
-        """Announce the shapes of activations from now on; see `VariableCommunicator`."""
+        """Announce the shapes of later activations over `headers`; see `VariableCommunicator`."""
         self._inner = VariableCommunicator(self._inner, headers)
 
     def announce(self, message: StageMessage, destination: int) -> PendingSend:
-        """Tell the receiver the shapes of an activation if they vary."""
+        """Send the shapes of an activation's tensors to the receiver, if the shapes of activations vary."""
         if not isinstance(self._inner, VariableCommunicator):
             return _Sends([])
         return _Sends([self._inner.announce(tensor, destination) for tensor in message.tensors])

@@ -36,11 +36,12 @@ class PipelineOptions:
             named schedule needs.
         offload: speed of a rank's host link in each direction, as the number of microbatches whose activations are
             copied in the time of one forward. If `offload` is a number, a planned schedule copies activations to the
-            host and back where the copies make the schedule faster under `memory_limit`, and microbatches keep the
-            order of the data. If `offload` is None, nothing is copied to the host.
+            host and back where the copies make the schedule faster under `memory_limit`. With `offload`, microbatches
+            keep the order of the data. If `offload` is None, nothing is copied to the host.
         checkpoint: whether all layers drop their activations in F and run again in R. The argument `checkpoint` of a
             `LayerSpec` makes one layer drop its activations in F and run again in R.
-        split_layers: further classes of layers whose W is split off (see `weight_split.split_modules`).
+        split_layers: further classes of layers whose backward is split into B and W (see
+            `weight_split.split_modules`).
         variable_shapes: whether layers can return different shapes for two microbatches with equal input shapes, as a
             layer that drops padding does. Microbatches with different input shapes do not need `variable_shapes`.
         microbatch_order: "planned" runs microbatches of different shapes in the order with the least time, predicted
@@ -157,7 +158,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 Words = dict[str, str | list[str]]
-"""Argument of `Pipeline` -> its value as text; a list for arguments with one entry per layer."""
+"""Argument of `Pipeline` -> text of the argument's value, or for `layers` a list with one text per layer."""
 
 
 def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Mapping[str, Any]) -> None:

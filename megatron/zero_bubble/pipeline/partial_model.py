@@ -1,4 +1,4 @@
-"""A model whose layers are distributed over the ranks."""
+"""A model whose layers are distributed over the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PartialModel(nn.Module):
         return dict(sorted(whole.items(), key=lambda entry: layer_of(entry[0])))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's layers from a state that has at least these layers, such as the state of the whole model."""
+        """Load this rank's layers from a state with at least this rank's layers, such as the whole model's state."""
         elsewhere = set(map(str, range(self._num_layers))) - set(self._modules)  # also of layers that are one module
         own = {name: value for name, value in state_dict.items() if name.partition(".")[0] not in elsewhere}
         return super().load_state_dict(own, strict, assign)

@@ -137,9 +137,9 @@ class Pipeline(PartialModel):
     ) -> TrainingOutcome | None:
         """Run `train_batch`, clip the gradients, take the optimizer's step, drop the gradients; return loss and norm.
 
-        With post-validation the ranks do not wait for each other, and the returned outcome belongs to the previous
-        step; the first step returns None. If a step fails, the next call raises `ValueError`, and the pipeline cannot
-        be used any more.
+        With post-validation the ranks do not wait for each other. `train_step` then returns the outcome of the previous
+        step, and None for the first step. If a step fails, the next call of `train_step` raises `ValueError`, and the
+        pipeline cannot be used any more.
 
         Raises:
             ValueError: on all ranks, if the batch cannot be used, or the optimizer's step fails or needs a closure.
@@ -218,7 +218,7 @@ class Pipeline(PartialModel):
         return super().state_dict(*arguments, **options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Validate the last step and load this rank's layers from a state that has at least these layers."""
+        """Validate the last step and load this rank's layers from a state that has at least this rank's layers."""
         self._validate()
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -241,7 +241,7 @@ class Pipeline(PartialModel):
         return self._summary.text()
 
     def close(self) -> None:
-        """Close the connections between the ranks; otherwise they close when the pipeline is freed or at exit."""
+        """Close the connections between ranks, which otherwise close when the pipeline is freed or at exit."""
         if self._late is not None:
             self._late.close()
         self._agreement.close()

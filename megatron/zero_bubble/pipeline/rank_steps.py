@@ -106,7 +106,7 @@ class RankSteps:
         return self._finish()
 
     def evaluate(self, load: Load) -> torch.Tensor:
-        """Run a step's forwards without gradients; every rank returns the mean loss. Raises the errors of `train`."""
+        """Run a step's forwards without gradients; every rank returns the mean loss. Raises errors as `train` does."""
         autocast = Autocast.current(self._stage.device.type)
         with autocast.only_in_forwards(), torch.no_grad():
             self._messages.begin(load, autocast, trains=False)

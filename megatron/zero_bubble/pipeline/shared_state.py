@@ -66,7 +66,7 @@ def _on_meta(spec: LayerSpec) -> nn.Module | None:
 
 
 def _state_of(module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers; all other buffers are constants, such as masks."""
+    """Yield a module's parameters and persistent buffers; non-persistent buffers are constants, such as masks."""
     for inside in () if module is None else module.modules():
         for parameter in inside.parameters(recurse=False):
             yield "parameter", parameter

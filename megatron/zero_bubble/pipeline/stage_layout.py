@@ -29,10 +29,10 @@ class StageLayout:
     boundaries: boundaries.Boundaries
     """The first layer of every stage, followed by the number of all layers."""
     loads: tuple[float, ...]
-    """Stage -> load of its layers, in `unit`: layers, parameters, matching layers or seconds."""
+    """Stage -> load of the stage's layers, in the unit `unit` (layers, parameters, matching layers or seconds)."""
     unit: str
     schedule: Schedule
-    """A valid schedule with the messages between ranks."""
+    """A valid schedule that includes the operations for messages between ranks."""
 
     @property
     def num_layers(self) -> int:
@@ -84,7 +84,7 @@ class LayoutRequest:
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
     def _schedules(self) -> RunSchedules:
-        """The schedules of the run, from the name of a schedule or from a given schedule."""
+        """Return the schedules of the run, made from the schedule or the schedule's name in the field `schedule`."""
         schedule = self.schedule
         if isinstance(schedule, str):
             plan = RunSchedules.named(schedule, self.num_ranks, self.options.num_chunks)

@@ -1,9 +1,9 @@
 """Splits the backward of torch's own layers into B and W.
 
-A split layer runs its own forward and records the autograd graph of that call apart from the model's graph. B runs the
-backward of the layer's graph for the input alone, and W runs this backward for the parameters alone. Autograd itself
-computes and adds up the gradients of B and W, so that these gradients equal the gradients of an unsplit backward bit by
-bit.
+A split layer runs its own forward and records the autograd graph of this forward apart from the model's graph. B runs
+the backward of the layer's graph for the input alone, and W runs the backward of the layer's graph for the parameters
+alone. Autograd itself computes and adds up the gradients of B and W, so that these gradients equal the gradients of an
+unsplit backward bit by bit.
 
 A module may also defer its weight gradients by itself, with the method of `DefersWeightGradients`.
 """
@@ -36,7 +36,7 @@ SPLIT_LAYERS: tuple[type[nn.Module], ...] = (
     nn.Embedding,
 )
 """Torch's layers whose forward uses the weight in a single operation. A subclass of a class in `SPLIT_LAYERS` is split,
-too, if it inherits the forward."""
+too, if the subclass inherits the forward."""
 
 _KEY_VALUE_BIASES = {"bias_k", "bias_v"}
 """Parameters of `nn.MultiheadAttention` that are appended to keys and values; no matrix product uses them."""
@@ -54,8 +54,8 @@ class DefersWeightGradients(Protocol):
     def defer_weight_gradients(self, store: WeightGradStore) -> Iterable[nn.Parameter]:
         """Defer weight gradients from now on, and return the parameters whose gradients are deferred; called once.
 
-        A backward that runs while `store.is_deferring` passes to `store.put` a function that computes the gradients and
-        adds them to `.grad`. A backward outside of `store.deferring()` computes the weight gradients at once.
+        While `store.is_deferring` is true, a backward calls `store.put` with a function that computes weight gradients
+        and adds them to `.grad`. A backward outside of `store.deferring()` computes the weight gradients at once.
         """
         ...
 
@@ -66,8 +66,8 @@ def split_modules(
     """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
 
     A layer that shares a parameter with another layer is not split, because autograd adds up the gradients of both
-    layers in B. A layer with a `forward` that was set on the instance, for example by an adapter, is not split. If an
-    earlier call of `split_modules` has split a layer in `modules`, the new call replaces this split.
+    layers in B. A layer with a `forward` that was set on the instance, for example by an adapter, is not split. A layer
+    that an earlier call of `split_modules` has split is split again, for the `store` of the new call.
 
     Args:
         others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep its
@@ -127,7 +127,7 @@ def _can_be_split(module: nn.Module, others: Sequence[type[nn.Module]]) -> bool:
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Tell whether a forward was set on the instance; such a forward may use parameters of other modules."""
+    """Tell whether a forward was set on an instance; a forward on an instance may use other modules' parameters."""
     return any("forward" in vars(each) for each in module.modules())
 
 
@@ -143,7 +143,7 @@ def _has_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
 
 
 class _SplitLayer:
-    """The forward of a split layer, which replaces the module's own forward."""
+    """The forward of a layer with separate B and W, which replaces the module's own forward."""
 
     def __init__(self, module: nn.Module, store: WeightGradStore) -> None:
         self._forward = module.forward
@@ -231,7 +231,7 @@ class _SplitAttention:
     """The forward of an `nn.MultiheadAttention`, with both of its projections split.
 
     Torch's attention passes weights to `linear` inside torch's functions. `_forward` runs copies of torch's functions,
-    with a split layer in place of `linear`. Torch is unchanged, so other modules and threads are not affected.
+    with a split layer in place of `linear`. Torch's functions are unchanged for other modules and threads.
     """
 
     def __init__(self, module: nn.MultiheadAttention, store: WeightGradStore) -> None:
