@@ -33,9 +33,9 @@ def measure_edges(
 ) -> dict[int, float]:
     """Measure the milliseconds of one message between a stage of this rank and each neighbouring stage.
 
-    `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`; edges within
-    a rank are left out, and edges between the same two ranks are measured once. Disjoint pairs of ranks measure at
-    the same time.
+    `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`. The returned
+    times leave out edges within one rank, and all edges between the same two ranks share one measurement. Disjoint
+    pairs of ranks measure at the same time.
 
     Args:
         while_computing: whether the sender computes while its message is under way, as in training.

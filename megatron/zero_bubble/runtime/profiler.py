@@ -48,7 +48,7 @@ class ChunkCosts:
     copied: Mapping[OpKind, float] = field(default_factory=dict)
     """Kind (D to the host, H back) -> usual time of a copy; empty if nothing was offloaded."""
     released: float = 0
-    """Bytes that D releases."""
+    """Bytes of device memory that D, the copy of activations to the host, releases."""
     outside: int = 0
     """Bytes that layers outside of the recomputed blocks hold between B and W."""
 
@@ -143,8 +143,8 @@ class Profiler:
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
         """Return the usual change of memory by a kind of operation.
 
-        For F, the result is the change by an F that keeps all activations. If every F drops activations, the result is
-        the change by F plus the change by R.
+        For F, `_memory_of` returns the change of memory by an F that keeps all activations. If every F drops
+        activations, the returned change is the change by F plus the change by R.
         """
         kept = self._memory.get((chunk, kind))
         if kept:

@@ -251,7 +251,7 @@ class StepTime:
 
 
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
-    """Compute the span and the work of a step that ran at least one operation.
+    """Compute the `StepTime` of a step that ran at least one operation.
 
     Span and work exclude the optimizer's work. An operation that ran again after a failed validation counts as work
     only once.
@@ -266,7 +266,7 @@ class PipelineTime(NamedTuple):
     """The time of one step of a pipeline, over all ranks."""
 
     milliseconds: float
-    """The longest `StepTime.span` of all ranks."""
+    """The longest `StepTime.span` of all ranks, in milliseconds."""
     idle: Idle
 
 

@@ -89,7 +89,7 @@ class SizeProfile:
 
 
 def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: StageCosts) -> SizedCosts | None:
-    """Fit one curve to the samples of each stage and kind; a fused backward counts half as B and half as W.
+    """Fit one curve to the samples of each stage and kind of operation; BW counts half as B and half as W.
 
     A cost for which a stage has no samples is proportional to the number of tokens.
     """
@@ -118,7 +118,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """For each stage, fit a curve to the temporary memory of the kind of operation that needs the most."""
+    """For each stage, fit a curve to the temporary memory of the operation kind with the most temporary memory."""
     curves = [Curve(0.0, 0.0, 0.0)] * num_stages
     most = [0.0] * num_stages
     for (stage, _), values in samples.items():
