@@ -90,10 +90,10 @@ class Findings:
     """The device, versions and settings; see `describe_machine`."""
     stages: Sequence[StageCheck] = ()
     without_room: Mapping[str, str] = field(default_factory=dict)
-    """Model whose stage did not fit on the device -> the allocator's message."""
+    """Name of a model whose stage did not fit on the device -> message of the GPU allocator."""
     ranks: RankFindings | None = None
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Part of the check that failed -> its error."""
+    """Name of a part of the check that failed -> error message of this part."""
 
     @property
     def passed(self) -> bool:
