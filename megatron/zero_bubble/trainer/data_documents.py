@@ -60,7 +60,7 @@ def padded(samples: Sequence[dict[str, torch.Tensor]], multiple: int) -> dict[st
     """Join samples of different lengths into a microbatch, with zeros after the shorter samples.
 
     Args:
-        multiple: the length of the microbatch is rounded up to a multiple of this number.
+        multiple: number that must divide the length of the microbatch; the length is rounded up.
     """
     longest = max(len(sample["tokens"]) for sample in samples)
     length = -(-longest // multiple) * multiple
