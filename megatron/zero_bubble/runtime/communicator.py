@@ -75,8 +75,8 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
     """Return the (source, destination) pairs of ranks that exchange messages under `placement`.
 
     All ranks open the channels in the order of the returned pairs. The channels between ranks 0 and 1, 2 and 3, ...
-    come first. These channels have no rank in common, and the ranks open them at the same time. The channels between
-    ranks 1 and 2, 3 and 4, ... follow.
+    come first, and are opened at the same time, because they have no rank in common. The channels between ranks 1 and
+    2, 3 and 4, ... follow.
     """
     pairs = set()
     for stage in range(placement.num_stages - 1):
@@ -247,9 +247,8 @@ class HostCommunicator:
     """Copies each message to host memory, which is pinned for a GPU, and sends the copy over gloo.
 
     `send` waits until the device has computed the message, and a receive's `wait` copies the message to the device.
-    No work on the device ever waits for another rank. Therefore a valid schedule always runs to its end, with any
-    number of hardware queues, and even if other code synchronises the device. A `HostCommunicator` is slow and meant
-    for finding faults.
+    Because no work on the device waits for another rank, a valid schedule always runs to its end, even with one
+    hardware queue, or if other code synchronises the device. A `HostCommunicator` is slow and meant for finding faults.
 
     The arguments of `HostCommunicator` are the first five arguments of `TorchCommunicator`.
     """

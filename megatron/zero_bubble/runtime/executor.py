@@ -187,7 +187,7 @@ class Executor:
             stage.release_output(output)
 
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
-        """Run a forward and a backward as one operation; a stage without `forward_backward` runs both in sequence.
+        """Run a forward and a backward as one operation, or in sequence on a stage without `forward_backward`.
 
         The rank waits for the inputs of the forward and the backward before the rank runs either operation. After the
         backward, the rank passes on the forward's output, and then the backward's input gradient.

@@ -22,8 +22,8 @@ _IDLE_TRIPS = 7
 _BUSY_TRIPS = 16
 """Number of messages that each rank sends while it computes; the mean of the messages' times is used."""
 _COLLECTIVES = 16
-"""Least number of measured collectives. In a pipeline with more ranks than this number, one collective is measured for
-each rank."""
+"""Least number of measured collectives. In a pipeline with more than `_COLLECTIVES` ranks, one collective is measured
+for each rank."""
 _PRODUCTS = 1000
 """Number of small matrix products that keep a rank busy during a measurement: about 5 ms on a CPU core."""
 

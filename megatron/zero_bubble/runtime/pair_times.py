@@ -18,7 +18,7 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
 from megatron.zero_bubble.schedule.pairs import pairs
 
 LEAST_GAIN = 0.02
-"""A pair is treated as saving no time if it saves less than this share of the time of its two separate operations."""
+"""Least saving of a pair that counts, as a share of the time of F and B run one after the other."""
 
 _Times = Mapping[tuple[int, OpKind], float]
 """(model chunk, kind of operation) -> milliseconds of one operation."""

@@ -11,11 +11,11 @@ from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCost
 from megatron.zero_bubble.schedule.kinds import TIMES
 
 TOLERANCE = 0.05
-"""Costs are corrected if the measured time of an operation differs from the planned time by more than this share."""
+"""Relative difference between measured and planned time of an operation above which the costs are corrected."""
 SPAN_TOLERANCE = 0.02
-"""Message times are corrected if the measured time of a step exceeds the planned time by more than this share."""
+"""Relative excess of the measured time of a step over the planned time above which message times are corrected."""
 _MATTERS = 0.02
-"""A difference between planned and measured times is ignored below this share of a microbatch's computing time."""
+"""Share of a microbatch's computing time below which a difference of planned and measured times is ignored."""
 _PARTS = 1024
 """Number of equally spaced candidates for the time that is added to every message. A bisection finds the shortest time
 with which a simulated step takes as long as a measured step."""

@@ -46,7 +46,7 @@ class ChunkCosts:
     num_blocks: int = 0
     """Number of recomputed blocks of layers; 0 if unknown."""
     copied: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind (D to the host, H back) -> usual time of a copy; empty if nothing was offloaded."""
+    """Kind of copy (D to the host, H back to the device) -> usual time of a copy; empty without offload."""
     released: float = 0
     """Bytes of device memory that D, the copy of activations to the host, releases."""
     outside: int = 0
@@ -54,7 +54,7 @@ class ChunkCosts:
 
 
 _MATTERS = 0.02
-"""The spread of a kind of operation is ignored if its time is below this share of the longest operation's time."""
+"""Kinds of operations that take less than this share of the longest operation's time do not count for `noise`."""
 
 
 class Profiler:

@@ -189,7 +189,7 @@ class _Blocks:
             self._dropped.pop(number)()
 
     def _starts(self, number: int) -> list[int]:
-        """Return the index of the first block of each group."""
+        """Return, for each group of blocks, the index of the group's first block; a chunk has `number` blocks."""
         groups = max(1, min(self._num_groups, number))
         return [number * group // groups for group in range(groups)]
 

@@ -43,8 +43,8 @@ class Replanner:
     """Decides between two steps of a run whether a new plan replaces the current plan.
 
     Args:
-        plan: the plan that the run starts with. If its schedules depend on costs, the plan is replaced by a plan from
-            measured costs.
+        plan: the plan that the run starts with. If the schedules of `plan` depend on costs, a plan from measured costs
+            later replaces `plan`.
         measured: the measured costs of the run.
         report: called with each decision, on every rank.
         device: this rank's device; the least free memory of all ranks' devices determines the memory limit `auto`.

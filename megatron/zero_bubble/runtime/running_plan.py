@@ -92,7 +92,7 @@ class RunningPlan:
 
         Args:
             mixes_backwards: whether a step may have both fused and separate backwards. FSDP sums the gradients of fused
-                and of separate backwards in different places. Adding the two sums would change a gradient's last bits.
+                and of separate backwards in different places, and adding both sums would change a gradient's last bits.
             less_memory: (level, schedule for less memory) of a step whose microbatches do not fit in memory with the
                 run's own schedule; see `StepDecision.level`.
         """

@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, Siz
 
 _MEMORY = {OpKind.F: "memory_f", OpKind.B: "memory_b", OpKind.W: "memory_w", OpKind.R: "memory_r"}
 _BETTER = 0.98
-"""A curve with more terms is used only if its residual is below this factor times the simpler curve's residual."""
+"""Ratio of residuals below which a fitted curve with more terms replaces a curve with fewer terms."""
 
 
 class _Sample(NamedTuple):

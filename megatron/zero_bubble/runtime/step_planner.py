@@ -28,7 +28,7 @@ FIRST_STEPS = (1, 3)
 REFITTED_AFTER = 8
 """Number of steps between the first fit of costs to sizes and the second fit, which has more samples."""
 _WAITED = 1.0
-"""Planning counts as overlapped with training if a step waits at most this many milliseconds for its plan."""
+"""Longest wait of a step for its plan, in milliseconds, with which planning counts as overlapped with training."""
 
 T = TypeVar("T")
 ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
