@@ -83,7 +83,7 @@ def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nod
 
 
 def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
-    """The environment variable or device file that indicates a CUDA device for this process; None without either."""
+    """The environment variable or device file that indicates a CUDA device for this process; None without a sign."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         # Slurm writes NoDevFiles if it gives the task no device.

@@ -174,7 +174,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def pairs(self) -> bool:
-        """Whether a plan may run a forward and a backward as one operation; vocabulary shards exclude such pairs."""
+        """Whether a plan may run a forward and a backward as one operation; False with vocabulary shards."""
         return self.overlap_moe_expert_parallel_comm and not self.vocabulary_parallel
 
     @property

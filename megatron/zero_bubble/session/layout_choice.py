@@ -70,8 +70,7 @@ class LayoutChoice:
 
     plan: Plan
     megatrons: tuple[Plan, ...]
-    """Plans of Megatron's layout under the job's schedule and under megatron-core's own schedule, without plans that do
-    not fit in memory."""
+    """Plans of Megatron's layout that fit in memory, under the job's schedule and megatron-core's own schedule."""
     request: PlanRequest
     """The planner's request for all layouts that the flags allow."""
     rehearsed: tuple[tuple[Plan, float], ...] = ()

@@ -83,7 +83,7 @@ def new_choice(
 
 
 def _planned(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> LayoutChoice:
-    """Search the layouts in the free memory of all devices, and print the progress."""
+    """Search for the best layout that fits in the free memory of every device, and print the progress."""
     device = own_device()
     free_bytes = least_free_bytes(device) if device.type == "cuda" else None
     progress = ProgressLines(lambda text: print_line(f" > choosing a layout: {text}"))

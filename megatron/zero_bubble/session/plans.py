@@ -81,7 +81,7 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
 
     With dropout and without `--zero-bubble-seed-by-layer`, the random numbers that dropout draws depend on the order of
     the forwards of a rank. To draw the same random numbers as megatron-core, a job with interleaved chunks then keeps
-    megatron-core's order of forwards. In this order, the group size is the number of ranks.
+    megatron-core's order of forwards. By default, megatron-core's group size is the number of ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     if given is None and placement.kind == "interleaved" and _draws_in_order(flags):
@@ -223,8 +223,8 @@ def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts
 
     There are default costs only if the job recomputes activations or profiles pairs; otherwise the function returns
     None. A pair is an F and a B that run as one operation. If the job profiles pairs, the default costs include token
-    exchanges between experts. With these costs, the plans for the profiled iterations contain pairs. The costs of a job
-    with recomputation include the number of blocks that a stage can recompute.
+    exchanges between experts, so that the plans for the profiled iterations contain pairs. The costs of a job with
+    recomputation include the number of blocks that a stage can recompute.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)

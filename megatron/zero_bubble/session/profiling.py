@@ -18,7 +18,7 @@ from megatron.zero_bubble.session.reports import describe_plan, print_rank_0
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
-    """Raise `ValueError` if the memory limit is the free memory of a CUDA device and the job has no such device."""
+    """Raise `ValueError` if the memory limit is the free memory of a CUDA device in a job without CUDA devices."""
     limit = flags.memory_limit
     if limit is not None and limit.is_auto and not has_cuda:
         raise ValueError(

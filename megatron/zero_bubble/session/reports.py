@@ -33,7 +33,7 @@ ModelRank = tuple[int, int]
 LOUD = 0.01
 """Smallest share of a rank's parameters for which a module without a deferred W causes a warning."""
 _MOST_NAMED = 16
-"""Largest number of replicas for which a log line lists how long each replica waited for the others."""
+"""Largest number of replicas for which a log line lists how long each replica waited for other replicas."""
 
 
 def print_line(message: str) -> None:

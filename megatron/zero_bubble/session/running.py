@@ -291,7 +291,7 @@ class Replicas:
             self._averaging.average_all(iteration, with_states=with_states)
 
     def take_waits(self) -> Waits | None:
-        """How long each replica waited for the others since the last call; a collective call of the replicas.
+        """Time for which each replica waited for other replicas since the last call; a collective call of the replicas.
 
         `take_waits` returns None if no iteration has ended since the last call, or if there is only one replica.
         """

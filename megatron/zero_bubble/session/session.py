@@ -92,7 +92,7 @@ class Session:
 
     @classmethod
     def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
-        """Return a session that only builds models; with a `store`, it splits the backward of linear layers."""
+        """Return a session that only builds models and, with a `store`, splits the backward of linear layers."""
         session = cls(JobSettings(flags, None, placement, (), None), "")
         session.store = store
         return session

@@ -111,7 +111,7 @@ def report(program: str, error: Exception) -> int:
 
     Rank 0 prints its error at once. A rank other than rank 0 sleeps for some seconds before the rank prints its error.
     If rank 0 ends with an error, torchrun ends the other ranks during their sleep, so that only rank 0 prints an error.
-    A rank that has lost its connection to a failed rank also sleeps, even if the sleeping rank is rank 0. During this
+    A rank that has lost its connection to a failed rank also sleeps, even if the sleeping rank is rank 0. While ranks
     sleep, torchrun usually notices the failed rank and ends all ranks.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -148,8 +148,8 @@ def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
     torchrun reports the failure with the earliest time, in whole seconds, as the cause. torchrun may end other ranks in
-    the same second as the error, and counts the ends of these ranks as failures, too. Therefore `_tell_torchrun` writes
-    a time that is one second before the error.
+    the same second as the error, and counts the ends of these ranks as failures, too. `_tell_torchrun` writes a time
+    one second before the error, so that torchrun reports the error as the cause.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
