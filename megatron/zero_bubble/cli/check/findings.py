@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule import OpKind, simulate
 from megatron.zero_bubble.trainer.model_count import UnitCount, count_model
 
 PRICE_LIMIT = 1.03
-"""The check passes if the time of B + W, divided by the time of the fused backward, is at most this number."""
+"""Largest time of B + W, divided by the time of the fused backward, with which the check passes."""
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v")
 
 

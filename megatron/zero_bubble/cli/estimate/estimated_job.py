@@ -34,7 +34,7 @@ _STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
 
 @dataclass(frozen=True)
 class EstimatedJob:
-    """The training to estimate, and the cluster that it would run on."""
+    """The training to estimate, and the cluster on which the training would run."""
 
     args: Arguments
     flags: JobFlags

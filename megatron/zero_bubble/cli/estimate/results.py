@@ -39,7 +39,7 @@ _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
         "zero_bubble_recompute": Recompute.PLANNED.value,
     },
 }
-"""The kinds of recomputation that may make a job fit in memory, and their flags."""
+"""Kind of recomputation with which a job may fit in memory -> flags of this kind of recomputation."""
 _NO_RECOMPUTATION: dict[str, Any] = dict.fromkeys((*RECOMPUTATION, "zero_bubble_recompute"))
 
 
@@ -94,7 +94,7 @@ class Results:
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
-    """Estimate the schedules `chosen` (default: all but slow schedules), and the layout if the flags leave it open.
+    """Estimate the schedules `chosen` (default: all but slow schedules) and, if the flags fix no layout, the layout.
 
     Raises:
         ValueError: the name of a schedule is unknown, or neither a schedule nor a layout is possible.
