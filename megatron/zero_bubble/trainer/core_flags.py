@@ -198,7 +198,7 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
 def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
     """Return (type of the flag, keyword arguments of `flag_parser.flag`) for a field of type `kind`.
 
-    The result is None if no flag can set a field of this type.
+    `_form` returns None if no flag can set a field of type `kind`.
     """
     arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:

@@ -21,7 +21,7 @@ class DocumentDataset(GPTDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the document of every sample, and empty arrays in place of the sample index and the shuffle index.
 
-        Unlike the method of megatron-core's GPTDataset, this method stores no array in a file.
+        Unlike megatron-core's GPTDataset, a `DocumentDataset` stores no array in a file.
         """
         whole = self.indices[self.dataset.sequence_lengths[self.indices] > 1]
         if not len(whole):

@@ -114,7 +114,7 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 def check_split(split: str) -> None:
     """Refuse a split that is not one to three shares (training, validation, test), or whose training share is 0.
 
-    `check_split` allows quotes around the split, because Megatron-LM's scripts may pass quotes, which it ignores.
+    `check_split` allows quotes around the split, because Megatron-LM also ignores quotes, which its scripts may pass.
     """
     shares = split.strip("'\"").split(",")
     if len(shares) > len(SPLITS) or not all(_is_number(share) and 0 <= float(share) < math.inf for share in shares):

@@ -70,7 +70,7 @@ class ExitReasons:
         return self._voted(waits=False)
 
     def _voted(self, *, waits: bool) -> str | None:
-        """Begin a vote of all ranks; return the result of this vote if `waits`, else the result of the vote before."""
+        """Begin a vote of all ranks; return the vote's result if `waits`, else the result of the previous vote."""
         if not self._args.exit_signal_handler and self._args.exit_duration_in_mins is None:
             return None
         cast = self._vote()

@@ -67,7 +67,7 @@ def check_pattern(args: Arguments) -> None:
 
 
 def _check_symbols(given: str, pattern: HybridPattern) -> None:
-    """Refuse a pattern with layers that this megatron-core or this trainer does not have."""
+    """Refuse a pattern with layers that the installed megatron-core or the trainer does not have."""
     known = local_layers()
     for symbol in pattern.symbols + pattern.further.replace("/", ""):
         if symbol not in known:
