@@ -1,4 +1,4 @@
-"""Runs the command `zero-bubble`; `python -m megatron.zero_bubble.cli` runs it if the package is not installed."""
+"""Runs the command `zero-bubble`, also as `python -m megatron.zero_bubble.cli` if the package is not installed."""
 
 from __future__ import annotations
 

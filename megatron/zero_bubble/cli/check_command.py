@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> bool:
-    """Run the check, write its findings, and return whether all parts passed."""
+    """Run `zero-bubble check`, write the findings, and return whether all parts of the check passed."""
     flags = read_flags(CheckFlags, argv, PROG, __doc__ or "")
     warnings.filterwarnings("ignore", category=UserWarning)  # megatron-core warns of packages that are not installed
     torch.set_num_threads(1)

@@ -44,7 +44,7 @@ def run_command(prog: str, body: Callable[[], bool | None]) -> int:
 
 
 def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str) -> tuple[str, list[str]]:
-    """Return the command that the first word of `argv` names, and the other words. `--help` prints `usage` and exits.
+    """Return (command that the first word of `argv` names, remaining words); `--help` prints `usage` and exits.
 
     Raises:
         ValueError: the first word is missing, or names no command.
@@ -61,7 +61,7 @@ def choose_command(commands: Mapping[str, Any], argv: Sequence[str], usage: str)
 
 
 class _CommandParser(FlagParser):
-    """A parser whose `--help` raises `OSError` if the help cannot be written, in contrast to argparse's own parser."""
+    """A parser that, unlike argparse's own parser, raises `OSError` if `--help` cannot write the help."""
 
     def print_help(self, file: Any = None) -> None:
         deliver(self.format_help(), None)

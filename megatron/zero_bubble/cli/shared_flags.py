@@ -164,7 +164,7 @@ class CostFlags(CommandFlags):
 
     @property
     def has_times(self) -> bool:
-        """Whether the flags give times, in milliseconds; otherwise the time of one F is the unit of time."""
+        """Whether flags give times in milliseconds; if not, the unit of time is the time of one F."""
         names = ("costs", *(name for name in COSTS_OF_FLAGS if name.startswith("time_")))
         return any(getattr(self, name) is not None for name in names)
 

@@ -30,8 +30,8 @@ def complete_training(
 
     Args:
         has_cuda: whether the ranks will have CUDA devices.
-        for_this_machine: whether the training is to run on this machine, in which case the machine's packages, devices
-            and permissions are checked.
+        for_this_machine: whether the training is to run on this machine. If so, `complete_training` checks the
+            packages, devices and permissions of the machine.
 
     Raises:
         ValueError: the training would refuse the flags; the message is the training's own error message.
@@ -55,7 +55,7 @@ def complete_arguments(flags: Sequence[str], world_size: int, prog: str, *, has_
 
 
 def failure_reason(log: str) -> str | None:
-    """Return the first error message in a training's log or, without one, the line of the first exception, if any."""
+    """Return the first error message in a training's log or, without a message, the first exception's line, if any."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for line in lines:
         if ": error: " in line:

@@ -50,8 +50,8 @@ def open_channels(
     """Open the channels between the ranks of a pipeline's `group`; a collective call of all ranks of the group.
 
     Args:
-        report: function that is called on every rank if `device` is a GPU. `report` gets the channel memory of the rank
-            with the most channels and, among such ranks, with the most memory.
+        report: function that is called on every rank if `device` is a GPU. `report` gets the `ChannelMemory` of the
+            rank with the most channels. Among ranks with equally many channels, the rank with the most memory counts.
         shapes_vary: whether the shapes of activations vary and are sent in headers.
 
     Raises:

@@ -1,8 +1,7 @@
 """Exchanges tensors among all ranks of a group at once.
 
 All ranks of a group call the same collectives in the same order. A collective blocks its thread on a CPU, and the
-current stream on a GPU. To run a collective at the same time as computation, the collective is called inside an
-`ExchangeLane`.
+current stream on a GPU. An `ExchangeLane` runs collectives at the same time as computation.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill `tensor` on all ranks with the values that it has on rank `root`."""
+        """Overwrite `tensor` on all ranks with the values of `tensor` on rank `root`."""
         ...
 
     def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
@@ -39,7 +38,7 @@ class Collectives(Protocol):
         ...
 
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:
-        """Replace `tensor` on rank `root` by the sum over all ranks, and leave it unchanged on the other ranks.
+        """Replace `tensor` on rank `root` by the sum of `tensor` over all ranks; the other ranks keep their `tensor`.
 
         On a CPU the tensors are added in the order of the ranks, so that the sum is reproducible to the last bit.
         """

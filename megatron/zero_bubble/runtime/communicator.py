@@ -1,8 +1,8 @@
 """Sends tensors between neighbouring pipeline ranks.
 
-Each ordered pair of ranks that exchange messages is a *channel*: a message on one channel never waits
-for a message on another, and messages of one channel arrive in the order in which they were sent. Sender
-and receiver take the order of their messages from the lowered schedule.
+Each ordered pair of ranks that exchange messages is a *channel*. A message on one channel never waits for a message on
+another channel. The messages of one channel arrive in the order in which the sender sends them. The lowered schedule
+determines the order in which a rank sends and receives messages.
 
 `TorchCommunicator` runs on torch.distributed.
 """
@@ -60,7 +60,7 @@ class Arrived:
 
 
 class Communicator(Protocol):
-    """Sends and receives of one pipeline rank. Peers are pipeline ranks, not global ranks."""
+    """Sends and receives messages for one pipeline rank. `destination` and `source` are pipeline ranks."""
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         """Start to send `tensor` to rank `destination`; return at once."""
@@ -72,10 +72,11 @@ class Communicator(Protocol):
 
 
 def channels(placement: Placement) -> list[tuple[int, int]]:
-    """Return the (source, destination) pairs of ranks that exchange messages under `placement`, in one global order.
+    """Return the (source, destination) pairs of ranks that exchange messages under `placement`.
 
-    Channels are opened in this order: first the channels between ranks 0 and 1, 2 and 3, ..., which have no rank
-    in common and are opened at the same time, then the channels between 1 and 2, 3 and 4, ...
+    All ranks open the channels in the order of the returned pairs. The channels between ranks 0 and 1, 2 and 3, ...
+    come first, and are opened at the same time, because they have no rank in common. The channels between ranks 1 and
+    2, 3 and 4, ... follow.
     """
     pairs = set()
     for stage in range(placement.num_stages - 1):
@@ -246,9 +247,8 @@ class HostCommunicator:
     """Copies each message to host memory, which is pinned for a GPU, and sends the copy over gloo.
 
     `send` waits until the device has computed the message, and a receive's `wait` copies the message to the device.
-    Because no work on the device ever waits for another rank, a valid schedule always runs to its end, with any number
-    of hardware queues, and even if other code synchronises the device. A `HostCommunicator` is slow and meant for
-    finding faults.
+    Because no work on the device waits for another rank, a valid schedule always runs to its end, even with one
+    hardware queue, or if other code synchronises the device. A `HostCommunicator` is slow and meant for finding faults.
 
     The arguments of `HostCommunicator` are the first five arguments of `TorchCommunicator`.
     """
@@ -279,7 +279,7 @@ class HostCommunicator:
 
 @dataclass(frozen=True)
 class _HostSpec(TensorSpec):
-    """A message from or to `device`; its buffer is in host memory, and pinned if the device is a GPU."""
+    """Spec of a message from or to `device` whose buffer is in host memory; the buffer is pinned for a GPU."""
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")

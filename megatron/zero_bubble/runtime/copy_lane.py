@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 _PROBE, _PROBES = 2**24, 5
-"""Bytes of each copy by which the link to host memory is measured, and number of copies in each direction."""
+"""Bytes of each copy with which `link_rate` measures a host link, and number of these copies in each direction."""
 
 
 class CopyPair(NamedTuple):
@@ -131,9 +131,9 @@ def link_rate(lane: CopyLane, device: torch.device) -> float:
 
 
 class HostBuffers:
-    """The buffers of copies in host memory; a later copy of the same size reuses a free buffer.
+    """Buffers in host memory for copies of tensors; a later copy of the same size reuses a free buffer.
 
-    A buffer can be reused as soon as it is given back, because copies run in the order in which they are queued.
+    A copy may reuse a buffer as soon as `give_back` has freed the buffer, because copies run in the order of queueing.
     """
 
     def __init__(self, lane: CopyLane) -> None:

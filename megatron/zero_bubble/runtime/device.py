@@ -43,7 +43,7 @@ def least_free_bytes(device: torch.device) -> float:
 def return_free_heap() -> None:
     """Return the free memory of the C library's heap to the operating system.
 
-    The heap of glibc keeps memory that is free below memory in use. Other C libraries have no function `malloc_trim`.
+    The heap of glibc keeps free memory that lies below memory in use. Other C libraries have no `malloc_trim` function.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

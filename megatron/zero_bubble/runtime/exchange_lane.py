@@ -31,7 +31,7 @@ class PendingExchange(Protocol):
 
 
 class ExchangeLane(Protocol):
-    """Runs collectives in the order of submission, without autograd; each waits for all computation launched before."""
+    """Runs collectives in the order of submission, without autograd, each after all computation launched before it."""
 
     @property
     def waits_in_thread(self) -> bool:
@@ -56,9 +56,8 @@ class ThreadLane:
     """An `ExchangeLane` for a CPU: one thread runs the collectives, and blocks until each collective is complete.
 
     No collective runs after a failed collective, because this rank is then out of step with the other ranks. After a
-    failure the rank leaves the process groups of the collectives, so that no other rank waits for this rank. The error
-    of a collective is logged at once. The main thread may be waiting for another rank, and would report the error only
-    after that rank has ended.
+    failure the rank leaves the process groups of the collectives, so that no other rank waits for this rank. The thread
+    logs the error of a collective at once, because the main thread may wait for another rank until that rank has ended.
 
     Args:
         leave: function that leaves the process groups of the collectives (`Collectives.close`).

@@ -187,10 +187,10 @@ class Executor:
             stage.release_output(output)
 
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
-        """Run a forward and a backward as one operation; a stage without `forward_backward` runs both in sequence.
+        """Run a forward and a backward as one operation, or in sequence on a stage without `forward_backward`.
 
-        A pair first waits for the inputs of its forward and its backward. When both operations have run, the pair
-        passes on the forward's output, and then the backward's input gradient.
+        The rank waits for the inputs of the forward and the backward before the rank runs either operation. After the
+        backward, the rank passes on the forward's output, and then the backward's input gradient.
         """
         input_tensor = self._input_of_forward(stage, forward)
         inputs = self._inputs_of_backward(stage, backward)

@@ -28,7 +28,7 @@ def jointly(action: Callable[[], T]) -> T:
 
 
 def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of `group`, by default of the whole job, in order; a collective call."""
+    """Return `value` of every rank of `group` (by default of the job), in the order of ranks; a collective call."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -52,7 +52,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
-    """Raise the first error in `errors`, if any; as ranks do not send causes, the error gets the cause of `own`."""
+    """Raise the first error in `errors`, if any, with the cause of `own`: ranks do not send the causes of errors."""
     for error in errors:
         if error is not None:
             raise error from (own and own.__cause__)
@@ -61,8 +61,8 @@ def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> No
 def plan_on_first_rank(plan: RunSchedules, num_microbatches: int) -> RunSchedules:
     """Let the job's first rank make the schedule for `num_microbatches`; every rank returns `plan` with this schedule.
 
-    `plan_on_first_rank` is a collective call of the whole job. All ranks must run the very same order, but a solver
-    with a time limit may find a different order on each rank.
+    `plan_on_first_rank` is a collective call of the whole job. One rank plans for all ranks, because a solver with a
+    time limit may find a different order of operations on each rank, and all ranks must run the same order.
 
     Raises:
         ScheduleError: the first rank found no schedule; raised on all ranks.

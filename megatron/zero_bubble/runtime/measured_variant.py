@@ -1,4 +1,4 @@
-"""Changes a schedule so that a step measures every cost of a later plan."""
+"""Changes a schedule so that a training step measures all costs that a later plan needs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 def measured_variant(schedule: Schedule, plan: RunSchedules) -> Schedule:
     """Return the variant of a schedule of `plan` that measures all costs.
 
-    Every stage recomputes if the model may recompute, and copies activations to the host if offload is allowed. If
-    `schedule` has pairs, some forwards and backwards of every chunk run separately. In a schedule of `auto`, some
-    backwards are fused.
+    In the variant, every stage recomputes if the plan allows recomputation, and every stage copies activations to the
+    host if the plan allows offload. If `schedule` runs forwards and backwards as pairs, the variant runs some forwards
+    and backwards of every chunk separately. Otherwise, if the plan is `auto`, the variant fuses some backwards.
     """
     if not schedule.kinds.isdisjoint(PAIRED):
         schedule = half_apart(schedule)

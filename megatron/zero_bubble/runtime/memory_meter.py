@@ -37,7 +37,7 @@ class SavedTensorMeter:
         self._kept_by_shard = kept_by_shard or (lambda microbatch: 0)
         self._kept_before = 0
         self._saved: dict[tuple[int, int], list[weakref.ref[torch.Tensor]]] = {}
-        """The tensors that F and R of a chunk and microbatch have saved."""
+        """(chunk, microbatch) -> the tensors that autograd has saved in F and R."""
         self._held: dict[tuple[int, int], int] = {}
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
@@ -76,7 +76,7 @@ class SavedTensorMeter:
 
 
 def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
-    """Record a tensor that autograd saves, unless the tensor is a parameter; return the object to save instead."""
+    """Record a tensor that autograd saves, unless the tensor is a parameter; return the tensor for autograd to save."""
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
         return tensor

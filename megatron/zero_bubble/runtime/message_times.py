@@ -22,8 +22,8 @@ _IDLE_TRIPS = 7
 _BUSY_TRIPS = 16
 """Number of messages that each rank sends while it computes; the mean of the messages' times is used."""
 _COLLECTIVES = 16
-"""Least number of measured collectives. In a pipeline with more ranks than this number, one collective is measured for
-each rank."""
+"""Least number of measured collectives. In a pipeline with more than `_COLLECTIVES` ranks, one collective is measured
+for each rank."""
 _PRODUCTS = 1000
 """Number of small matrix products that keep a rank busy during a measurement: about 5 ms on a CPU core."""
 
@@ -33,9 +33,9 @@ def measure_edges(
 ) -> dict[int, float]:
     """Measure the milliseconds of one message between a stage of this rank and each neighbouring stage.
 
-    `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`; edges within
-    a rank are left out, and edges between the same two ranks are measured once. Disjoint pairs of ranks measure at
-    the same time.
+    `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`. The returned
+    times leave out edges within one rank, and all edges between the same two ranks share one measurement. Disjoint
+    pairs of ranks measure at the same time.
 
     Args:
         while_computing: whether the sender computes while its message is under way, as in training.

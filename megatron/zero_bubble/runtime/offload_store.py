@@ -26,8 +26,8 @@ class OffloadStore:
     Within `forward`, autograd's saved tensors are replaced by entries of this store. A storage that several saved
     tensors share is copied once. Parameters, other tensors that collect a gradient, tensors that the caller keeps
     anyway, and small tensors stay on the device. `release` frees the storages on the device, and `bring_back` allocates
-    new storages. After `wait_until_back`, a backward gets every released tensor from the storage that `bring_back`
-    allocated, with the size and the strides that the tensor had in the forward.
+    new storages. After `wait_until_back`, a backward gets every released tensor as a view of a new storage, with the
+    size and the strides that the tensor had in the forward.
 
     Args:
         lane: the host link.
@@ -46,7 +46,7 @@ class OffloadStore:
 
     @contextmanager
     def forward(self, chunk: int, microbatch: int, kept: Sequence[torch.Tensor | None] = ()) -> Iterator[None]:
-        """Collect the tensors that autograd saves in the `with` block, which runs one F, and then queue copies of them.
+        """Collect the tensors that autograd saves while the `with` block runs one F, then queue copies of the tensors.
 
         Args:
             kept: tensors that the caller keeps on the device, such as the input of the F.
@@ -97,7 +97,7 @@ class OffloadStore:
     def device_bytes(self, chunk: int, microbatch: int) -> int:
         """Return how many bytes of the tensors saved by this microbatch's F are on the device.
 
-        Each storage counts once.
+        A storage that several tensors share counts once.
         """
         bundle = self._bundles.get((chunk, microbatch))
         return 0 if bundle is None else bundle.device_bytes()
@@ -175,7 +175,7 @@ class _Bundle:
         self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept if tensor is not None)
         self._collected: dict[int, weakref.ref[_Storage]] = {}
         self._staying: dict[int, tuple[StorageWeakRef, int]] = {}
-        """The storages that stay on the device, and the bytes of each."""
+        """Identifier of each storage that stays on the device -> (reference to the storage, bytes of the storage)."""
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         """Return the object that autograd saves instead of `tensor`."""
@@ -202,7 +202,7 @@ class _Bundle:
         return _Saved(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def close(self) -> None:
-        """Find the storages that autograd still holds at the end of F; there are none if no gradient is needed."""
+        """Find the storages that autograd still holds at the end of F; autograd holds none if F needs no gradient."""
         self.storages = [entry for known in self._collected.values() if (entry := known()) is not None]
         self._collected.clear()
 

@@ -10,11 +10,10 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.schedule import ScheduleError, StageCosts
 
 SMALL_GAIN = 1.05
-"""A run also tries megatron-core's order if the planned order's predicted gain over that order is below this factor."""
+"""Predicted speedup over megatron-core's order below which a run also tries megatron-core's order."""
 WORTHWHILE = 1.005
-"""After costs have been corrected, a new plan replaces the running plan only if the new plan is faster by this factor.
-After a trial of megatron-core's order, the planned order is kept only if it is faster than megatron-core's order by
-this factor."""
+"""Least speedup with which a new plan from corrected costs replaces the running plan, or with which a run keeps the
+planned order after a trial of megatron-core's order."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class TrialResult:
         return self.planned_span * WORTHWHILE <= self.own_span
 
     def megatrons_time(self, milliseconds: float, costs: StageCosts) -> MegatronsTime:
-        """Return the time of megatron-core's order if the planned order takes `milliseconds`, by the measured ratio."""
+        """Return megatron-core's step time: `milliseconds` of the planned order, times the ratio of measured times."""
         own = milliseconds * self.own_span / self.planned_span
         return MegatronsTime(own, work_of_stages(costs), is_same_layout=True)
 

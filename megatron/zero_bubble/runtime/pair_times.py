@@ -2,8 +2,8 @@
 
 If a forward and a backward run as one operation (a *pair*), exchanges of tokens between experts can overlap with
 computation on a GPU, because a GPU runs exchanges and computation on separate streams. On a CPU, exchanges take
-processor time and cannot overlap with computation. The saved time is measured, not assumed: it is the sum of the
-separate durations of the forward and the backward, minus the duration of the pair.
+processor time and cannot overlap with computation. The time that a pair saves is the sum of the measured separate
+durations of the forward and the backward, minus the measured duration of the pair.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
 from megatron.zero_bubble.schedule.pairs import pairs
 
 LEAST_GAIN = 0.02
-"""A pair is treated as saving no time if it saves less than this share of the time of its two separate operations."""
+"""Least saving of a pair that counts, as a share of the time of F and B run one after the other."""
 
 _Times = Mapping[tuple[int, OpKind], float]
 """(model chunk, kind of operation) -> milliseconds of one operation."""
 
 
 class PairTime(NamedTuple):
-    """Durations of the pairs that contain an operation of a chunk, and of the same operations run separately."""
+    """Durations of all pairs of F and B that contain an operation of a chunk, and of the same F and B run alone."""
 
     hidden: float = 0.0
     """Mean share of the time of token exchanges that overlaps with computation if F and B run as a pair, from 0 to
@@ -33,7 +33,7 @@ class PairTime(NamedTuple):
     together: float = 0.0
     """Milliseconds of F and B run as a pair, summed over all combinations of chunks and kind of backward."""
     apart: float = 0.0
-    """Milliseconds of F and B run one after the other, summed over the same combinations as `together`."""
+    """Milliseconds of F and B run one after the other, summed over all combinations of chunks and kind of backward."""
 
 
 NO_PAIRS = PairTime()
@@ -90,7 +90,7 @@ class PairTimes:
 
 
 def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
-    """Return operations outside of pairs that compute the gradients of a `kind` operation; [] if none were measured."""
+    """Return measured operations outside of pairs that together compute the same gradients as `kind`; [] if none."""
     results = KINDS[kind].makes
     same = [(chunk, alone) for alone in BACKWARDS if KINDS[alone].makes == results and (chunk, alone) in times]
     return same[:1] or [(chunk, result) for result in results if all((chunk, each) in times for each in results)]

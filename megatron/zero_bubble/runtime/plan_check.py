@@ -11,18 +11,18 @@ from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCost
 from megatron.zero_bubble.schedule.kinds import TIMES
 
 TOLERANCE = 0.05
-"""Costs are corrected if the measured time of an operation differs from the planned time by more than this share."""
+"""Relative difference between measured and planned time of an operation above which the costs are corrected."""
 SPAN_TOLERANCE = 0.02
-"""Message times are corrected if the measured time of a step exceeds the planned time by more than this share."""
+"""Relative excess of the measured time of a step over the planned time above which message times are corrected."""
 _MATTERS = 0.02
-"""A difference between planned and measured times is ignored below this share of a microbatch's computing time."""
+"""Share of a microbatch's computing time below which a difference of planned and measured times is ignored."""
 _PARTS = 1024
-"""Number of equally spaced times among which a bisection finds the time to add to every message, so that a simulated
-step takes as long as a measured step."""
+"""Number of equally spaced candidates for the time that is added to every message. A bisection finds the shortest time
+with which a simulated step takes as long as a measured step."""
 
 
 class Difference(NamedTuple):
-    """A time, in milliseconds, that is wrong in the costs of a plan."""
+    """A time in the costs of a plan that differs from the measured time; both times in milliseconds."""
 
     subject: str
     planned: float
@@ -61,7 +61,7 @@ def with_measured_times(planned: StageCosts, measured: StageCosts, schedule: Sch
 
 
 def _in_planned_proportions(planned: StageCosts, measured: StageCosts, schedule: Schedule) -> StageCosts:
-    """Divide the time of a BW into times of B and W as planned, on every stage that ran neither B nor W."""
+    """Split the BW time of every stage that ran no separate B into B and W, in the planned proportions."""
     lanes = enumerate(schedule.ops)
     ran = {(schedule.placement.stage_of(rank, op.chunk), op.kind) for rank, lane in lanes for op in lane}
     times = {name: list(getattr(measured, name)) for name in ("time_b", "time_w", "saved_bw")}
@@ -78,7 +78,7 @@ def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> St
     """Increase the times of messages and collectives in `costs` until the simulated schedule takes the measured `span`.
 
     Messages of busy ranks are slower than messages of idle ranks. If operations vary in duration, ranks also wait for
-    each other, and these waits look like slower messages.
+    each other, and waits between ranks look like slower messages.
 
     Args:
         costs: the costs, with the measured times of operations.

@@ -22,14 +22,14 @@ class PlanningOptions:
         first_step, last_step: the first and the last step to be profiled, unless `profile` is given.
         model: the settings of the model that determine the costs.
         memory_limit: the memory limit of the run; None for the schedule's own limit.
-        profile: costs to plan with before the first step.
+        profile: the profile from whose costs the run plans before the first step.
         threshold: relative change of a stage's time above which the run plans again; 0 for never.
-        limits: bytes that the operations of each rank may need, if the layout was chosen under such limits. `limits`
+        limits: memory limit of each rank in bytes, if the layout was chosen under memory limits per rank. `limits`
             override `memory_limit`.
         megatrons: the step time with Megatron's split of layers; reports compare this time with the step time of the
             chosen layout.
-        tries_own_order: whether a run with a plan of small predicted gain also runs megatron-core's own order, to
-            compare the measured times of both orders.
+        tries_own_order: whether the run compares the planned order with megatron-core's own order by measured times,
+            if the predicted gain of the planned order is small.
     """
 
     first_step: int
@@ -54,7 +54,7 @@ class Report:
 
     prediction: Prediction
     is_new_plan: bool
-    """Whether the schedule was made from the costs; otherwise the costs serve only for predictions."""
+    """Whether the schedule was planned from the costs of `prediction`; if not, the costs serve only for predictions."""
     memory_limit: tuple[float, ...] | None
     """The memory limit of every rank, in bytes; None for the schedule's own limit."""
     step: int

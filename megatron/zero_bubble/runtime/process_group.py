@@ -32,7 +32,7 @@ class Membership:
 def connect(membership: Membership) -> Any:
     """Create a member's `ProcessGroupNCCL` or `ProcessGroupGloo`; the members find each other in the job's store.
 
-    This function does not use `dist.new_group`, which every rank of the job would have to call for every group. With
+    `connect` does not use `dist.new_group`, which every rank of the job would have to call for every group. With
     `use_local_synchronization`, only the members call `dist.new_group`, but the group's name contains the number of
     groups that the caller has created. Members that have created different numbers of groups would use different names,
     and wait for each other forever.

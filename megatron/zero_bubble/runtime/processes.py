@@ -28,7 +28,7 @@ def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
 
 
 def tie_children() -> None:
-    """From now on, let each process that this process's main thread forks end as soon as this process ends.
+    """Make every process that the main thread forks from now on end as soon as this process ends.
 
     Children that other threads fork are left alone, because the kernel would end such a child as soon as the thread
     that forked the child ends.

@@ -46,15 +46,15 @@ class ChunkCosts:
     num_blocks: int = 0
     """Number of recomputed blocks of layers; 0 if unknown."""
     copied: Mapping[OpKind, float] = field(default_factory=dict)
-    """Kind (D to the host, H back) -> usual time of a copy; empty if nothing was offloaded."""
+    """Kind of copy (D to the host, H back to the device) -> usual time of a copy; empty without offload."""
     released: float = 0
-    """Bytes that D releases."""
+    """Bytes of device memory that D, the copy of activations to the host, releases."""
     outside: int = 0
     """Bytes that layers outside of the recomputed blocks hold between B and W."""
 
 
 _MATTERS = 0.02
-"""The spread of a kind of operation is ignored if its time is below this share of the longest operation's time."""
+"""Kinds of operations that take less than this share of the longest operation's time do not count for `noise`."""
 
 
 class Profiler:
@@ -143,8 +143,8 @@ class Profiler:
     def _memory_of(self, chunk: int, kind: OpKind, center: Callable[[Sequence[float]], float]) -> float:
         """Return the usual change of memory by a kind of operation.
 
-        For F, the result is the change by an F that keeps all activations. If every F drops activations, the result is
-        the change by F plus the change by R.
+        For F, `_memory_of` returns the change of memory by an F that keeps all activations. If every F drops
+        activations, the returned change is the change by F plus the change by R.
         """
         kept = self._memory.get((chunk, kind))
         if kept:

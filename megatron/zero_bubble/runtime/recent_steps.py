@@ -11,10 +11,9 @@ _TOO_OFTEN = 2
 class RecentSteps:
     """The validated steps of post-validation, which predict whether the next step will be wrong.
 
-    If an optimizer step does not wait for its validation, a correct step saves about as much time as amending a wrong
-    step takes. A step that waits for its validation neither saves nor loses time. If at least two of the last four
-    steps were wrong, the next step waits. All ranks of a pipeline record the same steps, and therefore make the same
-    decision.
+    A correct step that does not wait for its validation saves time. A wrong step that does not wait loses about as much
+    time, because the step must be amended. If at least two of the last four steps were wrong, the next step waits for
+    its validation. All ranks of a pipeline record the same steps, and therefore make the same decision.
     """
 
     def __init__(self) -> None:

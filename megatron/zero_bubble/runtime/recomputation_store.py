@@ -1,4 +1,4 @@
-"""Holds the blocks of layers whose activations F has dropped, until R or B runs their forward again."""
+"""Holds the blocks of layers whose activations F has dropped, until R or B runs the forward of the blocks again."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RecomputationStore:
         """Decide which blocks of layers drop their activations in the F that runs inside the `with` statement.
 
         Args:
-            drops: whether the microbatch has an R.
+            drops: whether the schedule has an R for the microbatch.
             num_groups: number of groups into which the chunk's blocks are divided; at most the number of blocks.
         """
         assert self._current is None, "an F inside an F"
@@ -189,7 +189,7 @@ class _Blocks:
             self._dropped.pop(number)()
 
     def _starts(self, number: int) -> list[int]:
-        """Return the index of the first block of each group."""
+        """Return, for each group of blocks, the index of the group's first block; a chunk has `number` blocks."""
         groups = max(1, min(self._num_groups, number))
         return [number * group // groups for group in range(groups)]
 

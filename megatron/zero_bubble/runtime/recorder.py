@@ -183,7 +183,7 @@ class OpRecorder:
     def num_reached(self) -> int | None:
         """Count the starts and ends of operations that a GPU has reached; None without a GPU.
 
-        Any thread may call this method.
+        Any thread may call `num_reached`.
         """
         return self._clock.num_reached(self._marks) if self._marks else None
 
@@ -251,10 +251,10 @@ class StepTime:
 
 
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
-    """Compute the span and the work of a step that ran at least one operation.
+    """Compute the `StepTime` of a step that ran at least one operation.
 
-    Span and work exclude the optimizer's work. An operation that ran again after a failed validation counts as work
-    only once.
+    The span and the work of the step exclude the optimizer's work. An operation that ran again after a failed
+    validation counts as work only once.
     """
     computed = {measured.op: measured for measured in ops if measured.op.kind not in POST_VALIDATION}
     last = max(measured.end for measured in computed.values())
@@ -266,7 +266,7 @@ class PipelineTime(NamedTuple):
     """The time of one step of a pipeline, over all ranks."""
 
     milliseconds: float
-    """The longest `StepTime.span` of all ranks."""
+    """The longest `StepTime.span` of all ranks, in milliseconds."""
     idle: Idle
 
 

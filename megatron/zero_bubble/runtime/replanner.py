@@ -43,8 +43,8 @@ class Replanner:
     """Decides between two steps of a run whether a new plan replaces the current plan.
 
     Args:
-        plan: the plan that the run starts with. If its schedules depend on costs, the plan is replaced by a plan from
-            measured costs.
+        plan: the plan that the run starts with. If the schedules of `plan` depend on costs, a plan from measured costs
+            later replaces `plan`.
         measured: the measured costs of the run.
         report: called with each decision, on every rank.
         device: this rank's device; the least free memory of all ranks' devices determines the memory limit `auto`.
@@ -71,7 +71,7 @@ class Replanner:
         self._checked: list[Sequence[MeasuredOp]] = []
         """This rank's measured operations of each step that is compared with the plan."""
         self._checked_numbers: set[int] = set()
-        """The numbers of microbatches that occur in the steps that are compared with the plan."""
+        """The numbers of microbatches of the measured steps to compare with the plan."""
         self._current = plan
         """The plan that was made from the profile `self._profile`, or the first plan of the run."""
         self._planned_for: set[int] = set()
@@ -87,7 +87,7 @@ class Replanner:
         return self._profile if self._planned_for else None
 
     def let_microbatches_differ(self) -> None:
-        """Plan for mean measured costs without a trial of megatron-core's own order, because microbatch shapes vary."""
+        """Plan from the means of measured costs, and never try megatron-core's own order; for varying microbatches."""
         self._measured.center = statistics.fmean
         self._options = replace(self._options, tries_own_order=False)
 
@@ -117,7 +117,7 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def after_step(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Return the plan for the next steps if the next steps run another plan, else None; a collective call."""
+        """Return a new plan for the next steps, or None if the run keeps its plan; a collective call."""
         options = self._options
         if self._profile is None and step == options.last_step:
             self._measured.measure_messages()
@@ -250,7 +250,7 @@ class Replanner:
         return own
 
     def _continue_trial(self, trial: OrderTrial) -> RunSchedules | None:
-        """Return the order of the next steps; None if it has not changed. A collective call.
+        """Return the schedules of the next steps, or None if the order of operations stays; a collective call.
 
         A trial whose steps differ in the number of microbatches ends without a result.
         """
@@ -300,7 +300,7 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def _limits_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
-        """Return, for every rank, the bytes that its operations may need; None for the schedule's own limit."""
+        """Return the memory limit of every rank, in bytes; None for the schedule's own limit."""
         limit = self._options.memory_limit
         if self._options.limits is not None or limit is None:
             return self._options.limits

@@ -28,8 +28,8 @@ class Waits:
 class ReplicaWaits:
     """Measures the time that this rank spends in reductions with its replicas.
 
-    The last rank that begins a reduction does not wait: its time in the reduction is the communication time, which all
-    ranks share. The waiting time of a rank is the rank's time in the reduction minus the communication time.
+    The rank that begins a reduction last does not wait, so this rank's time in the reduction is the communication time
+    of all ranks. The waiting time of a rank is the rank's time in the reduction minus the communication time.
 
     Args:
         group: this rank and the ranks at the same place in the other replicas of the pipeline.

@@ -24,7 +24,7 @@ class Rollback(Protocol):
         ...
 
     def undo(self) -> None:
-        """Restore the values that parameters, optimizer states and parameter groups' settings had at `before_step`.
+        """Restore the parameters, optimizer states and settings of parameter groups to their values at `before_step`.
 
         The gradients of the undone step must still be in memory.
         """
@@ -165,8 +165,8 @@ class Inverse:
         theta <- (theta + lr (m / c1) / (sqrt(v / c2) + eps)) / (1 - lr weight_decay)
         m <- (m - (1 - beta1) g) / beta1,   v <- (v - (1 - beta2) g^2) / beta2,   t <- t - 1
 
-    The inversion is not exact: the error of a value is a few rounding errors of the largest value in its equation. v
-    may come out slightly negative and is then set to 0.
+    The inversion is not exact: the error of a value is a few rounding errors of the largest value in its equation. If
+    the computed v is slightly negative, `Inverse` sets v to 0.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:

@@ -27,8 +27,8 @@ class RunCosts:
         placement: placement of the run's stages.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
-        measure_messages: a collective call that measures the time of a message over each of this rank's stage
-            boundaries, and the time of a collective of vocabulary shards (0 without shards).
+        measure_messages: collective function that returns two measurements: the time of a message for each stage
+            boundary of this rank, and the time of a collective of vocabulary shards (0 without shards).
         recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
         offload: measures the copies to the host and back; None if nothing is offloaded.
     """
@@ -91,8 +91,8 @@ class RunCosts:
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
         """Make the next profile contain `steps` only; return the mean milliseconds of a step on the slowest rank.
 
-        `add_checked` is a collective call. The result is a mean and not a median, because a step also contains the
-        operations that take unusually long. Each rank leaves out its slowest step, which another process may have
+        `add_checked` is a collective call. `add_checked` returns a mean rather than a median, because unusually long
+        operations are part of the steps. Each rank leaves out its slowest step, which another process may have
         interrupted.
 
         Args:

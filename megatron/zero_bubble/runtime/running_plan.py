@@ -42,7 +42,7 @@ class RunningPlan:
         self._executors: dict[tuple[int, bool, int], Executor] = {}
         """(number of microbatches, whether only forwards run, `StepDecision.level`) -> executor."""
         self._levels: dict[int, int] = {}
-        """Number of microbatches -> `StepDecision.level` of the last training step with that number."""
+        """Number of microbatches -> `StepDecision.level` of the last training step with so many microbatches."""
         self._predictions: dict[tuple[int, int], Prediction] = {}
 
     @property
@@ -92,7 +92,7 @@ class RunningPlan:
 
         Args:
             mixes_backwards: whether a step may have both fused and separate backwards. FSDP sums the gradients of fused
-                and of separate backwards in different places, and adding these sums would change the last bits.
+                and of separate backwards in different places, and adding both sums would change a gradient's last bits.
             less_memory: (level, schedule for less memory) of a step whose microbatches do not fit in memory with the
                 run's own schedule; see `StepDecision.level`.
         """

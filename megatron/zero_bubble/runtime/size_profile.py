@@ -19,7 +19,7 @@ from megatron.zero_bubble.schedule.sized_costs import Curve, MicrobatchSize, Siz
 
 _MEMORY = {OpKind.F: "memory_f", OpKind.B: "memory_b", OpKind.W: "memory_w", OpKind.R: "memory_r"}
 _BETTER = 0.98
-"""A curve with more terms is used only if its residual is below this factor times the simpler curve's residual."""
+"""Ratio of residuals below which a fitted curve with more terms replaces a curve with fewer terms."""
 
 
 class _Sample(NamedTuple):
@@ -89,7 +89,7 @@ class SizeProfile:
 
 
 def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: StageCosts) -> SizedCosts | None:
-    """Fit one curve to the samples of each stage and kind; a fused backward counts half as B and half as W.
+    """Fit one curve to the samples of each stage and kind of operation; BW counts half as B and half as W.
 
     A cost for which a stage has no samples is proportional to the number of tokens.
     """
@@ -118,7 +118,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """For each stage, fit a curve to the temporary memory of the kind of operation that needs the most."""
+    """For each stage, fit a curve to the temporary memory of the operation kind with the most temporary memory."""
     curves = [Curve(0.0, 0.0, 0.0)] * num_stages
     most = [0.0] * num_stages
     for (stage, _), values in samples.items():

@@ -37,19 +37,19 @@ class Stage(Protocol):
     def release_output(self, output_tensor: torch.Tensor) -> None:
         """Free the values of an output that was passed on; the backward needs only the output's autograd node.
 
-        A stage need not define this method.
+        `release_output` is optional.
         """
         return
 
     def before_inputs(self, op: Op) -> None:
-        """Prepare for an F, B or BW whose input may still be under way. A stage need not define this method."""
+        """Prepare for an F, B or BW whose input may still be under way. `before_inputs` is optional."""
         return
 
     def before_gradients(self, op: Op) -> None:
         """Prepare for an operation that adds to the gradients of parameters, such as a B, W or BW.
 
         If the W of several microbatches run as one, `before_gradients` is called for each microbatch of each parameter.
-        A stage without anything to prepare need not define this method.
+        `before_gradients` is optional.
         """
         return
 
@@ -90,7 +90,7 @@ class SteppingStage(Stage, Protocol):
     def validate(self) -> bool:
         """Confirm or amend the last optimizer step; return whether forwards must run again.
 
-        The result is the same on all ranks.
+        `validate` returns the same value on all ranks.
         """
         ...
 

@@ -35,17 +35,17 @@ class StageMessages:
         self._sends: deque[PendingSend] = deque()
 
     def input_of(self, op: Op, *, is_forward: bool) -> torch.Tensor | None:
-        """Wait for a forward's input or a backward's output gradient and return it; None if no stage sends one."""
+        """Wait for the received input of an F, or output gradient of a B, and return it; None if no stage sends it."""
         edge = 0 if is_forward else self._placement.num_stages - 1
         if self._stages[op.chunk] == edge:
             return None
         return self._incoming.pop((is_forward, op.chunk, op.microbatch)).wait()
 
     def hand_on(self, op: Op, tensor: torch.Tensor | None, *, is_forward: bool) -> bool:
-        """Pass the result of `op` to the stage that needs it: at once on the same rank, else with a later send.
+        """Pass `tensor`, the result of `op`, to a neighbouring stage: at once on the same rank, else by a later send.
 
         Returns:
-            Whether the result has been passed on; False if the result will be sent later, or if no stage needs it.
+            True if `tensor` has been passed on; False if `tensor` will be sent later, or if no stage needs `tensor`.
         """
         neighbour = self._stages[op.chunk] + (1 if is_forward else -1)
         if tensor is None or neighbour == self._placement.num_stages:

@@ -28,7 +28,7 @@ FIRST_STEPS = (1, 3)
 REFITTED_AFTER = 8
 """Number of steps between the first fit of costs to sizes and the second fit, which has more samples."""
 _WAITED = 1.0
-"""Planning counts as overlapped with training if a step waits at most this many milliseconds for its plan."""
+"""Longest wait of a step for its plan, in milliseconds, with which planning counts as overlapped with training."""
 
 T = TypeVar("T")
 ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
@@ -79,7 +79,7 @@ class StepDecision(NamedTuple):
     schedule: Schedule | None = None
     """The schedule that needs less memory than the run's own schedule; None if the step runs the run's own schedule."""
     order: MicrobatchOrder | None = None
-    """The order planned for this step; None if the step takes the order of the data or of an earlier plan."""
+    """The planned order of microbatches; None if the step takes the order of the data or of an earlier plan."""
     milliseconds: float = 0.0
     """Milliseconds that planning took."""
     waited: float = 0.0
@@ -219,7 +219,7 @@ class StepPlanner:
         return is_planned and rules.limits is None and len(problem.sizes) in self._last_orders
 
     def _answer(self, problem: StepProblem) -> StepPlan | Infeasible:
-        """Return the plan that was made ahead for this problem; if there is none, make a plan now."""
+        """Return the plan that the `PlanningProcess` has made for `problem`; without such a plan, plan now."""
         if self._process is not None and self._process.plans(problem):
             answer = self._process.answer()
             if answer is not None:
@@ -250,7 +250,7 @@ def whole_limits(limits: Sequence[float], inside: Sequence[float]) -> tuple[floa
 class PlanningProcess:
     """A process that plans one step at a time.
 
-    Planning in a thread would take Python's interpreter lock from the running step.
+    A planning thread would instead hold Python's interpreter lock, which the running step needs.
     """
 
     def __init__(self) -> None:

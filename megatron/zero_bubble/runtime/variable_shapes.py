@@ -1,7 +1,8 @@
 """Sends messages whose shapes the receiver does not know in advance.
 
-The sender announces a message of unknown shape: a header with the shape goes from process to process, over separate
-channels and in the order of the messages. After the header has arrived, the receiver posts the receive of the message.
+The sender announces a message of unknown shape with a header, which contains the shape. The sending process sends the
+headers over separate channels, in the order of the messages. After a header has arrived, the receiver posts the receive
+of the message.
 Two kinds of messages need no header: messages of fixed shape, and answers to messages of the receiving rank. For
 example, the gradient of an activation is an answer: the rank that receives the gradient has sent the activation, and
 therefore knows the shape.
@@ -86,7 +87,7 @@ class VariableCommunicator:
         return self._messages.send(tensor, destination)
 
     def receive(self, source: int, spec: AnySpec) -> PendingReceive:
-        """Request the next message from rank `source`; post the receive if all shapes up to this message are known."""
+        """Request the next message from rank `source`; post all requested receives up to the first unknown shape."""
         header = self._headers.receive(source, HEADER) if isinstance(spec, AnnouncedSpec) else None
         receive = _Receive(self, source, spec, header)
         self._channels[source].append(receive)

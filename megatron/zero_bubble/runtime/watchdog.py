@@ -99,7 +99,7 @@ class Watchdog:
             order.
         position: returns the position of this rank, or None between two steps; called on the watchdog's thread.
         timeout: seconds that a rank may spend at one operation before the watchdog raises an alarm.
-        report: called only on the rank that raised the alarm first.
+        report: function that reports a hung pipeline; called only on the rank that raised the alarm first.
         leave: called on every rank after the report. `leave` should end the process, because a hung rank cannot exit
             by itself.
         host: name of this rank's machine.

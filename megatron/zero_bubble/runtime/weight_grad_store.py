@@ -14,7 +14,7 @@ WeightGrad = Callable[[], None]
 
 
 class _Deferred(NamedTuple):
-    """W of one layer for one microbatch."""
+    """The deferred weight gradient (W) of one layer for one microbatch."""
 
     parameter: Hashable
     start: Callable[[], None]
@@ -24,7 +24,7 @@ class _Deferred(NamedTuple):
 
 
 _Bundle = list[_Deferred]
-"""The W of all layers for one microbatch and chunk, in the order of B."""
+"""The W of all layers of a chunk for one microbatch, in the order in which B runs the layers."""
 
 
 class WeightGradStore:
@@ -81,7 +81,7 @@ class WeightGradStore:
         self._bundle.append(_Deferred(parameter, start, weight_grad, bytes_of))
 
     def flush(self, chunk: int, microbatch: int) -> None:
-        """Queue all weight gradients put since the last flush; together they are the W of `microbatch`."""
+        """Queue the weight gradients that `put` has collected since the last flush, as the W of `microbatch`."""
         self._queues[chunk].append((microbatch, self._bundle))
         self.flushed_bytes = self.bytes_since(0)
         self._start_bundle()

@@ -61,7 +61,7 @@ def translated(flags: T) -> T:
 
 
 def _v_schedule(flags: AliasFlags, schedule: str | None) -> str | None:
-    """The schedule that `--zero-bubble-v-schedule` stands for; None without that flag."""
+    """The schedule that `--zero-bubble-v-schedule` stands for; None without `--zero-bubble-v-schedule`."""
     setup = flags.zero_bubble_v_schedule_mem_setup
     if not flags.zero_bubble_v_schedule:
         if setup is not None:
@@ -92,5 +92,5 @@ def check_window(first: int, last: int, flag: str) -> None:
 
 
 def pending_backwards(limit: str) -> str | None:
-    """The value of `--zero-bubble-max-pending-backward` if the memory limit came from that flag, else None."""
+    """The value of `--zero-bubble-max-pending-backward` if this flag has set the memory limit, else None."""
     return limit.removesuffix(_FORWARDS) if limit.endswith(_FORWARDS) else None

@@ -58,7 +58,7 @@ def describe(job: JobSettings, model: list[torch.nn.Module]) -> None:
 
 
 def unsplit_modules(ranks: Mapping[ModelRank, Gradients]) -> dict[str, float]:
-    """Map each module whose weight gradient stays in B to the module's largest share of any rank's parameters."""
+    """Return module whose weight gradient stays in B -> the module's largest share of the parameters of a rank."""
     shares: dict[str, float] = {}
     for gradients in ranks.values():
         for name, size in gradients.unsplit:

@@ -29,7 +29,7 @@ _CLOCK_ROUNDS = 9
 
 
 class TimelineWriter:
-    """Records the operations of some iterations; global rank 0 writes drawings of the pipeline that rank 0 is in.
+    """Records the operations of some iterations; global rank 0 draws the timeline of its own pipeline.
 
     Args:
         folder: the folder for the files, which is created if it is missing.
@@ -51,7 +51,7 @@ class TimelineWriter:
             self._ops = ops
 
     def after_iteration(self, iteration: int, num_microbatches: int) -> None:
-        """Draw `iteration` if it is one of the iterations to draw; a collective call of rank 0's pipeline."""
+        """Draw `iteration` if it is between `first` and `last`; a collective call of the pipeline of global rank 0."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if iteration - self._start not in self._steps or 0 not in dist.get_process_group_ranks(group):
             return
@@ -73,7 +73,7 @@ class TimelineWriter:
 
 
 def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration: int) -> TimelineWriter | None:
-    """The writer for `--zero-bubble-timeline` in a job that begins after `iteration`; None without the flag."""
+    """The `TimelineWriter` of a job that begins after `iteration`; None without `--zero-bubble-timeline`."""
     if flags.zero_bubble_timeline is None:
         return None
     window = profile_window(flags)
@@ -85,9 +85,9 @@ def open_timeline(flags: JobFlags, forward_backward: ForwardBackward, iteration:
 def clock_offset(group: dist.ProcessGroup) -> float:
     """Seconds by which this rank's clock is ahead of the clock of the group's first rank; a collective call.
 
-    Ranks leave a barrier at nearly the same moment. The returned offset is the median, over several barriers, of the
-    difference between this rank's clock and the first rank's clock right after the barrier. The error of the clock
-    offset is about the time of a barrier, some tens of microseconds on one host.
+    Ranks leave a barrier at nearly the same moment. After each of several barriers, this rank compares its clock with
+    the first rank's clock. `clock_offset` returns the median difference of the clocks. The error of the median is about
+    the time of a barrier, some tens of microseconds on one host.
     """
     differences = []
     for _ in range(_CLOCK_ROUNDS):
@@ -133,7 +133,7 @@ def write_plan(report: Report, iteration: int, tensorboard: Any | None, wandb_ru
 
 
 def cause_scalars(timeline: Timeline) -> dict[str, float]:
-    """Return, for each cause of idle time, a TensorBoard tag -> the cause's share of all ranks' time."""
+    """Return TensorBoard tag of each cause of idle time -> the cause's share of the time of all ranks."""
     whole = float(timeline.cost) * len(timeline.lanes)
     return {
         f"predicted-idle/{cause.replace(' ', '-')}": float(sum(times)) / whole

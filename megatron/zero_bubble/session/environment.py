@@ -26,7 +26,8 @@ def device_of_rank(local_rank: int, num_devices: int) -> int:
 def check_devices(flags: ParallelFlags, environment: Mapping[str, str], num_devices: int) -> None:
     """Refuse to run more ranks on a host than the host has devices.
 
-    Without torchrun's `LOCAL_WORLD_SIZE` any number of ranks is accepted, because each rank may see devices of its own.
+    Without torchrun's `LOCAL_WORLD_SIZE`, the check accepts any number of ranks, because each rank may see devices of
+    its own.
 
     Raises:
         ValueError: torchrun started more ranks than there are devices, and no setting lets ranks share a device.
@@ -62,7 +63,7 @@ def shared_cores(environment: Mapping[str, str], num_cores: int) -> str | None:
 def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nodes: Path) -> None:
     """Refuse to train on the CPU of a host that should have a CUDA device, unless `--distributed-backend` is given.
 
-    A single rank without a device would fall back to a different backend from the other ranks, and all would hang.
+    A rank that finds no device would use another communication backend than the other ranks, and all ranks would hang.
 
     Args:
         nodes: the folder of device nodes (`/dev`).
@@ -82,7 +83,7 @@ def check_device_found(flags: ParallelFlags, environment: Mapping[str, str], nod
 
 
 def _sign_of_device(environment: Mapping[str, str], nodes: Path) -> str | None:
-    """The environment variable or device file that indicates a CUDA device for this process; None without either."""
+    """The environment variable or device file that indicates a CUDA device for this process; None without a sign."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         # Slurm writes NoDevFiles if it gives the task no device.

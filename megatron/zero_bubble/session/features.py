@@ -106,7 +106,7 @@ _PAIRS = "--overlap-moe-expert-parallel-comm"
 
 
 def check_pairs(flags: JobFlags) -> None:
-    """Raise `ValueError` for a flag that does not work if a forward and a backward run together as one operation."""
+    """Raise `ValueError` for a flag that does not work with schedules that run F and B as one operation."""
     if not flags.overlap_moe_expert_parallel_comm:
         return
     if flags.mtp_num_layers and not flags.untie_embeddings_and_output_weights:
@@ -150,7 +150,7 @@ def gain_of_post_validation(flags: JobFlags, plan: RunSchedules) -> str:
 
 
 def awaited_by_the_first_stage(flags: JobFlags, placement: Placement) -> str | None:
-    """The reason why the first stage's optimizer step must wait until the last stage ends its iteration, or None.
+    """The reason why the optimizer step of the first stage needs a result of the last stage; None without such a need.
 
     Iterations cannot overlap if the first stage waits for the last stage.
     """

@@ -11,8 +11,8 @@ from pathlib import Path
 def write_file(path: str | Path, text: str) -> None:
     """Write `text` to `path`. If the write or the machine fails, a regular file keeps its old content.
 
-    A regular file is replaced by a new file with the same permissions. A symbolic link is followed and stays a link. A
-    device, a FIFO or an open file of this process (`/dev/stdout`, `/dev/fd/3`) is written in place.
+    A new file with the same permissions replaces a regular file. If `path` is a symbolic link, `write_file` writes the
+    target of the link. A device, a FIFO or an open file of this process (such as `/dev/stdout`) is written in place.
 
     Raises:
         OSError: `path` cannot be written.

@@ -28,7 +28,7 @@ def flag(
     the flag is given, the field is True.
 
     Args:
-        const: the value of the field if the flag is given without a value, which `nargs="?"` allows.
+        const: the value of the field if the flag is given without a value, as is possible with `nargs="?"`.
         names: further spellings of the flag.
         parse: converts the text of the flag to a value, or raises `argparse.ArgumentTypeError`; by default the type of
             the field determines the conversion. argparse also converts a default value that is a string.

@@ -183,7 +183,7 @@ class ZeroBubbleFlags:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether flags spread embedding and output layer over all ranks; False if the flags leave the choice open."""
+        """Whether the flags ask for vocabulary shards on all ranks; False if the flags leave the choice open."""
         return self.zero_bubble_vocabulary_parallel == "on"
 
 
@@ -193,7 +193,7 @@ def flag_name(name: str) -> str:
 
 
 def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
-    """Refuse zero-bubble flags that are invalid or contradict each other, whatever the model is.
+    """Refuse zero-bubble flags that are invalid or contradict each other with every model.
 
     Raises:
         ValueError: a flag is refused; the message names the first such flag.
@@ -216,7 +216,7 @@ def check_zero_bubble_flags(flags: ZeroBubbleFlags) -> None:
 
 
 def _check_owners(flags: ZeroBubbleFlags) -> None:
-    """Raise `ValueError` if a flag is given without a flag that it needs, and would therefore have no effect."""
+    """Raise `ValueError` for a flag that would have no effect, because another flag, which it needs, is missing."""
     of_a_schedule = (
         *("memory_limit", "profile_iters", "profile_output", "profile_input", "timeline", "timeline_iters"),
         *("strict", "no_strict", "timeout", "post_validation", "replan_threshold", "communicator", "recompute"),

@@ -36,7 +36,7 @@ class HybridPattern:
 
     @property
     def num_further(self) -> int:
-        """The number of layers of multi-token prediction; each part after a `/` in `further` is one such layer."""
+        """The number of multi-token prediction layers; each part after a `/` in `further` is one of these layers."""
         return len([part for part in self.further.split(_FURTHER) if part])
 
     @property

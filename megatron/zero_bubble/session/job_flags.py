@@ -36,8 +36,8 @@ _SWITCHES = re.compile(
     r"|fp32_residual_connection|recompute_modules"
     r"|tp_comm_overlap|activation_func_(fp8|clamp).*|squared_relu|quick_geglu"
 )
-"""Pattern of the flags, other than those in `_MODEL`, that change the costs of a stage in every model. A training
-program may lack some flags that match the pattern."""
+"""Pattern of flags that are not in `_MODEL` and change the costs of a stage in every model. A training program may lack
+some flags that match the pattern."""
 _FURTHER = {
     "num_experts": re.compile(
         r"moe_(?!.*(_coeff|_rate|_scaling_factor|_eps|upcycling|logging|inference)).*|expert_tensor_parallel_size"
@@ -47,7 +47,7 @@ _FURTHER = {
         r"mamba_(state_dim|head_dim|num_groups|num_heads)|linear_((conv_kernel|(key|value)_head)_dim|num_(key|value)_heads)"
     ),
 }
-"""Flag -> pattern of the flags that change the costs of a stage only if this flag is set."""
+"""Flag -> pattern of further flags, which change the costs of a stage only if the first flag is set."""
 _IN_CONFIGURATION = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 """Flag -> name of the corresponding field of megatron-core's `TransformerConfig`, if the names differ."""
 LAYOUT_SETTINGS = (*_PARTITION, "zero_bubble_recompute", "zero_bubble_vocabulary_parallel")
@@ -98,8 +98,8 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
     log_num_zeros_in_grad: bool = False
     timing_log_level: int = 0
     zero_bubble_layout_limits: tuple[float, ...] | None = None
-    """The memory limit of each rank in bytes, under which the layout was chosen; None if the layout has no such limit.
-    Not a flag, but a checkpoint has it."""
+    """The memory limit of each rank in bytes, under which the layout was chosen; None for a layout without a limit. No
+    flag sets the limits; a checkpoint records the limits."""
     given_model: Mapping[str, Setting] = field(default_factory=dict)
     """The flags on which the costs of a stage depend, with their given values."""
 
@@ -135,7 +135,7 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def has_own_limit(self) -> bool:
-        """Whether the schedule has a memory limit of its own; other schedules use all memory that the flags allow."""
+        """Whether the schedule itself implies a memory limit; other schedules use all memory that the flags allow."""
         entry = ENTRIES.get(self.schedule or "")
         return entry is None or entry.has_own_limit
 
@@ -174,12 +174,12 @@ class JobFlags(ParallelFlags, ReplicaFlags, ZeroBubbleFlags):
 
     @property
     def pairs(self) -> bool:
-        """Whether a plan may run a forward and a backward as one operation; vocabulary shards exclude such pairs."""
+        """Whether a plan may run a forward and a backward as one operation; False with vocabulary shards."""
         return self.overlap_moe_expert_parallel_comm and not self.vocabulary_parallel
 
     @property
     def model(self) -> Mapping[str, Setting]:
-        """The flags that describe a profile's model; a profile fits only jobs with the same values of these flags."""
+        """The flags that describe the model of a profile; the values must be equal in all jobs that use the profile."""
         layout = ("pipeline_model_parallel_layout", "hybrid_layer_pattern")
         return {**self.given_model, **{name: getattr(self, name) for name in layout}}
 

@@ -19,7 +19,7 @@ WITHOUT_PARTITION: dict[str, Any] = {
 }
 """Default values of the flags that set the number of layers of the first and the last stage."""
 _MOST_REPEATS = 10_000
-"""Largest repeat count that is accepted in a layout string such as `t*8`; no model has that many layers."""
+"""Largest accepted repeat count in a layout string, such as the 8 in `t*8`; no model has 10,000 layers."""
 
 
 def partition_of_flags(flags: JobFlags, placement: Placement) -> Partition:
@@ -55,9 +55,9 @@ def needed_layout(flags: JobFlags, placement: Placement, partition: Partition) -
 
 
 def partition_sources(flags: JobFlags) -> list[str]:
-    """The flags that set the number of layers of stages.
+    """The flags, with their values, that set the number of layers of stages.
 
-    Flags that may be given together have one common entry in the returned list.
+    Flags that a user may combine have one common entry in the returned list.
     """
     layout = flags.pipeline_model_parallel_layout
     sources = list(_layers_of_ends(flags))[:1]
@@ -83,7 +83,7 @@ def _checked(flags: JobFlags, layers: Partition, placement: Placement, given: st
 
 
 def _layers_of_ends(flags: JobFlags) -> dict[str, int]:
-    """Flag and value, as on the command line -> the value; includes only the flags for the first and last rank."""
+    """Text of a flag that sets the layers of the first or last rank, such as `--flag 3` -> the number of layers."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     ends = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     return {f"{flag} {value}": value for flag, value in ends.items() if value is not None}

@@ -40,9 +40,9 @@ SAVED_NAMES = (
 )
 """Names of arguments in a checkpoint that record the chosen layout."""
 _KEPT_WITH = ("pipeline_model_parallel_size", "num_layers", *RECOMPUTATION)
-"""Names of flags: a job keeps the checkpoint's layout only if these flags have the checkpoint's values."""
+"""Names of the flags that must have the checkpoint's values if a job is to keep the checkpoint's layout."""
 _LIMITED_BY = ("zero_bubble_memory_limit", "world_size", "global_batch_size", "use_distributed_optimizer")
-"""Names of flags: with other values than the checkpoint's, the checkpoint's memory limits do not hold."""
+"""Names of the flags that must have the checkpoint's values if the checkpoint's memory limits are to hold."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,11 @@ class LayoutChoice:
 
     plan: Plan
     megatrons: tuple[Plan, ...]
-    """Plans of Megatron's layout under the job's schedule and under megatron-core's own schedule, without plans that do
-    not fit in memory."""
+    """Plans of Megatron's layout that fit in memory, under the job's schedule and megatron-core's own schedule."""
     request: PlanRequest
     """The planner's request for all layouts that the flags allow."""
     rehearsed: tuple[tuple[Plan, float], ...] = ()
-    """Plans that were rehearsed, with the measured milliseconds of a step."""
+    """(plan, measured milliseconds of a step) for each plan that was rehearsed: run for some steps before training."""
 
     @property
     def is_megatrons_split(self) -> bool:
@@ -100,9 +99,9 @@ def is_layout_open(flags: JobFlags) -> bool:
 
 
 def megatrons_layout_flags(flags: JobFlags) -> list[str]:
-    """Megatron's flags that fix partition or chunks; without such flags, `--zero-bubble` chooses partition and chunks.
+    """Megatron's flags that fix partition or chunks; otherwise, `--zero-bubble` chooses partition and chunks.
 
-    The returned list is empty if a flag of zero bubble fixes the layout.
+    The returned list of flags is empty if a flag of zero bubble fixes the layout.
     """
     if not flags.zero_bubble or flags.zero_bubble_schedule is not None or flags.zero_bubble_keep_layout:
         return []
@@ -173,9 +172,9 @@ def choose_layout(
 def saved_choice(saved: Namespace, flags: JobFlags) -> ChosenLayout | None:
     """The layout that a saved job chose; `saved` contains the arguments in the job's checkpoint.
 
-    The function returns None if the saved job chose no layout, or if its number of pipeline ranks, its layers or its
-    values of Megatron's recomputation flags differ from `flags`. The function also returns None if `flags` ask for
-    another layout, or if `flags` ask for FSDP2 and the saved layout has recomputation or vocabulary shards.
+    `saved_choice` returns None if the saved job chose no layout. `saved_choice` also returns None if the number of
+    pipeline ranks, the layers or Megatron's recomputation flags of the saved job differ from `flags`, or if `flags` ask
+    for another layout. With FSDP2, `saved_choice` returns None for a layout with recomputation or vocabulary shards.
     """
     chosen = {name: getattr(saved, name, None) for name in SAVED_NAMES}
     same = all(getattr(saved, name, None) == getattr(flags, name) for name in _KEPT_WITH)
@@ -258,8 +257,8 @@ def _placements(flags: JobFlags, name: str, *, frees_layout: bool = False) -> tu
     """Candidate placements of the search for a layout.
 
     If flags fix the number of model chunks, the placement of the flags is a candidate. If flags leave the number of
-    model chunks open, or if `frees_layout` is set, every placement of the kind in `--zero-bubble-placement` is a
-    candidate; without `--zero-bubble-placement`, every placement is a candidate.
+    model chunks open, or if `frees_layout` is set, every placement is a candidate. `--zero-bubble-placement` restricts
+    the candidates to placements of one kind.
     """
     num_ranks, kind = flags.pipeline_model_parallel_size, cast("PlacementKind | None", flags.zero_bubble_placement)
     own = () if flags.model_chunks is None else (placement_for(name, num_ranks, flags.model_chunks, kind),)

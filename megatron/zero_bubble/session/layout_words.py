@@ -49,15 +49,15 @@ def named_plans(chosen: Plan, megatrons: Sequence[Plan], usual: str = "Megatron'
 
 
 def gain_words(chosen: Plan, megatrons: Sequence[Plan]) -> str:
-    """The speedup of the chosen layout over Megatron's split under each schedule, in words."""
+    """The speedups of the chosen layout, in words: over Megatron's split of layers under each schedule."""
     return ", ".join(f"{plan.time / chosen.time:.3f} times {plan.request.schedule}" for plan in megatrons)
 
 
 def rehearsal_words(rehearsed: Sequence[tuple[Plan, float]], usual: Layout | None) -> str:
-    """The speed of each rehearsed plan relative to the last plan: as rehearsed, and as planned.
+    """The measured and the predicted speed of each rehearsed plan relative to the last plan, in words.
 
     Args:
-        rehearsed: plans and their times after the rehearsal.
+        rehearsed: (plan, time of a step after the correction by the rehearsal) for each plan.
         usual: the layout of Megatron's flags.
     """
 

@@ -27,11 +27,11 @@ class States:
 
     ZeRO (Rajbhandari et al. 2020) divides the optimizer's state among the data-parallel ranks from stage 1 on, the
     gradients from stage 2 on, and the parameters in stage 3. Context-parallel ranks count as data-parallel ranks. In
-    mixed precision a parameter takes 2 bytes, and its gradient 2, or 4 if gradients accumulate in fp32. Adam's state
-    of a parameter takes 12 bytes (an fp32 copy and two moments), or less with `--use-precision-aware-optimizer`. SGD
-    has one moment, or none without momentum; other optimizers count as Adam. If a sharded optimizer has several
-    instances, each instance divides the whole state among its own ranks. Post-validation with a snapshot on the device
-    keeps the optimizer's state twice.
+    mixed precision a parameter takes 2 bytes; a gradient takes 2 bytes, or 4 if gradients accumulate in fp32. Adam's
+    state of a parameter takes 12 bytes (an fp32 copy and two moments), or less with
+    `--use-precision-aware-optimizer`. SGD has one moment, or none without momentum; other optimizers count as Adam. If
+    a sharded optimizer has several instances, each instance divides the whole state among the ranks of the instance.
+    Post-validation with a snapshot on the device keeps the optimizer's state twice.
     """
 
     parameter: int
@@ -51,7 +51,7 @@ class States:
     def of(cls, args: Any, zero_stage: int | None = None) -> States:
         """Read Megatron's and our flags from the attributes of `args`; `zero_stage` replaces the flags' ZeRO stage.
 
-        Flags that are newer than Megatron-LM 0.9, or that only the trainer has, may be missing in `args`.
+        `args` may lack flags that are newer than Megatron-LM 0.9, and flags that only the trainer has.
         """
         size = element_bytes(args)
         reduces_in_bf16 = getattr(args, "grad_reduce_in_bf16", False)

@@ -32,8 +32,8 @@ from megatron.zero_bubble.session.running import communicator_of
 SECONDS = 12.0
 """Approximate duration of a rehearsal."""
 _LONGEST = 4000.0
-"""Predicted milliseconds of a step above which no layout is rehearsed. In a long step, the time for which ranks wait
-for processor cores is a small part of the step."""
+"""Longest predicted step, in milliseconds, for which layouts are rehearsed. In a longer step, the time for which ranks
+wait for processor cores is only a small part of the step."""
 
 
 def new_choice(
@@ -41,13 +41,13 @@ def new_choice(
 ) -> ChosenLayout:
     """Search for the best layout on rank 0, print the layout, and send it to all ranks; a collective call.
 
-    If computation and communication share the cores of a CPU, a rank also waits for cores, and a step of a layout with
-    many messages or collectives may take longer than predicted. All ranks then rehearse the best layouts with and
-    without vocabulary shards, and Megatron's split. The rehearsed times decide.
+    On a CPU, computation and communication share the cores, and ranks wait for cores. A step of a layout with many
+    messages or collectives may then take longer than predicted. Therefore all ranks rehearse (run for some steps) the
+    best layouts with and without vocabulary shards, and Megatron's split. The layout is chosen by the measured times.
 
     Args:
         costs: the costs of the model's units.
-        units: the units of the model, and for each layer the number of its kind; None to choose without a rehearsal.
+        units: (units of the model, index of the kind of each layer) for the rehearsal; None to rehearse no layout.
 
     Raises:
         ValueError: no layout fits in the memory; raised on all ranks.
@@ -83,7 +83,7 @@ def new_choice(
 
 
 def _planned(flags: JobFlags, costs: ModelCosts, padded_vocab_size: int) -> LayoutChoice:
-    """Search the layouts in the free memory of all devices, and print the progress."""
+    """Search for the best layout that fits in the free memory of every device, and print the progress."""
     device = own_device()
     free_bytes = least_free_bytes(device) if device.type == "cuda" else None
     progress = ProgressLines(lambda text: print_line(f" > choosing a layout: {text}"))
@@ -101,9 +101,9 @@ def _write(output: str, model: ModelCosts) -> None:
 def _plans_to_rehearse(choice: LayoutChoice) -> list[Plan]:
     """The best plans with and without vocabulary shards, and megatron-core's own schedule on Megatron's split.
 
-    If megatron-core's own schedule does not fit, the planned schedule on Megatron's split takes its place. The result
-    is empty if Megatron's split is the chosen layout, if there is only one plan, if a schedule has pairs of F and B or
-    copies to the host, or if a step is predicted to take longer than `_LONGEST`.
+    If megatron-core's own schedule does not fit, the planned schedule on Megatron's split takes its place. The list of
+    plans is empty if Megatron's split is the chosen layout, or if there is only one plan. The list of plans is also
+    empty if a schedule has pairs of F and B or copies to the host, or if a predicted step is longer than `_LONGEST`.
     """
     chosen = choice.plan
     rivals = [plan for plan in chosen.others if plan.layout.vocabulary_parallel != chosen.layout.vocabulary_parallel]
@@ -123,9 +123,10 @@ def _contender(plan: Plan, request: PlanRequest) -> Contender:
 def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
     """Choose again among the rehearsed plans.
 
-    The rehearsal decides only the ratios of the plans' times: the last plan, of Megatron's split, keeps its predicted
-    time, because a busy machine may compute faster or slower during a short rehearsal than in training. The predicted
-    times of other layouts are corrected by the rehearsed layout that also has, or also lacks, vocabulary shards.
+    The rehearsal determines only the ratios between the times of the plans, because a busy machine may compute faster
+    or slower during a short rehearsal than in training. The last plan, which has Megatron's split, keeps its predicted
+    time. Layouts that were not rehearsed get the measured slowdown of a rehearsed layout: layouts with vocabulary
+    shards from the layout with shards, and layouts without shards from the layout without shards.
     """
     request, planned = choice.request, _plans_to_rehearse(choice)
     unit = planned[-1].time / times[-1]
@@ -155,5 +156,5 @@ def _rehearsed(choice: LayoutChoice, times: Sequence[float]) -> LayoutChoice:
 
 
 def _delayed(plan: Plan, factor: float) -> Plan:
-    """The plan without other plans, and with `factor` times its time."""
+    """Return `plan` with `factor` times its predicted time, and without the list of other plans."""
     return replace(plan, slowdown=factor * plan.slowdown, others=())

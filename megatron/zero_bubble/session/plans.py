@@ -79,10 +79,9 @@ def choose_plan(flags: JobFlags) -> RunSchedules | None:
 def group_size(flags: JobFlags, placement: Placement) -> int | None:
     """Number of microbatches that a chunk runs before the next chunk's turn; None if the planner may choose.
 
-    With dropout and without a seed for each layer, the order of the forwards of a rank decides which random numbers the
-    forwards draw. To draw the same random numbers as with megatron-core's schedule, a job with interleaved chunks, with
-    dropout and without `--zero-bubble-seed-by-layer` keeps megatron-core's order, in which a group has as many
-    microbatches as there are ranks.
+    With dropout and without `--zero-bubble-seed-by-layer`, the random numbers that dropout draws depend on the order of
+    the forwards of a rank. To draw the same random numbers as megatron-core, a job with interleaved chunks then keeps
+    megatron-core's order of forwards. By default, megatron-core's group size is the number of ranks.
     """
     given = flags.microbatch_group_size_per_virtual_pipeline_stage
     if given is None and placement.kind == "interleaved" and _draws_in_order(flags):
@@ -91,7 +90,7 @@ def group_size(flags: JobFlags, placement: Placement) -> int | None:
 
 
 def _check_group_size(flags: JobFlags, plan: RunSchedules) -> None:
-    """Raise `ValueError` if megatron-core's flag gives groups with too few microbatches, or too many for a schedule."""
+    """Raise `ValueError` if megatron-core's flag for the group size is too small, or too large for the schedule."""
     name = "microbatch_group_size_per_virtual_pipeline_stage"
     size, ranks = getattr(flags, name), plan.placement.num_ranks
     if size is None or plan.placement.kind != "interleaved":
@@ -108,7 +107,7 @@ def _draws_in_order(flags: JobFlags) -> bool:
 
 
 def other_numbers_line(flags: JobFlags, schedule: Schedule) -> str:
-    """A line about dropout if a plan does not have room for megatron-core's order of forwards; empty otherwise."""
+    """A log line about dropout if the memory limit excludes megatron-core's order of forwards; empty otherwise."""
     placement, size = schedule.placement, group_size(flags, schedule.placement)
     if placement.kind != "interleaved" or size is None or not _draws_in_order(flags):
         return ""
@@ -176,7 +175,7 @@ def make_schedules(flags: JobFlags, plan: RunSchedules) -> None:
     """Make all schedules that the run needs, and keep the schedules in the plan.
 
     Raises:
-        ValueError: for some number of microbatches, no schedule exists or none fits the memory limit.
+        ValueError: for some number of microbatches, no schedule exists, or no schedule fits the memory limit.
     """
     with _as_users_mistake(flags, str(flags.schedule)):
         for size in flags.batch_sizes:
@@ -203,7 +202,7 @@ def _as_users_mistake(flags: JobFlags, name: str) -> Iterator[None]:
 def _limit_before_measuring(flags: JobFlags, placement: Placement) -> float | None:
     """The memory limit for plans without measured costs, in activation memory of one microbatch on a rank (M_B).
 
-    The function assumes equal stages, and returns None if the schedule's own limit applies.
+    `_limit_before_measuring` assumes equal stages, and returns None if the schedule's own limit applies.
     """
     limit = flags.memory_limit
     if limit is None:
@@ -222,10 +221,10 @@ _ASSUMED_EXCHANGE = 0.3
 def _costs_before_measuring(flags: JobFlags, placement: Placement) -> StageCosts | None:
     """Default costs of stages, for plans without measured costs.
 
-    The result is None if the job neither recomputes activations nor profiles pairs. A pair is an F and a B that run as
-    one operation. If the job profiles pairs, the default costs include token exchanges between experts, so that
-    schedules with pairs are planned for the profiled iterations. The costs of a job with recomputation include the
-    number of blocks that a stage can recompute.
+    There are default costs only if the job recomputes activations or profiles pairs; otherwise the function returns
+    None. A pair is an F and a B that run as one operation. If the job profiles pairs, the default costs include token
+    exchanges between experts, so that the plans for the profiled iterations contain pairs. The costs of a job with
+    recomputation include the number of blocks that a stage can recompute.
     """
     if flags.pairs and profile_window(flags) is not None:
         costs = default_costs(placement)

@@ -35,11 +35,11 @@ def fit_units(profile: Profile, kinds: Sequence[int] | None = None) -> ModelCost
     """Return the costs of embedding, layers and output that fit the profile's stage costs by least squares.
 
     The costs of a stage are the sum of the costs of its layers; the first stage also has the embedding, and the last
-    stage also has the output. A profile of two stages does not determine the costs of the embedding, which are then
-    zero. If the stages do not determine the costs of each kind of layer, all layers get the same costs. Costs are
-    never negative. The field `state` of the costs is zero, because a profile records no model states. If the profile
-    has no recomputation, R of a layer takes the time of F, and restores everything that F keeps except the layer's
-    input.
+    stage also has the output. A profile of two stages does not determine the costs of the embedding; the costs of the
+    embedding are then zero. If the stages do not determine the costs of each kind of layer, all layers get the same
+    costs. Costs are never negative. The field `state` of the costs is zero, because a profile records no model states.
+    Without recomputation in the profile, R of a layer is assumed to take the time of F. R then restores all activations
+    that F keeps except the layer's input.
 
     Args:
         kinds: for each layer, the index of its kind, from 0; by default all layers are of one kind.
@@ -102,7 +102,7 @@ class _Fit(NamedTuple):
 
     @classmethod
     def of(cls, partition: Partition, kinds: Sequence[int]) -> _Fit:
-        """The system of equations with the fewest assumptions that has exactly one solution."""
+        """Return the equations with the fewest assumptions among the systems that have exactly one solution."""
         for fit in cls._candidates(partition, kinds):
             columns = np.column_stack([*([fit.embedding] if fit.embedding.any() else []), fit.layers, fit.output])
             if np.linalg.matrix_rank(columns) == columns.shape[1]:
@@ -128,6 +128,6 @@ class _Fit(NamedTuple):
         return [embedding, *(of_kinds[kind] for kind in self.kinds), output]
 
     def solve_layers(self, costs: Sequence[float]) -> list[float]:
-        """Solve for each layer's costs, given the stages' `costs`, to which embedding and output do not contribute."""
+        """Solve for the costs of each layer, given `costs` of the stages without the embedding and the output."""
         of_kinds = nonnegative_least_squares(self.layers, np.asarray(costs, dtype=float)).tolist()
         return [of_kinds[kind] for kind in self.kinds]

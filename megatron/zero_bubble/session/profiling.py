@@ -18,7 +18,7 @@ from megatron.zero_bubble.session.reports import describe_plan, print_rank_0
 
 
 def check_memory_limit(flags: JobFlags, has_cuda: bool) -> None:
-    """Raise `ValueError` if the memory limit is the free memory of a CUDA device and the job has no such device."""
+    """Raise `ValueError` if the memory limit is the free memory of a CUDA device in a job without CUDA devices."""
     limit = flags.memory_limit
     if limit is not None and limit.is_auto and not has_cuda:
         raise ValueError(
@@ -38,12 +38,12 @@ def planning_options(
     """The options with which this job profiles and plans; None if the job neither profiles nor plans.
 
     Args:
-        knows_costs: whether the layout is chosen from the costs of layers; the first plan is then made with these
-            costs, too.
+        knows_costs: whether the layout is chosen from the costs of layers. The first plan is then also made from the
+            costs of layers.
         profile: the given profile; None without a given profile, or if its layout differs from the job's layout.
 
     Raises:
-        ValueError: a flag needs measured costs in a job that measures none, or the given profile does not fit the job.
+        ValueError: a flag needs measured costs in a job without measurements, or the profile does not fit the job.
     """
     window, limit = profile_window(flags), flags.memory_limit
     if profile is not None and not knows_costs:
@@ -107,7 +107,7 @@ def too_short_to_profile(flags: JobFlags, iteration: int) -> str | None:
 
 
 def given_profile(flags: JobFlags) -> Profile | None:
-    """The profile of `--zero-bubble-profile-input`, which may be of another layout; None without that flag.
+    """The profile from `--zero-bubble-profile-input`, possibly of another layout; None if the flag is not given.
 
     Raises:
         ValueError: the profile cannot be read, or was measured with another model.
@@ -130,7 +130,7 @@ def _as_mistake_in_profile(flags: JobFlags) -> Iterator[None]:
 
 
 def report_plan(flags: JobFlags, report: Report) -> None:
-    """Print a description of a plan and, if the flags ask for it, save the plan's profile; only rank 0 does so."""
+    """On rank 0, print a description of a plan, and save the plan's profile if the flags name a file for it."""
     print_rank_0(describe_plan(report))
     output = flags.zero_bubble_profile_output
     if output is not None and flags.rank == 0:

@@ -12,7 +12,7 @@ SILENT_SECONDS = 2.0
 
 
 class ProgressLines:
-    """Reports progress: calls `say` with a text if the last call of `say` was over `SILENT_SECONDS` ago."""
+    """Reports progress: calls `say` with a text if the last call of `say` was more than `SILENT_SECONDS` earlier."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

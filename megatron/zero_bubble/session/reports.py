@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 ModelRank = tuple[int, int]
 """(tensor-parallel rank, pipeline rank)."""
 LOUD = 0.01
-"""A warning is printed for a module without a deferred W if the module has at least this share of a rank's
-parameters."""
+"""Smallest share of a rank's parameters for which a module without a deferred W causes a warning."""
 _MOST_NAMED = 16
-"""Largest number of replicas for which a log line lists how long each replica waited for the others."""
+"""Largest number of replicas for which a log line lists how long each replica waited for other replicas."""
 
 
 def print_line(message: str) -> None:
@@ -220,7 +219,7 @@ def describe_hierarchy(hierarchy: Hierarchy) -> str:
 
 
 def wait_fields(waits: Waits | None) -> str:
-    """Return, for the end of a log line, how long replicas waited for each other; empty if `waits` is None."""
+    """Return the time for which replicas waited for each other, as text for a log line; empty if `waits` is None."""
     if waits is None:
         return ""
     each = [1000.0 * seconds for seconds in waits.seconds]
@@ -263,7 +262,7 @@ def order_fields(times: OrderTimes | None) -> str:
 
 
 def idle_scalars(measured: Idle | None, predicted: Idle | None) -> dict[str, float]:
-    """Return tag -> idle share of a pipeline, for TensorBoard and Weights & Biases, without values that are None."""
+    """Return tag -> measured or predicted idle share, for TensorBoard and W&B, without the shares that are None."""
     scalars: dict[str, float] = {}
     if measured is not None:
         scalars |= {"idle": measured.total, "imbalance": measured.imbalance, "bubble-rate": measured.bubble}

@@ -58,7 +58,7 @@ def run_plan(
     post_validation: PostValidation | None = None,
     write_plan: Callable[[Report], None] = lambda report: None,
 ) -> ForwardBackward:
-    """The forward-backward function that runs the job's schedules and, if the flags ask for it, measures and replans.
+    """The forward-backward function of the job, which runs the schedules and, with some flags, measures and replans.
 
     Args:
         iteration: the iteration after which the job begins.
@@ -155,8 +155,8 @@ def costs_of_units(
 
     Args:
         kinds: for each layer of the model, the index of its kind, as in `Unit.layer`.
-        profile: the profile of an earlier run of the model, perhaps in another layout; if None, units and messages are
-            measured.
+        profile: the profile of an earlier run of the model, perhaps in another layout; None to measure the costs of
+            units and messages.
         seconds: total duration of the measurement, see `measure_model`.
 
     Returns:
@@ -266,8 +266,8 @@ class Replicas:
     def changes_after(self, iteration: int) -> bool:
         """Whether `after_step(iteration)` averages parameters, or ends the warmup of hierarchical SGD.
 
-        If `changes_after` returns True, the loop must validate the optimizer step, call `after_step`, and only then
-        begin the next iteration.
+        If `changes_after` returns True, the training loop must validate the optimizer step and call `after_step` before
+        it begins the next iteration.
         """
         if self._averaging is None:
             return False
@@ -291,7 +291,7 @@ class Replicas:
             self._averaging.average_all(iteration, with_states=with_states)
 
     def take_waits(self) -> Waits | None:
-        """How long each replica waited for the others since the last call; a collective call of the replicas.
+        """Time for which each replica waited for other replicas since the last call; a collective call of the replicas.
 
         `take_waits` returns None if no iteration has ended since the last call, or if there is only one replica.
         """

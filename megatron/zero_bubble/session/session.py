@@ -49,10 +49,10 @@ class Session:
     """One training run with zero bubble, or with megatron-core's own schedule if no zero-bubble schedule is set.
 
     The training loop calls `make_schedules` at the beginning, and `unit_costs` and `choose_layout` when the process
-    groups exist. The loop calls `configure`, `initializing`, `shard` and `split` while the model is built, and `start`
-    when everything is built and loaded. In every iteration the loop calls `forward_backward` and `after_iteration`. The
-    loop calls `settle` before any code outside a training step reads parameters, and `close` at the end. A session that
-    is used as a context manager undoes its changes on exit, also after an error.
+    groups exist. The training loop calls `configure`, `initializing`, `shard` and `split` while the model is built, and
+    `start` when model and optimizer are built and loaded. In every iteration the training loop calls `forward_backward`
+    and `after_iteration`. The training loop calls `settle` before code outside a training step reads parameters, and
+    `close` at the end. As a context manager, a session undoes its changes on exit, also after an error.
 
     Args:
         job: the checked settings. If the settings leave the layout open, `choose_layout`, `restore_layout` or
@@ -92,7 +92,7 @@ class Session:
 
     @classmethod
     def to_build(cls, flags: JobFlags, placement: Placement, store: WeightGradStore | None = None) -> Session:
-        """Return a session that only builds models; with a `store`, it splits the backward of linear layers."""
+        """Return a session that only builds models and, with a `store`, splits the backward of linear layers."""
         session = cls(JobSettings(flags, None, placement, (), None), "")
         session.store = store
         return session
@@ -111,7 +111,7 @@ class Session:
             make_schedules(self.job.flags, self.job.plan)
 
     def complete(self, flags: JobFlags) -> None:
-        """Replace the job's flags by `flags`, which add sizes of batch and sequence that the first step revealed.
+        """Replace the job's flags by `flags`, which contain the batch size and sequence length of the first step.
 
         Raises:
             ValueError: a flag does not work, or no schedule fits the memory limit.
@@ -123,7 +123,7 @@ class Session:
         """Return measured or profiled costs of embedding, layers and output; a collective call of all ranks.
 
         Args:
-            kinds: number of the kind of each layer.
+            kinds: for each layer, the index of its kind.
 
         Raises:
             ValueError: the given profile cannot be read, or does not determine the costs.
@@ -132,7 +132,7 @@ class Session:
         return costs_of_units(self.job.flags, models, kinds, given_profile(self.job.flags))
 
     def choose_layout(self, costs: ModelCosts, padded_vocab_size: int, **restrictions: Any) -> Mapping[str, Any]:
-        """Choose partition, placement and chunks where the settings leave them open; a collective call of all ranks.
+        """Choose the partition, placement and chunks that the settings leave open; a collective call of all ranks.
 
         Args:
             costs: the result of `unit_costs`.
@@ -150,7 +150,7 @@ class Session:
         return choice.flags
 
     def restore_layout(self, saved: ChosenLayout, folder: str) -> Mapping[str, Any]:
-        """Take the layout of the checkpoint in `folder`, so that the numerics stay the same; see `choose_layout`."""
+        """Adopt the layout of the checkpoint in `folder`, which keeps the run's numerics; see `choose_layout`."""
         print_rank_0(f" > layout: that of the checkpoint in --load {folder}")
         self._take_layout(self.job.flags, saved)
         return saved.flags
@@ -172,7 +172,7 @@ class Session:
     # Methods that change the model.
 
     def configure(self, config: TransformerConfig, model_class: type[Any] | None = None) -> None:
-        """Prepare the configuration of the model's chunks, before they are built.
+        """Prepare the configuration of the model's chunks before the chunks are built.
 
         Args:
             model_class: class of the model; None if the class supports recomputation and forward-backward pairs.
@@ -202,7 +202,7 @@ class Session:
         return initialized_by_unit(self.job.flags.seed, is_first_stage=is_first_stage, first_layer=first_layer)
 
     def shard(self, chunks: Sequence[torch.nn.Module], padded_vocab_size: int) -> None:
-        """Give each rank its vocabulary shard if the layout has vocabulary shards and the chunks do not have them yet.
+        """Give each rank its vocabulary shard if the layout has vocabulary shards and `chunks` still lack the shards.
 
         Raises:
             ValueError: the vocabulary does not divide into as many shards as there are ranks.
@@ -214,7 +214,7 @@ class Session:
     def split(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Split the backward of the chunks' linear layers into B and W, before chunks are wrapped for data parallelism.
 
-        DDP's configuration must set `delay_wgrad_compute`, with which DDP gives each layer a hook. W calls this hook to
+        DDP's configuration must set `delay_wgrad_compute`. DDP then gives each layer a hook. W calls the hook to
         accumulate and reduce the gradient of the layer's weight.
 
         Raises:
@@ -293,7 +293,7 @@ class Session:
             self._timeline.after_iteration(self.iteration, self.num_microbatches)
 
     def settle(self) -> None:
-        """Validate the last optimizer step if it is not validated; required before an evaluation or a checkpoint."""
+        """Validate the last optimizer step if it is not validated yet; needed before an evaluation or a checkpoint."""
         if self.post_validation is not None:
             self.post_validation.validate()
 

@@ -76,8 +76,8 @@ def job_settings(
 
     Args:
         chooses_layout: whether the caller chooses the open parts of the layout before a model is built.
-        choice: the chosen layout, which replaces the layout of the flags. The first plan is made with the costs from
-            which the layout was chosen, if they are known.
+        choice: the chosen layout, which replaces the layout of the flags. If the layout was chosen from costs, the
+            first plan is also made from these costs.
 
     Raises:
         ValueError: a flag or setting is refused; the one-line message names the first such flag or setting.

@@ -82,8 +82,8 @@ def describe(stall: Stall) -> str:
 def _suspects(stall: Stall) -> str:
     """Return the ranks that are likely to cause a hang, in words.
 
-    If some ranks do not answer, the result names these ranks. If all ranks answer, the result names the ranks that
-    compute instead of waiting for a message, and the ranks that are between two steps.
+    If some ranks do not answer, the suspects are the ranks without an answer. If all ranks answer, the suspects are the
+    ranks that compute instead of waiting for a message, and the ranks that are between two steps.
     """
     silent = [f"rank {rank}, which does not answer" for rank, state in enumerate(stall.states) if state is None]
     answers: list[RankState] = [state for state in stall.states if state is not None]

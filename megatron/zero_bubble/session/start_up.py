@@ -42,7 +42,7 @@ class _LostRankError(SessionError):
 
 @contextmanager
 def users_mistakes() -> Iterator[None]:
-    """Turn a check's `ValueError` into a `SessionError`, to tell it from a `ValueError` of the user's own code."""
+    """Turn a check's `ValueError` into a `SessionError`, so that it differs from a `ValueError` of the user's code."""
     try:
         yield
     except SessionError:
@@ -52,7 +52,7 @@ def users_mistakes() -> Iterator[None]:
 
 
 def quiet_start_up() -> None:
-    """Drop megatron-core's warnings that every rank repeats at import, or that every split of a dataset repeats.
+    """Drop repeated megatron-core warnings: repeated by every rank at import, or by every split of a dataset.
 
     If there is a GPU, rank 0 shows the warnings that megatron-core gives at import; no other rank shows these warnings.
     Every rank shows each message of megatron-core's GPT datasets, such as the warning about a missing cache, only once.
@@ -74,9 +74,9 @@ def quiet_start_up() -> None:
 def run_program(program: str, body: Callable[[], None], mistakes: type[ValueError] = ValueError) -> int:
     """Run `body` as the whole program of one rank; end all child processes afterwards, also after an error.
 
-    A user's mistake is printed as one line. A lack of host memory for activations, and the end of a data-loading
-    process or of another rank, are also printed as one line. An unexpected error is raised, and torchrun repeats it in
-    its summary. Ctrl-C ends the process at once and silently, like SIGTERM, unless `body` handles these signals.
+    `run_program` prints an error as one line in three cases: a user's mistake, a lack of host memory for activations,
+    and the end of a data-loading process or of another rank. `run_program` raises any other error, and torchrun repeats
+    the error in its summary. Ctrl-C and SIGTERM end the process at once and silently, unless `body` handles them.
 
     Args:
         program: name of the program as the user calls it; the printed line begins with this name.
@@ -109,10 +109,10 @@ def run_program(program: str, body: Callable[[], None], mistakes: type[ValueErro
 def report(program: str, error: Exception) -> int:
     """Print the reason for the program's end once, even if all ranks find the same reason; return the exit status.
 
-    Rank 0 prints its error at once. A rank other than rank 0 sleeps for some seconds before it prints its error. If
-    rank 0 ends with an error, torchrun ends the other ranks during their sleep, and only the error of rank 0 is
-    printed. A rank that has lost its connection to another rank also sleeps before it prints its error, even if it is
-    rank 0: torchrun usually notices meanwhile that the other rank has failed, and ends all ranks.
+    Rank 0 prints its error at once. A rank other than rank 0 sleeps for some seconds before the rank prints its error.
+    If rank 0 ends with an error, torchrun ends the other ranks during their sleep, so that only rank 0 prints an error.
+    A rank that has lost its connection to a failed rank also sleeps, even if the sleeping rank is rank 0. While ranks
+    sleep, torchrun usually notices the failed rank and ends all ranks.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank > 0 or isinstance(error, _LostRankError):
@@ -147,9 +147,9 @@ def _lost_process(error: Exception) -> SessionError | None:
 def _tell_torchrun(reason: str) -> None:
     """Write the reason of an error to torchrun's error file, in torchrun's format, so that torchrun's summary shows it.
 
-    torchrun reports the failure with the earliest time, in whole seconds, as the cause. `_tell_torchrun` writes
-    a time that is one second before the error, because torchrun may end other ranks in the second of the error, and
-    also counts their ends as failures.
+    torchrun reports the failure with the earliest time, in whole seconds, as the cause. torchrun may end other ranks in
+    the same second as the error, and counts the ends of these ranks as failures, too. `_tell_torchrun` writes a time
+    one second before the error, so that torchrun reports the error as the cause.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:

@@ -59,9 +59,9 @@ def measured_timeline(
 ) -> Timeline:
     """A `Timeline` of a step's measured operations, beginning at time 0; its costs are the mean times of operations.
 
-    If a forward ran again after the rollback of an optimizer step, only its last run appears. The costs of messages and
-    memory come from `profiled`, or are zero if `profiled` is None. If `shapes_vary` is set, the timeline also contains
-    the relative length of each microbatch.
+    If a forward ran again after the rollback of an optimizer step, the timeline shows only the last run of the forward.
+    The costs of messages and memory come from `profiled`; without `profiled`, these costs are zero. If `shapes_vary` is
+    set, the timeline also contains the relative length of each microbatch.
     """
     lanes = [_last_runs(lane) for lane in lanes]
     begin = min(lane[0].start for lane in lanes if lane)
@@ -72,7 +72,7 @@ def measured_timeline(
 
 
 def _lengths_of(schedule: Schedule, lanes: Sequence[Sequence[TimedOp]]) -> tuple[float, ...]:
-    """The time of every microbatch divided by the mean time of a microbatch."""
+    """The computing time of every microbatch divided by the mean computing time of a microbatch."""
     times = [0.0] * schedule.num_microbatches
     for op, start, end in chain.from_iterable(lanes):
         times[op.microbatch] += end - start

@@ -1,7 +1,7 @@
 """The flags of `pretrain_gpt.py`, named as in Megatron-LM; this project's own flags begin with `--zero-bubble`.
 
-`core_flags.py` makes a flag from each field of megatron-core's configurations. The flags that `core_flags.py` does not
-make are listed in this file, or in `session/flags.py` if the launcher has the same flags.
+`core_flags.py` makes a flag from each field of megatron-core's configurations. This file lists further flags of the
+trainer, except flags that the launcher also has; `session/flags.py` lists the flags of both programs.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Arguments(
     world_size: int = 1
     local_rank: int = 0
     padded_vocab_size: int = 0
-    """Number of rows of the embedding; 0 until the tokenizer is known."""
+    """Number of rows of the embedding, with padding; 0 until the size of the vocabulary is known."""
     zero_bubble_layout_limits: tuple[float, ...] | None = None
     """The memory limit of each rank in bytes, under which the layout was chosen."""
 

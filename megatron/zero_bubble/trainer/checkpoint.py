@@ -50,7 +50,7 @@ _OF_ONE_RANK = ("rank", "local_rank")
 
 @dataclass
 class Progress:
-    """Numbers of iterations and sequences processed so far, including the earlier runs that this run continues."""
+    """Numbers of iterations and sequences that this run and the earlier runs of the same training have processed."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -58,7 +58,7 @@ class Progress:
 
 
 class TrainingState(NamedTuple):
-    """The state on this rank that changes during training and is saved in checkpoints."""
+    """The part of a checkpoint that changes during training, as held by this rank."""
 
     progress: Progress
     model: list[Any]
@@ -140,7 +140,7 @@ class Checkpointer:
     def _load(self, folder: Path) -> dict[str, Any]:
         """Load the model, and by default the optimizer and random state; return the state common to all ranks.
 
-        The random state is loaded only if the job's ranks correspond to the ranks of the saved job.
+        `_load` loads the random state only if the job's ranks correspond to the ranks of the saved job.
         """
         args = self._args
         needed = ("args",) if args.finetune else ("args", "opt_param_scheduler")

@@ -21,12 +21,12 @@ _MODEL_COMPUTATION = (
     *("window_size", "norm_epsilon", "qk_l2_norm", "rotary_base", "rotary_percent", "rotary_interleaved"),
     *("use_rope_scaling", "moe_router_pre_softmax"),
 )
-"""Flags that change a model's computation, but not its parameters; with `--finetune`, they may differ from the
-checkpoint."""
+"""Flags that change a model's computation, but not its parameters; with `--finetune`, the values of the flags may
+differ from the checkpoint."""
 _OPTIMIZER_SETTINGS = {"adam": ("adam_beta1", "adam_beta2", "adam_eps"), "sgd": ("sgd_momentum",)}
-"""Optimizer -> flags whose values are replaced by the checkpoint's values when the optimizer's state is loaded."""
+"""Optimizer -> flags that get the checkpoint's values when the trainer loads the optimizer's state."""
 DECOUPLED_RATES = ("decoupled_lr", "decoupled_min_lr")
-"""Flags that are part of the learning rate's schedule, but not of the scheduler's state."""
+"""Flags that belong to the learning-rate schedule, but are missing in the state of the learning-rate scheduler."""
 _SCHEDULE_FLAGS = {
     "max_lr": "--lr",
     "min_lr": "--min-lr",
@@ -103,8 +103,8 @@ def check_optimizer(args: Arguments, saved: argparse.Namespace) -> None:
 def _optimizer_form(flags: Arguments | argparse.Namespace) -> str:
     """Return, as text, the flags that determine the tensors and the parameter groups of an optimizer's state.
 
-    A distributed optimizer has the same tensors in every precision. An optimizer that is not distributed has the same
-    tensors in bf16 and fp16, but other tensors in fp32.
+    The state of a distributed optimizer has the same tensors in every precision. The state of an optimizer that is not
+    distributed has the same tensors in bf16 and fp16, but other tensors in fp32.
     """
     name = f"--optimizer {getattr(flags, 'optimizer', 'adam')}"  # checkpoints of version 0.1.0 have only adam
     if getattr(flags, "decoupled_lr", None) is not None:
@@ -130,7 +130,7 @@ def _spreads_experts(flags: Arguments | argparse.Namespace) -> bool:
 
 
 def check_schedule(args: Arguments, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint with a different learning-rate schedule, unless a flag chooses one of the schedules."""
+    """Refuse a checkpoint whose learning-rate schedule differs from the flags, unless a flag chooses a schedule."""
     if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler:
         return
     for name, flag in _SCHEDULE_FLAGS.items():

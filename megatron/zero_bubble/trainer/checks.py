@@ -40,8 +40,8 @@ def complete_and_check(
     """Complete the flags with defaults that depend on other flags or on the machine, and make the job's settings.
 
     Args:
-        for_this_machine: whether the job runs on this machine; otherwise the machine's packages, devices and folders
-            are not checked.
+        for_this_machine: whether the job runs on this machine. If so, `complete_and_check` also checks the packages,
+            devices and folders of the machine.
 
     Raises:
         ValueError: a flag cannot work; the message names the first such flag.

@@ -1,9 +1,9 @@
 """Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
 
 Every field of the installed megatron-core's configurations is a flag with the name in the field's metadata or in
-`_NAMES`. If neither the metadata nor `_NAMES` has a name for a field, the flag is `--no-NAME` if the field is a switch
-that is on by default, and `--NAME` otherwise. Fields that no command line can give, such as functions, and the fields
-in `_WITHOUT_FLAG`, are not flags.
+`_NAMES`. Without a name in the metadata or in `_NAMES`, a field that is a switch and on by default has the flag
+`--no-NAME`, and any other field has the flag `--NAME`. Fields that no command line can give, such as functions, and the
+fields in `_WITHOUT_FLAG`, are not flags.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
 def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
     """Return (type of the flag, keyword arguments of `flag_parser.flag`) for a field of type `kind`.
 
-    The result is None if no flag can set a field of this type.
+    `_form` returns None if no flag can set a field of type `kind`.
     """
     arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:
@@ -223,7 +223,7 @@ def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
 
 
 def _of_field(value: Any, hint: Any) -> Any:
-    """Convert the value of a flag to the value of the flag's field, which has type `hint`."""
+    """Convert `value` of a flag to the value of the configuration field that the flag sets; `hint` is its type."""
     kind = _without_none(hint)
     if value is None:
         return None
@@ -289,7 +289,7 @@ def _hints(config_class: type) -> dict[str, Any]:
 
 
 def _explanations(config_class: type) -> dict[str, str]:
-    """Return field -> first sentence of the field's docstring; a docstring follows its field in the source."""
+    """Return name of a field -> first sentence of the docstring that follows the field in the source."""
     sentences: dict[str, str] = {}
     for owner in reversed(config_class.__mro__[:-1]):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body

@@ -35,9 +35,9 @@ from megatron.zero_bubble.trainer.data_files import fingerprint
 class ContentKeyedGPTDataset(GPTDataset):
     """A GPTDataset that names its cached sample index after the path of the data and the lengths of the documents.
 
-    megatron-core names this cache after the path of the data and settings, but not after the contents. With the name
-    that megatron-core gives to the cache, data tokenised again under the same path would use the old data's sample
-    index, and samples would be out of range or silently wrong.
+    megatron-core names the cached sample index after the path of the data and settings, but not after the contents. If
+    data were tokenised again under the same path, megatron-core would use the sample index of the old data, and samples
+    would be out of range or silently wrong.
     """
 
     def __init__(self, indexed_dataset: IndexedDataset, dataset_path: str, *args: Any) -> None:
@@ -52,13 +52,13 @@ _OF_ONE_LENGTH = (ContentKeyedGPTDataset, MockGPTDataset)
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits of the data; a split is None on a rank that needs no data. `num_samples` is set on all ranks."""
+    """The training, validation and test split of the data; each split is None on a rank that does not need data."""
 
     train: torch.utils.data.Dataset | None
     valid: torch.utils.data.Dataset | None
     test: torch.utils.data.Dataset | None
     num_samples: tuple[int, int, int]
-    """Number of samples of each split; 0 if the split does not exist, so that its evaluation is skipped."""
+    """Number of samples of each split, set on all ranks; 0 for a missing split, on which nothing is evaluated."""
 
 
 def build_datasets(
@@ -105,7 +105,7 @@ def build_datasets(
 
 
 def _is_other_warning(record: logging.LogRecord) -> bool:
-    """Return whether `record` is not megatron-core's warning that indices of mock data are only kept in memory."""
+    """Return False for megatron-core's warning that indices of mock data are kept in memory only, else True."""
     return "because path_to_cache is None" not in record.getMessage()
 
 
@@ -124,7 +124,7 @@ def _agree_on_lengths(lengths: list[int]) -> tuple[int, int, int]:
 def _check_lengths(args: Arguments, num_samples: tuple[int, int, int]) -> None:
     """Raise `ValueError` if a split is too short for the run.
 
-    megatron-core repeats data as often as needed, except a blend without weights, which is one epoch long.
+    megatron-core repeats data as often as a run needs, except data in a blend without weights, which is one epoch long.
     """
     for split in Split:
         have, need = num_samples[split.value], requested_samples(args)[split.value]
@@ -158,11 +158,11 @@ def reads_data(args: Arguments, *, embeds: bool, is_last: bool) -> bool:
 def get_batch(
     data_iterator: Iterator[dict[str, torch.Tensor]] | None, args: Arguments, *, embeds: bool, is_last: bool
 ) -> Batch:
-    """Return the tensors that a chunk needs from the next microbatch; a middle stage needs at most a mask.
+    """Return the tensors that a chunk needs from the next microbatch; a middle stage needs at most an attention mask.
 
     Tensor-parallel rank 0 reads and broadcasts the tensors; all ranks of the tensor-parallel group call `get_batch`.
-    Without `--variable-seq-lengths`, all ranks know the shapes in advance, and no host has to wait for its device
-    to learn a shape. With megatron-core's `broadcast_data`, the host would wait for its device twice in each call.
+    Without `--variable-seq-lengths`, all ranks know the shapes in advance, so that the host never waits for the device.
+    With megatron-core's `broadcast_data`, the host would wait for the device twice in each call.
 
     Raises:
         RuntimeError: no microbatch is left in the data.

@@ -18,7 +18,7 @@ from megatron.zero_bubble.trainer.data_files import (
 
 
 def check_data(args: Arguments, vocab_size: int | None = None) -> None:
-    """Check every data file without communication, on any rank; `checks.py` must have checked the flags before.
+    """Check every data file without communication, on any rank, after `checks.py` has checked the flags.
 
     Args:
         vocab_size: number of tokens of the tokenizer; the token ids in the files must be smaller.

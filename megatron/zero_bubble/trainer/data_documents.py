@@ -21,7 +21,7 @@ class DocumentDataset(GPTDataset):
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the document of every sample, and empty arrays in place of the sample index and the shuffle index.
 
-        Unlike the method of megatron-core's GPTDataset, this method stores no array in a file.
+        Unlike megatron-core's GPTDataset, a `DocumentDataset` stores no array in a file.
         """
         whole = self.indices[self.dataset.sequence_lengths[self.indices] > 1]
         if not len(whole):
@@ -60,7 +60,7 @@ def padded(samples: Sequence[dict[str, torch.Tensor]], multiple: int) -> dict[st
     """Join samples of different lengths into a microbatch, with zeros after the shorter samples.
 
     Args:
-        multiple: the length of the microbatch is rounded up to a multiple of this number.
+        multiple: number that must divide the length of the microbatch; the length is rounded up.
     """
     longest = max(len(sample["tokens"]) for sample in samples)
     length = -(-longest // multiple) * multiple

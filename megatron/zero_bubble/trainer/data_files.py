@@ -114,7 +114,7 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 def check_split(split: str) -> None:
     """Refuse a split that is not one to three shares (training, validation, test), or whose training share is 0.
 
-    Quotes around the split are allowed, because Megatron-LM, too, ignores the quotes that its scripts may pass.
+    `check_split` allows quotes around the split, because Megatron-LM also ignores quotes, which its scripts may pass.
     """
     shares = split.strip("'\"").split(",")
     if len(shares) > len(SPLITS) or not all(_is_number(share) and 0 <= float(share) < math.inf for share in shares):
@@ -146,7 +146,7 @@ def check_split_sizes(file: TokenFile, split: str | None, min_tokens: int, flag:
 
 
 def fingerprint(lengths: np.ndarray) -> str:
-    """Return a digest of at most 65 contiguous parts of `lengths` [num_sequences]; the last part is always included."""
+    """Return a digest of at most 65 contiguous parts of `lengths` [num_sequences], the last part included."""
     digest = hashlib.sha256(str(lengths.shape[0]).encode())
     block = 1 << 14
     starts = range(0, lengths.shape[0], max(block, math.ceil(lengths.shape[0] / 64)))

@@ -41,8 +41,8 @@ class MicrobatchIterator(LookAhead[dict[str, torch.Tensor]]):
 
     If a worker has failed, for example because the system killed it, the next failed read raises a `SessionError` that
     names the worker. After a worker has failed, any other error inside the `with` block also becomes a `SessionError`
-    that names the worker. torch's SIGCHLD handler is not installed: when a worker ends, that handler raises an error at
-    an arbitrary instruction of the training process, and the error can be lost or leave a lock taken.
+    that names the worker. The iterator does not install torch's SIGCHLD handler. When a worker ends, torch's handler
+    raises an error at an arbitrary instruction of the training process; the error can be lost or leave a lock taken.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -173,7 +173,7 @@ def build_data_iterator(
 def _as_arrays(collate: _Collate, samples: list[dict[str, torch.Tensor]]) -> dict[str, np.ndarray]:
     """Join samples into a microbatch of numpy arrays, which a worker sends through its pipe.
 
-    torch would pass tensors in shared memory, and the training process would fetch the handle of each tensor over a
+    torch would send tensors in shared memory, and the training process would fetch the handle of each tensor over a
     socket in the middle of a forward. With pinned memory, the workers can send tensors instead of arrays, because
     torch's pinning thread fetches the handles of the tensors.
     """

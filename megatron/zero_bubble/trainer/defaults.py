@@ -71,7 +71,7 @@ def with_vocabulary(args: Arguments, vocab_size: int) -> Arguments:
 
 
 class LearningRateSteps(NamedTuple):
-    """Lengths, in samples, of the learning rate's decay and warm-up and of the weight decay's schedule."""
+    """Lengths in samples of three schedules: learning-rate decay, learning-rate warm-up, and weight decay."""
 
     decay: int
     warmup: float
@@ -79,7 +79,7 @@ class LearningRateSteps(NamedTuple):
 
 
 def learning_rate_steps(args: Arguments) -> LearningRateSteps:
-    """Return the lengths of the learning rate's schedule; `args` must have all defaults filled in."""
+    """Return the lengths of the learning-rate and weight-decay schedules; `args` must have all defaults filled in."""
     assert args.global_batch_size is not None
     assert args.train_iters is not None
     decay = (args.lr_decay_iters or args.train_iters) * args.global_batch_size

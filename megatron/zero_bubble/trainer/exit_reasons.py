@@ -18,8 +18,8 @@ class ExitReasons:
     """Decides after each iteration whether training stops; all ranks make the same decision.
 
     Args:
-        waits: whether the decision uses the votes of all ranks on this iteration, and waits for these votes; otherwise
-            the decision uses the votes on the previous iteration.
+        waits: whether the decision after an iteration waits for the votes of all ranks after the same iteration. If
+            not, the decision uses the votes after the previous iteration.
     """
 
     def __init__(self, args: Arguments, *, waits: bool) -> None:
@@ -54,7 +54,7 @@ class ExitReasons:
                 signal.signal(number, handler)
 
     def reason(self, iteration: int) -> str | None:
-        """Return the reason to stop after this iteration, or None; a collective call, with one result for all ranks."""
+        """Return the reason to stop after `iteration`, the same on all ranks, or None; a collective call."""
         args = self._args
         if args.exit_interval and iteration % args.exit_interval == 0:
             return f"--exit-interval {args.exit_interval}"
@@ -64,12 +64,13 @@ class ExitReasons:
         """Return the reason to stop before the next iteration of an evaluation, or None; a collective call.
 
         An evaluation may last longer than the time between SIGTERM and SIGKILL, which is 30 s under torchrun and Slurm.
-        The decision uses the votes before the previous iteration, so that the first stages need not wait for the last.
+        The decision uses the votes before the previous iteration of the evaluation, so that the first stages do not
+        wait for the last stage.
         """
         return self._voted(waits=False)
 
     def _voted(self, *, waits: bool) -> str | None:
-        """Vote; return the result of this vote if the decision `waits` for it, else the result of the previous vote."""
+        """Begin a vote of all ranks; return the vote's result if `waits`, else the result of the previous vote."""
         if not self._args.exit_signal_handler and self._args.exit_duration_in_mins is None:
             return None
         cast = self._vote()

@@ -37,7 +37,7 @@ def loss_func(
 def checked_loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the result of `loss_func`; an infinite loss gets a NaN gradient, so that all ranks notice the loss."""
+    """Return the result of `loss_func`; give an infinite loss a NaN gradient, so that all ranks notice the loss."""
     loss, num_tokens, report = loss_func(loss_mask, output)
     return spoil_if_infinite(loss), num_tokens, report
 

@@ -67,7 +67,7 @@ def check_pattern(args: Arguments) -> None:
 
 
 def _check_symbols(given: str, pattern: HybridPattern) -> None:
-    """Refuse a pattern with layers that this megatron-core or this trainer does not have."""
+    """Refuse a pattern with layers that the installed megatron-core or the trainer does not have."""
     known = local_layers()
     for symbol in pattern.symbols + pattern.further.replace("/", ""):
         if symbol not in known:
@@ -119,7 +119,8 @@ def build_hybrid_stage(
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
     """In the `with` block, build hybrid models with the layers `symbols` instead of megatron-core's own selection.
 
-    The model gets layers of multi-token prediction if its pattern contains such layers.
+    The built model has layers of multi-token prediction if the model's pattern contains layers of multi-token
+    prediction.
     """
     if not HYBRID_TAKES_STAGES:
         yield
@@ -133,7 +134,7 @@ def _placed(symbols: str, first_layer: int) -> Iterator[None]:
 
 
 def _chunk_class(vp_stage: int | None) -> Any:
-    """Return a class of hybrid models with the model chunk number `vp_stage`, for megatron-core before 0.17."""
+    """Return a hybrid model class whose models are the chunk `vp_stage` of a rank, for megatron-core before 0.17."""
 
     class ModelChunk(HYBRID):
         def setup_embeddings_and_output_layer(self) -> None:

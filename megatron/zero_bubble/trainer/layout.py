@@ -56,9 +56,9 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 def settle_layout(args: Arguments, session: Session) -> Arguments:
     """Choose the parts of the layout that no flag gives, and adopt the layout's placement; a collective call.
 
-    Call `settle_layout` in a `with initialized(...)` block, before the model is built. `settle_layout` leaves the
-    random states equal to the random states of a run that started with the chosen layout. A job that continues from a
-    checkpoint keeps the layout of the checkpoint, so that its losses equal the losses of an uninterrupted job.
+    Call `settle_layout` in a `with initialized(...)` block, before the model is built. After the call, random states
+    are the same as in a run that started with the chosen layout. A job that continues from a checkpoint keeps the
+    layout of the checkpoint, so that the losses of the job equal the losses of an uninterrupted job.
 
     Returns:
         The flags with the chosen layout.
@@ -79,7 +79,7 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
 
 
 def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:
-    """Return the layout in the job's checkpoint; None for a new job, and if the job cannot keep that layout."""
+    """Return the layout in the job's checkpoint; None for a new job, and if the job cannot keep the saved layout."""
     if not args.load or args.finetune:
         return None
     folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))

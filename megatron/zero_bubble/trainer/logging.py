@@ -25,8 +25,8 @@ from megatron.zero_bubble.trainer.records import RunSummary
 class StepResult:
     """The results of one iteration. The losses are None or empty on ranks without the last stage.
 
-    With post-validation, the losses, the batch size and the predicted time of the schedule are known before the results
-    of the optimizer step.
+    With post-validation, the losses, the batch size and the predicted time of the schedule are known before the norm
+    and the other results of the optimizer step.
     """
 
     lm_loss: float | None
@@ -54,7 +54,7 @@ class StepResult:
     was_skipped: bool = False
     """Whether the optimizer left the parameters unchanged, because a gradient was not finite."""
     is_local: bool = False
-    """Whether the replica took this step without the other replicas; losses and norm are then the replica's own."""
+    """Whether the replica took this step alone; the losses and the norm then come from this replica only."""
     waits: Waits | None = None
     """How long replicas waited for each other since the last log line; None without a log line or with one replica."""
     orders: OrderTimes | None = None
@@ -123,7 +123,7 @@ class TrainingLog:
             print_line(text)
 
     def _print(self, result: StepResult, seconds: float) -> None:
-        """Print one log line about all iterations since the previous log line; `seconds` is their mean time."""
+        """Print a log line about the iterations since the previous line; `seconds` is the mean time of an iteration."""
         args = self._args
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
         line = f" [{stamp}] iteration {self.progress.iteration:8d}/{args.train_iters:8d} |"
@@ -154,8 +154,8 @@ class TrainingLog:
     def _mean_losses(self, result: StepResult) -> list[float]:
         """Return the mean losses since the last log line: the loss of the model, then losses of multi-token prediction.
 
-        If each replica takes its own steps, `_mean_losses` is a collective call of the ranks with the loss in all
-        replicas.
+        If replicas take optimizer steps without each other, `_mean_losses` is a collective call: in each replica, the
+        rank with the loss takes part.
         """
         sums = [sum(losses) for losses in zip(*self._all_losses, strict=True)]
         if not result.is_local or result.lm_loss is None:

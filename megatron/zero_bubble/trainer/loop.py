@@ -34,7 +34,7 @@ from megatron.zero_bubble.trainer.records import NumericsLog, parameter_digest
 
 
 class UnloggedIteration(NamedTuple):
-    """This rank's results of a complete iteration that is not logged yet."""
+    """The results, on this rank, of a complete iteration that is not logged yet."""
 
     result: StepResult
     mean_step: StepTime | None
@@ -186,9 +186,9 @@ class Trainer:
     def _complete_unsettled(self, outcome: StepOutcome) -> None:
         """Complete the last iteration, whose optimizer step is now validated, and zero the gradients.
 
-        `_complete_unsettled` must not wait for another rank or for the whole device, because the schedule calls
-        `_complete_unsettled` while messages from neighbouring ranks may be in flight. The log line is printed after the
-        schedule has run.
+        The schedule calls `_complete_unsettled` while messages from neighbouring ranks may be in flight. Therefore
+        `_complete_unsettled` must not wait for another rank or for the whole device, and prints no log line. The
+        training loop prints the log line after the schedule has run.
         """
         assert self._unsettled is not None
         result, self._unsettled = self._unsettled, None
@@ -261,7 +261,7 @@ class Trainer:
         return self._progress.iteration % self._args.log_interval == 0
 
     def evaluate(self) -> None:
-        """Print the mean loss over `--eval-iters` iterations of validation data, or stop early for a reason to exit."""
+        """Print the mean loss over `--eval-iters` iterations of validation data; stop early on a reason to exit."""
         args = self._args
         self._session.replicas.average_all(self._progress.iteration)
         for chunk in self._model:

@@ -183,8 +183,7 @@ def _finished(model: Any) -> Any:
     """Move the built model to its device, and give parameters the attributes that megatron-core's optimizer reads.
 
     With multi-token prediction and tied embeddings, the output layer of the last stage uses the stage's copy of the
-    embedding. If the output layer uses a copy of the embedding, the weight that the output layer has allocated is
-    removed, because megatron-core neither uses nor saves this weight.
+    embedding. `_finished` then removes the output layer's own weight, which megatron-core neither uses nor saves.
     """
     if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
         model.output_layer.weight = None
@@ -198,12 +197,12 @@ _PATTERNS = {
     "window_attn_skip_freq": lambda layer, every: int((layer + 1) % every != 0),
     "no_rope_freq": lambda layer, every: int((layer + 1) % every == 0),
 }
-"""Flag that takes a list of values, one for each layer, or a single number -> function that computes the value of a
-layer from the single number."""
+"""Flag whose value is a number, or a list with one value for each layer -> function of (layer, number) that returns the
+value for the layer."""
 
 
 def layer_kinds(args: Arguments) -> list[int]:
-    """Return the number of each layer's kind; kinds are numbered in the order in which they first occur."""
+    """Return the index of each layer's kind; the first layer has kind 0, and each new kind gets the next index."""
     distinct = list(dict.fromkeys(_differences(args)))
     return [distinct.index(layer) for layer in _differences(args)]
 
@@ -211,8 +210,8 @@ def layer_kinds(args: Arguments) -> list[int]:
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
     """Return, for each layer, the properties in which the layers of a model may differ.
 
-    The only property of a layer in a hybrid model is its symbol. The properties of a layer in a GPT model are its
-    values of the flags in `_PATTERNS`.
+    In a hybrid model, layers differ in their symbols only. In a GPT model, layers differ in the values that the flags
+    in `_PATTERNS` give to the layers.
 
     Raises:
         ValueError: the list that a flag gives does not have one entry for each layer.

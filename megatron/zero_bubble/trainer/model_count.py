@@ -1,9 +1,9 @@
 """Counts parameters, floating-point operations and activations of the model that the flags describe.
 
 Each unit of the model (embedding, layer or output) is built on the meta device with the shapes of one tensor-parallel
-rank, and runs one microbatch. The parameters, the matrix products and the tensors saved by autograd are counted in
-megatron-core's own modules. In the layers that `mcore/counted_layers.py` replaces, the matrix products and the saved
-tensors of GPU kernels are counted instead.
+rank, and runs one microbatch. The module counts the parameters, the matrix products and the tensors saved by autograd
+in megatron-core's own modules. For layers that `mcore/counted_layers.py` replaces, the module counts the matrix
+products and the saved tensors of the GPU kernels instead.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ def count_model(args: Arguments) -> ModelCount:
 def flops_of_sequence(args: Arguments) -> float:
     """Count the floating-point operations of training on one sequence, as Megatron-LM counts them.
 
-    Each matrix product adds its operations three times: for F, B and W. The products of attention are counted only for
-    pairs of a query and a key that the mask allows. A causal mask without a window allows half of all pairs.
-    Recomputation adds no operations to the count.
+    Each matrix product counts three times: for F, B and W. The matrix products of attention count only for pairs of
+    query and key that the attention mask allows. A causal mask without a window allows half of all pairs of query and
+    key. Recomputation adds no operations to the count.
     """
     fused = args.changed(
         {"transformer_impl": "transformer_engine", "attention_backend": "auto", "bf16": True, **_ALONE}

@@ -49,7 +49,7 @@ def check_output(args: Arguments) -> None:
 
 
 def _nearest_existing(path: Path) -> Path:
-    """Return `path` if it exists, otherwise the nearest file or folder above it that exists."""
+    """Return `path` if `path` exists, otherwise the nearest file or folder above `path` that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.exists(place))
 
 

@@ -65,7 +65,7 @@ def pretrain(args: Arguments, session: Session) -> None:
 
 
 def without_first_load(args: Arguments) -> Arguments:
-    """Remove `--load` from the flags if it names the folder of `--save` and this folder has no checkpoint yet."""
+    """Remove `--load` from the flags if `--load` and `--save` name the same folder, which has no checkpoint yet."""
     if args.load is None or args.save is None or tracked(args.load) != "none":
         return args
     if Path(args.load).resolve() != Path(args.save).resolve():
@@ -104,7 +104,7 @@ def open_data(
     """Open training and validation data at the positions in the training state. Closing `resources` closes the data.
 
     Raises:
-        ValueError: the data cannot be read, or the iterations before the checkpoint left too little data.
+        ValueError: the data cannot be read, or too little data is left after the iterations before the checkpoint.
     """
     reads = [
         reads_data(

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from megatron.zero_bubble.trainer.arguments import Arguments
 
 _OF_TRANSFORMER_ENGINE = ("layernorm", "moe_act", "gdn_norm_out", "gdp_qkv", "mhc")
-"""Modules for whose recomputation megatron-core needs Transformer Engine, even in local layers."""
+"""Modules that megatron-core recomputes only with Transformer Engine installed, even in local layers."""
 
 
 def check_recomputation(args: Arguments, *, for_this_machine: bool) -> None:

@@ -25,7 +25,7 @@ _BEGIN = '{"iteration": '
 def parameter_digest(chunks: Iterable[torch.nn.Module]) -> str:
     """Return 16 hex digits of the SHA-256 over the bytes of all parameters, in the order of `Module.parameters()`.
 
-    If each replica holds a shard of the parameters, `parameter_digest` is a collective call of the replicas.
+    If replicas hold shards of the parameters, `parameter_digest` is a collective call of the replicas.
     """
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -38,8 +38,8 @@ class NumericsLog:
     """Writes the file of `--log-numerics` on the rank that holds the loss, with parameter digests from all ranks.
 
     Args:
-        path: path of the file. Lines of iterations after `iteration`, and an incomplete line of a killed run, are
-            removed, so that a resumed run ends with the same file as an uninterrupted run.
+        path: path of the file. A resumed run removes the lines of iterations after `iteration`, and an incomplete line
+            of a killed run. A resumed run then ends with the same file as an uninterrupted run.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
 
@@ -102,7 +102,7 @@ class NumericsLog:
 def _iteration_of(line: str) -> float | None:
     """Return the iteration of a line in the file; None for a line that `NumericsLog` did not write.
 
-    For the incomplete line of a killed run, the result is infinity.
+    For the incomplete line of a killed run, `_iteration_of` returns infinity.
     """
     try:
         entry = json.loads(line)
@@ -114,7 +114,7 @@ def _iteration_of(line: str) -> float | None:
 
 
 class RunSummary:
-    """Averages all log lines since the schedule was last planned, except the first line, whose time includes planning.
+    """Averages the log lines since the last planning, except the first line, whose time includes the planning.
 
     Attributes:
         line: the text of the summary; None until the second log line after the first plan.
@@ -134,7 +134,7 @@ class RunSummary:
         measured: PipelineTime | None,
         prediction: Prediction | None,
     ) -> None:
-        """Add a log line about `num_iterations` iterations up to `iteration`; `milliseconds` is their mean time."""
+        """Add a log line about `num_iterations` iterations up to `iteration`, of `milliseconds` each on average."""
         if measured is None or prediction is None:
             return
         if prediction.idle != self._predicted:

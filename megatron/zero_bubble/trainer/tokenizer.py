@@ -44,7 +44,7 @@ END_OF_DOCUMENT_TOKENS = (
 class LocalTokenizer(MegatronTokenizerBase):
     """Base class of tokenizers for megatron-core's datasets; a subclass defines `tokenize` and `detokenize`.
 
-    The tokenizer has no padding token, so that GPTDataset pads with -1, which no document can contain.
+    The tokenizer has no padding token. Therefore GPTDataset pads with -1, which is not the id of any token.
 
     Args:
         vocab: the id of every token.
@@ -225,7 +225,7 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingF
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn any error, even a bare `Exception` of `tokenizers`, into a `ValueError` whose message begins with `what`."""
+    """Turn any error in the `with` block, even a bare `Exception`, into a `ValueError` that begins with `what`."""
     try:
         yield
     except Exception as error:

@@ -8,7 +8,7 @@ from statistics import median
 from megatron.zero_bubble.cli.benchmark.training_results import TrainResult, bootstrap_interval
 
 FEWEST_ROUNDS, FEWEST_ITERATIONS = 3, 5
-"""The benchmark recommends a schedule only with at least this many rounds, and measured iterations in each round."""
+"""Least numbers of rounds, and of measured iterations in each round, for the benchmark to recommend a schedule."""
 _MIB = 2**20
 
 

@@ -35,15 +35,15 @@ _NAMES_OF_SCHEDULES = (
 
 
 def parted(words: Sequence[str], names: Collection[str], prefix: str | None = None) -> tuple[list[str], list[str]]:
-    """Divide command-line words into two lists of flags, and keep each flag's values with the flag.
+    """Divide command-line words into the flags that `names` and `prefix` do not select, and the selected flags.
 
     Args:
         words: flags with their values, also as `--name=value`.
-        names: names of flags that go to the second list.
-        prefix: all flags whose names begin with this prefix also go to the second list.
+        names: names of the flags to select.
+        prefix: prefix of the names of further flags to select.
 
     Returns:
-        Two lists: the flags that neither `names` nor `prefix` selects, and the selected flags.
+        Two lists, both with flags and the flags' values: the flags that are not selected, and the selected flags.
     """
     others: list[str] = []
     named: list[str] = []
@@ -88,7 +88,7 @@ class BenchmarkFlags(SizeFlags, TableFlags, FollowingFlags):
     script: Path | None = None
     """The Megatron-LM script that trains; None if pretrain_gpt.py of this project trains."""
     schedule_flags: tuple[str, ...] = ()
-    """Zero-bubble flags of every schedule in --schedule; each schedule's own quoted flags are appended."""
+    """Zero-bubble flags that every schedule in --schedule gets before the flags quoted with the schedule's name."""
 
     pipeline_size: int = flag(
         "pipeline ranks (default: the size in the flags after --, which may then be the flags of any training)",

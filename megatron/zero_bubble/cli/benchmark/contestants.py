@@ -29,7 +29,7 @@ class Contestant:
     program: tuple[str, ...]
     """Command-line words after torchrun, or after the command of --launch, which name the program that trains."""
     words: tuple[str, ...]
-    """Flags of this schedule; they follow the shared flags, and replace shared flags of the same name."""
+    """Flags of this schedule, which follow the shared flags and override shared flags of the same name."""
     placement: Placement | None
     """Placement of the stages; None if the training chooses the placement."""
     schedule: str | None
@@ -128,7 +128,7 @@ def _ours(text: str, flags: BenchmarkFlags) -> Contestant:
 
 
 def megatrons_interleaved(flags: BenchmarkFlags, chunks: int, name: str) -> Contestant:
-    """Return megatron-core's own interleaved schedule, which the benchmark leaves out if the training refuses it."""
+    """Return megatron-core's interleaved schedule; the benchmark leaves out a schedule that the training refuses."""
     words = (CHUNKS_FLAG, str(chunks), *group_size_flags(flags))
     placement = Placement("interleaved", flags.pipeline_size, chunks)
     return Contestant(name, flags.program, words, placement, "interleaved-1f1b", is_required=False)

@@ -30,8 +30,8 @@ def of_own_training(flags: BenchmarkFlags, num_devices: int) -> tuple[BenchmarkF
 
     The training keeps its model, its data, its learning rates and its parallel sizes. The training loads no checkpoint,
     writes nothing, evaluates nothing, and stops after the last measured iteration. Zero-bubble flags apply only to the
-    training under this project's schedule; if the flags name no schedule, this training runs with `--zero-bubble`. A
-    script of Megatron-LM runs under the launcher, which does not change trainings under megatron-core's own schedules.
+    training under this project's schedule, which is `--zero-bubble` if the flags name no schedule. A script of
+    Megatron-LM runs under the launcher, which does not change trainings under megatron-core's own schedules.
 
     Args:
         num_devices: number of GPUs of this machine, 0 without CUDA. The training has as many replicas as fit on the

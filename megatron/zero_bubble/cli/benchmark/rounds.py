@@ -109,7 +109,7 @@ def _result(
 
 
 def _measured_costs(contestant: Contestant, measured: _Costs) -> StageCosts | None:
-    """Return the measured costs of a schedule's stages, if necessary converted from costs with vocabulary shards."""
+    """Return a schedule's measured stage costs; without such costs, convert measured costs with vocabulary shards."""
     if (
         own := measured.get((contestant.placement, contestant.spreads_vocabulary))
     ) is not None or contestant.spreads_vocabulary:

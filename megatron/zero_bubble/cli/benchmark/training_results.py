@@ -32,7 +32,7 @@ class TrainResult:
     """Floating-point operations of one iteration, counted as --log-throughput does; None for a Megatron-LM script."""
     world_size: int
     simulated: Timeline | None
-    """Simulation of the schedule with costs measured in the same placement; None if no costs were measured."""
+    """Simulation of the schedule with costs measured in the schedule's placement; None without measured costs."""
 
     @property
     def rounds(self) -> tuple[float, ...]:
@@ -50,7 +50,7 @@ class TrainResult:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of one GPU, or of one rank on a CPU; None if unknown."""
+        """Tokens per second of one GPU, or of one rank on a CPU; None if the number of tokens is unknown."""
         return None if self.tokens is None else self.tokens / (self.measured / 1e3) / self.world_size
 
     @property
@@ -186,7 +186,7 @@ def loss_agreement(results: Sequence[TrainResult]) -> str:
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% interval of the median of `values` (one value per round) by the percentile bootstrap (Efron 1979).
 
-    The rounds are resampled with replacement. The result is None for fewer than three rounds.
+    The bootstrap resamples the rounds with replacement. For fewer than three rounds, the function returns None.
     """
     if len(values) < 3:
         return None

@@ -122,7 +122,7 @@ def take_turn(command: Sequence[str], environment: Mapping[str, str], warmup: in
 
 
 def _end_when_late(launcher: int, timeout: float, over: threading.Event, late: threading.Event) -> None:
-    """Unless the event `over` is set within `timeout` seconds, set `late` and end the process `launcher`.
+    """Wait `timeout` seconds for the event `over`; if `over` is not set, set `late` and end the process `launcher`.
 
     The launcher gets SIGTERM first, so that torchrun ends its ranks. After an immediate SIGKILL of torchrun, its ranks
     would keep running.

@@ -64,7 +64,7 @@ class CheckFlags(CommandFlags):
 
 
 def _refuse_output(output: Path) -> None:
-    """Raise `ValueError` if the file `output` cannot be written; called before the check, which takes long."""
+    """Raise `ValueError` if the file `output` cannot be written; called before the long measurements begin."""
     folder = output.parent
     if not folder.is_dir():
         raise ValueError(f"argument --output: {folder} is not a folder")

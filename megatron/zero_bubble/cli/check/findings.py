@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedule import OpKind, simulate
 from megatron.zero_bubble.trainer.model_count import UnitCount, count_model
 
 PRICE_LIMIT = 1.03
-"""The check passes if the time of B + W, divided by the time of the fused backward, is at most this number."""
+"""Largest time of B + W, divided by the time of the fused backward, with which the check passes."""
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v")
 
 
@@ -90,10 +90,10 @@ class Findings:
     """The device, versions and settings; see `describe_machine`."""
     stages: Sequence[StageCheck] = ()
     without_room: Mapping[str, str] = field(default_factory=dict)
-    """Model whose stage did not fit on the device -> the allocator's message."""
+    """Name of a model whose stage did not fit on the device -> message of the GPU allocator."""
     ranks: RankFindings | None = None
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Part of the check that failed -> its error."""
+    """Name of a part of the check that failed -> error message of this part."""
 
     @property
     def passed(self) -> bool:

@@ -1,7 +1,7 @@
 """Makes gloo's collectives work on GPU tensors: tensors are copied to pinned host memory, and results are copied back.
 
-Depending on torch's version, only some of gloo's collectives take GPU tensors. Where several ranks share one device,
-NCCL may refuse to connect them; megatron-core then communicates with gloo's collectives.
+Depending on torch's version, only some of gloo's collectives take GPU tensors. NCCL may refuse to connect ranks that
+share one device; megatron-core then communicates with gloo's collectives.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class StagedWork:
 def stage_collectives(device_type: str) -> Callable[[], None]:
     """Make all collectives run on host copies of tensors of `device_type`; return a function that undoes the change.
 
-    With the device type `cpu`, tensors in host memory are copied, which tests the copies without a GPU.
+    With the device type `cpu`, collectives run on copies of tensors in host memory, which tests this module without a
+    GPU.
     """
     # Taken from the class's dictionary, because the result of `getattr` no longer binds to a group when it is put back.
     originals = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}

@@ -12,7 +12,8 @@ NUM_RANKS = 4
 VOCAB_SIZE = 120
 REFERENCE = "megatron-core"
 ROUNDING = 0.01
-"""Largest relative difference of `rounded losses`: in bf16, another order of sums changes the losses."""
+"""Largest relative difference of two losses that count as equal `rounded losses`; in bf16, losses depend on the order
+of sums."""
 _CHECKPOINT = "checkpoint"
 _MODEL = {
     "paper": ("--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "256", "--micro-batch-size", "1"),
@@ -27,7 +28,7 @@ _PP4 = ("--pipeline-model-parallel-size", "4")
 _PP2 = ("--pipeline-model-parallel-size", "2")
 _PP2_DP2 = (*_PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _PLANNED = ("--zero-bubble", "--zero-bubble-keep-layout", "--zero-bubble-profile-iters", "2", "3")
-"""Flags for a planned schedule in the reference training's layout, so that results can be compared bit by bit."""
+"""Flags for a planned schedule in the reference training's layout, so that the numerics are comparable bit by bit."""
 _LITTLE_MEMORY = (*_PLANNED, "--zero-bubble-memory-limit", "0.5")
 _WITHOUT_ORDER = ("--clip-grad", "0", "--attention-dropout", "0", "--hidden-dropout", "0")
 """Flags that turn off clipping and dropout. The V placement changes the order of the sum in the gradient norm, and the
@@ -151,7 +152,7 @@ def cells(size: str, folder: Path, transformer_impl: str = "local") -> list[Cell
 
 
 def names(transformer_impl: str = "local") -> tuple[str, ...]:
-    """Return the names that `--cell` accepts with this implementation of the layers."""
+    """Return the names of trainings that `--cell` accepts with the layer implementation `transformer_impl`."""
     return tuple(dict.fromkeys(cell.name for cell in cells("tiny", Path(), transformer_impl) if cell.is_ours))
 
 

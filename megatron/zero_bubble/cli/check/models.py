@@ -15,13 +15,13 @@ REPEATABLE_ATTENTION = {
     "local": ("--attention-backend", "local"),
     "transformer_engine": ("--transformer-impl", "transformer_engine", "--attention-backend", "unfused"),
 }
-"""Layer implementation -> flags for these layers with unfused attention, whose backward is deterministic."""
+"""Layer implementation -> flags for layers with unfused attention, which has a deterministic backward."""
 _ANY_TRAINING = (
     *("--train-iters", "1", "--lr", "1e-4", "--mock-data", "--bf16", "--untie-embeddings-and-output-weights"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
 _ATTENTION = {**REPEATABLE_ATTENTION, "transformer_engine": ("--transformer-impl", "transformer_engine")}
-"""Layer implementation -> flags that choose these layers for the measurement of a stage."""
+"""Layer implementation -> flags that choose this implementation for the measurement of a stage."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Model:
         return 3 * self.pipeline_size
 
     def arguments(self, num_stages: int) -> Arguments:
-        """Return the complete arguments of a training with `num_stages` stages of this size."""
+        """Return the complete arguments of a training with `num_stages` stages of the size of this model's stages."""
         sizes = {
             "num-layers": self.layers_a_stage * num_stages,
             "hidden-size": self.hidden_size,

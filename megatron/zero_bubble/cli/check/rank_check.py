@@ -152,7 +152,7 @@ class RankCheck:
 
 
 def find_difference(expected: Path, found: Path, compares: str) -> str | None:
-    """Return the first difference between two files that `--log-numerics` wrote; None if they are the same.
+    """Return the first difference between two files of `--log-numerics`; None if the files have the same values.
 
     Args:
         compares: the values to compare, as in `Cell.compares`.

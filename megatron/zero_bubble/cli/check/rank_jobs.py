@@ -150,7 +150,7 @@ class _Attempt:
             )
 
     def _wait(self, ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[str | None, int]:
-        """Wait until all ranks end, a rank fails or time runs out; return an error or None, and an exit status."""
+        """Wait until all ranks end, a rank fails or time runs out; return (error or None, exit status)."""
         begun, since = 0, time.monotonic()
         while True:
             statuses = [rank.poll() for rank in ranks]

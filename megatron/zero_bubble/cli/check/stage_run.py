@@ -38,8 +38,8 @@ class StageProfile:
     steps with megatron-core's fused backward."""
     memory: Mapping[OpKind, float]
     temporary: float
-    """Largest temporary memory of an operation. The temporary memory is the peak during the operation, minus the memory
-    in use before or after the operation, whichever is larger."""
+    """Largest temporary memory of an operation: the peak during the operation, minus the larger of the memory in use
+    before the operation and the memory in use after the operation."""
 
     def time(self, kind: OpKind) -> float:
         return median(self.times[kind])
@@ -130,7 +130,7 @@ class MiddleStage:
         return float(max(accumulate(timed.held or 0 for timed in ops)))
 
     def _run(self, schedule: Schedule, chunks: list[Any], *, with_memory: bool = False) -> list[MeasuredOp]:
-        """Run one step and return its operations; their times are meaningless if `with_memory` is set."""
+        """Run one step and return the measured operations; with `with_memory`, the measured times are meaningless."""
         stage = make_stage(self._args, self._placement, RANK, chunks, self._device)
         meter = memory_meter(self._device, self._store) if with_memory else None
         recorder = OpRecorder(device_clock(self._device), meter)

@@ -211,7 +211,7 @@ def _remedies(results: Results) -> Iterator[str]:
 
 
 def _limit(planned: Estimate, limit: float) -> str:
-    """Return a note on the memory limit for which a schedule was planned."""
+    """Return a line about the memory limit under which a schedule was planned."""
     name, allowed, source = planned.schedule.name, gib(max(0.0, limit)), _source(planned.job.flags)
     if planned.is_over_limit:
         least = gib(max(planned.activation_bytes))

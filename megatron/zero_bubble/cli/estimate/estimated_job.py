@@ -29,12 +29,12 @@ _SHORTEST = 1e-3
 """Shortest duration of an operation, in milliseconds."""
 _DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--mock-data")
 _STAND_INS = {"--train-iters": "1000000000", "--lr": "1e9"}
-"""Flag that a training requires but an estimate ignores -> a value so large that it contradicts no other flag."""
+"""Flag that a training requires but an estimate ignores -> value so large that the flag contradicts no other flag."""
 
 
 @dataclass(frozen=True)
 class EstimatedJob:
-    """The training to estimate, and the cluster that it would run on."""
+    """The training to estimate, and the cluster on which the training would run."""
 
     args: Arguments
     flags: JobFlags
@@ -90,7 +90,7 @@ class EstimatedJob:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with the same parameters, which reduce gradients together and divide states under ZeRO."""
+        """Number of ranks with the same parameters; these ranks reduce gradients together and divide ZeRO's states."""
         return self.args.data_parallel_size * self.args.context_parallel_size
 
     @property
@@ -154,7 +154,7 @@ class EstimatedJob:
 
     @cached_property
     def costs(self) -> ModelCosts:
-        """The costs of embedding, layers and output in milliseconds and bytes; taken from the profile if there is one.
+        """The costs of embedding, layers and output in milliseconds and bytes, from the profile if the job has one.
 
         The costs of F and B exclude full recomputation; R recomputes one layer at a time.
         """
@@ -191,7 +191,7 @@ class EstimatedJob:
         return 2 * cluster.message_ms(input_bytes * (1 - 1 / args.expert_model_parallel_size), bandwidth)
 
     def stage_costs(self, placement: Placement) -> StageCosts:
-        """Return the costs of every stage in milliseconds and bytes; taken from the profile if there is one.
+        """Return the costs of every stage in milliseconds and bytes, from the profile if the job has one.
 
         Raises:
             ValueError: the layers cannot be divided among the stages of `placement`.
@@ -246,8 +246,8 @@ def _measured_costs(profile: Profile, placement: Placement) -> StageCosts:
 def _completed(flags: Sequence[str], profile: Profile | None) -> list[str]:
     """Add the flags that a training requires, and --transformer-impl with the profile's value or Megatron-LM's default.
 
-    --transformer-impl is not added if the flags reset attention masks or choose FSDP2 or local attention; each of these
-    three settings needs local layers.
+    `_completed` does not add --transformer-impl if the flags reset attention masks, choose FSDP2 or choose local
+    attention, because these three settings need local layers.
     """
     given = {word.split("=", 1)[0] for word in flags}
     missing = [word for name, value in _STAND_INS.items() if name not in given for word in (name, value)]

@@ -1,4 +1,4 @@
-"""Estimates all schedules of a job, its layout and, where no schedule fits, other layouts and recomputation."""
+"""Estimates a job's schedules and layout and, if no schedule fits in memory, other layouts and recomputation."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from megatron.zero_bubble.session.layout_choice import is_layout_open, megatrons
 SMALL_JOB = 1000
 """Smallest product of pipeline ranks and microbatches for which schedules are estimated in several processes."""
 LARGE_JOB = 2000
-"""Smallest product of pipeline ranks and microbatches at which the effort of planning is reduced, unless --schedule is
-given."""
+"""Smallest product of pipeline ranks and microbatches for which, without --schedule, schedules are planned with little
+search effort."""
 _LAYOUT, _FREED = "layout", "layout without Megatron's flags"
-"""Keys for the two layout searches in dictionaries that otherwise have names of schedules as keys."""
+"""Keys of the two layout searches in dictionaries whose other keys are names of schedules."""
 _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
     Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     Recompute.PLANNED: {
@@ -39,19 +39,19 @@ _FLAGS_OF: dict[Recompute, dict[str, Any]] = {
         "zero_bubble_recompute": Recompute.PLANNED.value,
     },
 }
-"""The kinds of recomputation that may make a job fit in memory, and their flags."""
+"""Kind of recomputation with which a job may fit in memory -> flags of this kind of recomputation."""
 _NO_RECOMPUTATION: dict[str, Any] = dict.fromkeys((*RECOMPUTATION, "zero_bubble_recompute"))
 
 
 class Remedy(NamedTuple):
-    """The outcome of another layout or of recomputation, for a job none of whose schedules fits in memory."""
+    """The estimate with another layout or with recomputation, for a job without a schedule that fits in memory."""
 
     flags: str
     """The flags that replace the job's own flags for layout or recomputation in this estimate."""
     best: Estimate
     """The fastest schedule that fits with `flags` or, if no schedule fits, the schedule with the least memory."""
     slowdown: float
-    """Iteration time of `best`, divided by the shortest iteration time of the job's schedules, none of which fits."""
+    """Iteration time of `best`, divided by the shortest iteration time of the job's own schedules, which do not fit."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Results:
     freed: LayoutEstimate | None = None
     """The layout that the training would choose without Megatron's layout flags; None if the job has no such flags."""
     remedies: Sequence[Remedy] = ()
-    """The outcomes of other layouts and of recomputation where no schedule fits; otherwise empty."""
+    """Estimates with other layouts and with recomputation; empty if one of the job's schedules fits in memory."""
     added_flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags that Megatron needs to divide the layers among stages; the schedules are estimated with these flags."""
 
@@ -94,7 +94,7 @@ class Results:
 
 
 def results_of(job: EstimatedJob, chosen: Sequence[str] | None) -> Results:
-    """Estimate the schedules `chosen` (default: all but slow schedules), and the layout if the flags leave it open.
+    """Estimate the schedules `chosen` (default: all but slow schedules) and, if the flags fix no layout, the layout.
 
     Raises:
         ValueError: the name of a schedule is unknown, or neither a schedule nor a layout is possible.
@@ -126,7 +126,7 @@ def _size(job: EstimatedJob) -> int:
 
 
 def _even_ends(job: EstimatedJob) -> dict[str, Any]:
-    """Return the flags that Megatron needs to divide a number of layers that is not a multiple of the pipeline size."""
+    """Return the flags with which Megatron divides a number of layers that is not a multiple of the pipeline size."""
     ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     for given in (ends, ends[:1], ends[1:]):
         if (job.flags.num_layers + len(given)) % job.flags.pipeline_model_parallel_size == 0:
@@ -174,7 +174,7 @@ def _outcome(task: Callable[[], Estimate]) -> Estimate | str:
 
 
 def _remedies(results: Results) -> Iterator[Remedy]:
-    """If no schedule fits, yield the outcome of the chosen layout or, if no layout was chosen, of recomputation."""
+    """If no schedule fits, yield the estimate of the chosen layout or, without a chosen layout, of recomputation."""
     if not results.nothing_fits:
         return
     job, estimates, layout = results.job, results.estimates, results.layout

@@ -43,11 +43,11 @@ class Estimate:
     limit: float | None = None
     """Bytes of activations that the schedule may hold on a rank; None if the schedule was planned without a limit.
 
-    The schedule's activations do not exceed `limit`, with one exception: if the memory limit of the flags is `auto` and
-    no plan fits in `limit`, the schedule is the plan with the least memory.
+    The schedule's activations exceed `limit` in one case only: if the memory limit of the flags is `auto` and no plan
+    fits in `limit`, the schedule is the plan with the least memory.
     """
     without_pairs: Timeline | None = None
-    """For a schedule that is planned with pairs, the timeline of a second plan without pairs; otherwise None.
+    """Timeline of a second plan without pairs; None if the schedule itself is planned without pairs.
 
     A pair runs a forward and a backward as one operation.
     """
@@ -97,8 +97,8 @@ class Estimate:
     def reduction_ms(self) -> float:
         """Time on the slowest rank in which replicas exchange gradients and sharded parameters without computing.
 
-        `reduction_ms` is 0 with --overlap-grad-reduce and with --use-torch-fsdp2, because the replicas' exchanges then
-        overlap with computation.
+        `reduction_ms` is 0 with --overlap-grad-reduce and with --use-torch-fsdp2, because these flags overlap the
+        exchanges of replicas with computation.
         """
         args = self.job.args
         if self.job.replicas == 1 or args.overlap_grad_reduce or args.use_torch_fsdp2:
@@ -166,7 +166,7 @@ class LayoutEstimate(Estimate):
 
     choice: LayoutChoice = field(kw_only=True)
     layout_flags: Mapping[str, Any] = field(kw_only=True)
-    """Name -> value of the flags that fix the layout; the value None stands for a flag that is left out."""
+    """Name -> value of the flags that fix the layout; the value None means that the flag is not given."""
 
     def as_json(self, baseline: Estimate | None = None) -> dict[str, Any]:
         layout = self.choice.plan.layout
@@ -245,7 +245,7 @@ def _memory_limit(job: EstimatedJob, placement: Placement) -> MemoryLimit:
 
 
 def estimate_layout(job: EstimatedJob, *, frees_layout: bool = False) -> LayoutEstimate:
-    """Search the layouts that the job's flags allow, as the training would, but with estimated costs.
+    """Search the layouts that the job's flags allow, in the same way as the training but with estimated costs.
 
     Args:
         frees_layout: whether to search all layouts even if Megatron's flags fix a layout. The layout of Megatron's

@@ -37,7 +37,8 @@ def simulate_replicas(times: Times, hierarchy: Hierarchy | None) -> list[list[Re
     """Simulate steps of replicas; return for each step the `ReplicaStep` of every replica.
 
     Args:
-        hierarchy: the groups that average after each step; None if all replicas reduce gradients in every step.
+        hierarchy: the groups of replicas that average parameters after each step; None if all replicas reduce gradients
+            in every step.
     """
     starts = [0.0] * len(times[0])
     steps = []
@@ -100,7 +101,7 @@ class ReplicasFlags(CommandFlags):
 
     @property
     def methods(self) -> dict[str, Hierarchy | None]:
-        """SGD method -> groups that average parameters; None for synchronous SGD, which averages gradients instead."""
+        """SGD method -> groups of replicas that average parameters; None for synchronous SGD, without such groups."""
         local = Hierarchy((Level(self.hierarchical_sgd.levels[-1].period, self.num_replicas),))
         return {"synchronous": None, "local": local, "hierarchical": self.hierarchical_sgd}
 

@@ -60,7 +60,7 @@ def run(file: str, planned: bool) -> dict[str, Any]:
 def point(words: Words, limit: float, of_dial: bool = False) -> dict[str, Any]:
     """Return the bubble rate and time under a memory limit; if no plan fits, the smallest limit that allows a plan.
 
-    If `of_dial` is set, plans are compared by makespan, as in `memory-curve --dial`.
+    If `of_dial` is set, the planner compares plans by makespan, as in `memory-curve --dial`.
     """
     try:
         figures = figures_of_source(_flags([*words, f"--memory-limit={limit}"]), takes_makespan=of_dial)
@@ -118,7 +118,7 @@ def _flags(words: Words) -> SimulateFlags:
 
 
 def _time_unit(flags: SimulateFlags) -> str:
-    """Return the unit of times: milliseconds or, if the flags give no times, the time of one F."""
+    """Return the unit of a schedule's times: milliseconds or, if the flags give no times, the time of one F."""
     return "ms" if flags.has_times else "F"
 
 
@@ -141,11 +141,11 @@ def answer(question: str) -> str:
 
 
 _SUBJECTS = (("memory_limit", "memory-limit"), ("chunks", "num-chunks"), ("microbatches", "num-microbatches"))
-"""(word in an error message that names no flag, flag to which this word refers)."""
+"""(word, flag) pairs: an error message that names no flag but contains the word is about the flag."""
 
 
 def mistake(error: Exception) -> dict[str, str]:
-    """Return the message of an error and the flag that the message names, or else the most likely flag."""
+    """Return the message of an error and the flag that the message is about, as named or most likely."""
     message = one_line(error)
     named = re.match(r"arguments? --([\w-]+):? (.*)", message)
     if named:

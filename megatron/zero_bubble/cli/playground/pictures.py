@@ -33,7 +33,7 @@ _CAUSES = {
     "streams": KINDS[OpKind.S].colour,
     "tail": "#57606a",
 }
-"""Cause of idle time -> colour; time spent waiting for an operation has the colour of that operation."""
+"""Cause of idle time -> colour; idle time that waits for an operation has the colour of the awaited operation."""
 
 
 def facts() -> dict[str, Any]:

@@ -63,9 +63,9 @@ def write_site(folder: Path, pyodide: Path) -> None:
 def _write_snapshot(folder: Path, pyodide: Path) -> None:
     """Write a memory snapshot from which Python starts in the browser without importing modules.
 
-    Node, which npm requires, makes the snapshot within ten seconds. A copy of the snapshot is kept in the folder of
-    Pyodide, so that a wheel contains the snapshot. Without a snapshot, and in browsers that cannot load a snapshot,
-    Python takes seconds longer to start.
+    Node, which npm requires, makes the snapshot within ten seconds. The folder of Pyodide also gets a copy, so that a
+    wheel contains the snapshot. Without a snapshot, and in browsers that cannot load a snapshot, Python takes seconds
+    longer to start.
     """
     written, kept = folder / "python.snapshot", pyodide / f"snapshot-{_digest()}"
     if kept.is_file():

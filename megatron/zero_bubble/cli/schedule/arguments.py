@@ -217,8 +217,8 @@ class CurveFlags(ScheduleFlags, ResultFlags):
         """The curve's smallest memory limit, in units of 1F1B's peak memory (pipeline size times M_B).
 
         By default, the smallest memory limit is 0.5 times 1F1B's peak memory. If plans may recompute activations, or if
-        --dial is given, the default is 0.125 times 1F1B's peak memory. Plans that recompute activations or copy
-        activations to the host need less memory.
+        --dial is given, the default limit is 0.125 times 1F1B's peak memory, because plans that recompute activations
+        or copy activations to the host need less memory.
         """
         if self.from_ is not None:
             return self.from_

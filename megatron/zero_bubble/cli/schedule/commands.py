@@ -118,8 +118,8 @@ def _summary(all_figures: list[ScheduleFigures], *, markdown: bool = False) -> s
 def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
     """Return the table cells about recomputation.
 
-    The cells are the share of forwards that are recomputed, the share of the cost that the bubble and R take together,
-    the cost if R runs inside of B, and the gain from running R outside of B.
+    The first two cells are the share of forwards that are recomputed, and the share of the cost that the bubble and R
+    take together. The last two cells are the cost if R runs inside of B, and the gain from running R outside of B.
     """
     inside = figures.cost_in_backward
     apart = ("-", "-") if inside is None else (f"{float(inside):.6g}", percent(inside / figures.timeline.cost - 1))
@@ -127,7 +127,7 @@ def _recomputation(figures: ScheduleFigures) -> tuple[str, str, str, str]:
 
 
 def _iteration_times(figures: ScheduleFigures) -> tuple[str, str, str]:
-    """Return the iteration time with and without post-validation, and the gain, as text."""
+    """Return the iteration time with and without post-validation, and the gain from post-validation, as text."""
     return (
         f"{float(figures.iteration_time):.6g}",
         f"{float(figures.without_post_validation):.6g}",

@@ -53,7 +53,7 @@ class ScheduleFigures:
     iteration_time: float
     """Time from one iteration to the next."""
     without_post_validation: float
-    """Time from one iteration to the next if each iteration begins when all ranks have ended the previous one."""
+    """Time from one iteration to the next if no rank begins an iteration before all ranks have ended the last one."""
     lower_bound: float
     generation_seconds: float
     cost_in_backward: float | None
@@ -207,7 +207,8 @@ _DEFAULTS = {
     "memory_w": -0.5,
 }
 _ROUNDING = 1e-6
-"""Tolerance for rounding errors, as a share of M_B: B and W may release this much more memory than F allocates."""
+"""Largest excess, as a share of M_B, of the memory that B and W release over the memory that F allocates; the excess
+allows for rounding errors."""
 BYTES_PER_MS = 1e6
 """Bytes that a link of 1 GB/s sends in a millisecond."""
 _PARTS_OF_F = {
@@ -216,15 +217,15 @@ _PARTS_OF_F = {
     "time_h": ("time_d", 1),
     "memory_d": ("memory_f", DROPPED),
 }
-"""Field of `StageCosts` -> (other field, factor), whose product is the default value."""
+"""Field of `StageCosts` -> (other field, factor); the field's default is the product of the other field and factor."""
 
 
 def stage_costs(flags: CostFlags, placement: Placement) -> StageCosts:
     """Return the costs of every stage of `placement`, with memory in M_B.
 
-    Flags, and cost files with one entry per rank, give the costs of whole ranks, which are split among a rank's chunks.
-    M_B is the memory that F of one microbatch allocates on all chunks of a rank, on the rank where this memory is
-    largest.
+    Flags, and cost files with one entry per rank, give the costs of whole ranks; `stage_costs` splits the costs of a
+    rank among the rank's chunks. M_B is the largest memory, over all ranks, that F of one microbatch allocates on all
+    chunks of a rank.
 
     Raises:
         ScheduleError: the number of costs does not fit the placement, or M_B is not above zero.

@@ -37,16 +37,16 @@ recompute and copy.
 _FIGURES = ("iteration_time", "bubble_rate", "idle", "recomputed", "offloaded", "lost", "lower_bound")
 _FULLEST = ("peak_memory", "host_memory")
 _LONGEST = 2
-"""Largest time that the plot of --dial shows, divided by the time of the fastest plan that keeps all activations. With
-longer times in the plot, short times could not be distinguished."""
+"""Largest time that the plot of --dial shows, divided by the time of the fastest plan that keeps all activations. The
+plot leaves out longer times, because in a plot with longer times, readers could not distinguish short times."""
 _PARTS = (0.8, 0.5, 0.25)
-"""Shares of the fastest plan's memory. For each share, the printed text has times under the largest memory limit that
-does not exceed this share of the fastest plan's memory."""
+"""Shares of the fastest plan's memory for which the printed text has times. For each share, the printed text has the
+times of plans under the largest memory limit that does not exceed this share of the fastest plan's memory."""
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """The figures of one schedule (with --dial, of one entry of `WAYS`) under every memory limit that allows a plan."""
+    """The figures of a schedule, or of an entry of `WAYS` with --dial, under every memory limit that allows a plan."""
 
     name: str
     schedule: str
@@ -95,7 +95,7 @@ def curve_limits(flags: CurveFlags) -> list[float]:
 
 
 def _has_costs(flags: CurveFlags, name: str) -> bool:
-    """Return whether the costs suffice for the allowed recomputation and offload; a profile may lack such costs."""
+    """Return whether the costs include recomputation and offload where the flags allow recomputation and offload."""
     costs = stage_costs(flags, placement_for(name, flags.pipeline_size, flags.num_chunks, flags.placement))
     return lacking_costs(flags, costs) is None
 
@@ -145,9 +145,8 @@ def _sentences(
 ) -> Iterator[str]:
     """Yield the sentences that are printed below the table.
 
-    The sentences give the time of the fastest plan, which the table shows as 1, and the relative times under smaller
-    memory limits. The last sentence names the curves that are left out because the file of costs lacks costs for these
-    curves.
+    The first sentences give the time of the fastest plan, which the table shows as 1, and the relative times under
+    smaller memory limits. The last sentence names the curves for which the file of costs lacks costs.
     """
     memory = max(fastest.peak_memory) / flags.pipeline_size
     yield f"1 is {fastest.iteration_time:.6g}, of {fastest.schedule.name} keeping everything, in {memory:.3g} p M_B"

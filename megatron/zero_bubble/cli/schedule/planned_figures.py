@@ -28,7 +28,7 @@ def make_schedule(
     takes_makespan: bool = False,
     effort: int = EFFORT,
 ) -> tuple[Schedule, float]:
-    """Generate the schedule `name` under `limit` (in M_B); return the schedule, and the seconds that this took.
+    """Generate the schedule `name` under `limit` (in M_B); return (schedule, seconds of its generation).
 
     `takes_makespan` and `effort` are as in `PlanRequest`.
     """
@@ -75,7 +75,7 @@ def lacking_costs(flags: ScheduleFlags, costs: StageCosts) -> str | None:
 
 
 def figures_of_source(flags: SimulationFlags, effort: int = EFFORT, *, takes_makespan: bool = False) -> ScheduleFigures:
-    """Return the figures of the schedule of --schedule or --input; the other arguments are as in `PlanRequest`."""
+    """Return the figures of the schedule of --schedule or --input; `PlanRequest` has the same further arguments."""
     schedule, seconds = source(flags, effort, takes_makespan=takes_makespan)
     return simulated_figures(
         flags,
@@ -121,7 +121,7 @@ def figures_of_all(
 
     Args:
         limit: memory limit in M_B: one number for all ranks, or one number for each rank.
-        leaves_out_slow: whether to skip slow schedules if no schedule is chosen.
+        leaves_out_slow: whether to skip schedules that are slow to generate if no schedule is chosen.
 
     Raises:
         ScheduleError: a schedule that was chosen by name is not possible, or no schedule is possible.
