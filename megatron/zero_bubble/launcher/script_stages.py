@@ -105,8 +105,9 @@ class ScriptStages:
         """Answer a call that asks whether the current stage is the stage `wanted`, where -1 is the last stage.
 
         In a V, the current stage is the stage whose forward step runs. If no forward step runs, the current stage is
-        the stage of the chunk that the call names. In a placement other than a V, megatron-core answers the call. While
-        no forward step runs, megatron-core also answers calls that name no chunk, or that ignore virtual stages.
+        the stage of the chunk that the call names. In a placement other than a V, megatron-core answers the call. A
+        call outside of a forward step that names no chunk, or that ignores virtual stages, is also left to
+        megatron-core.
         """
         wanted %= self._placement.num_stages
         if self._running is not None:

@@ -94,7 +94,7 @@ def _has_parameters(torch_optimizer: Any) -> bool:
 
 
 def _align_steps(optimizer: MegatronOptimizer) -> None:
-    """Give all states of Adam the largest number of steps, because all parts of an optimizer step together."""
+    """Set the number of steps of every Adam state to the largest number, because all states take every step."""
     adams = filter(_is_torch_adam, torch_optimizers(optimizer))
     states = [state for adam in adams for state in adam.state.values()]
     steps = max((state["step"] for state in states), default=torch.zeros(()))

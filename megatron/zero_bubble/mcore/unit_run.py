@@ -91,7 +91,7 @@ class UnitRun:
         self._fused_backwards: list[float] = []
         """Milliseconds of backwards that compute both gradients at once."""
         self._split_backwards: list[float] = []
-        """Milliseconds of each B and the W right after it."""
+        """Milliseconds of each B plus the W right after this B."""
         self._device = next(self._model.parameters()).device
         self._config = get_model_config(self._model)
         self._config.no_sync_func = self._model.no_sync

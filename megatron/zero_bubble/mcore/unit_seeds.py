@@ -124,7 +124,7 @@ def _layer_number(call: dict[str, Any]) -> int:
 
 @contextmanager
 def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Callable[[], int]) -> Iterator[None]:
-    """Inside the `with` block, let each unit of the model draw a microbatch's dropout from a seed of its own.
+    """Inside the `with` block, draw dropout from a separate seed for each unit of the model and each microbatch.
 
     A unit's seed follows from `seed`, the iteration, the microbatch's number in the iteration, the data-parallel rank
     and the unit. A model without dropout stays unchanged.

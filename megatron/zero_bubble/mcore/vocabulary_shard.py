@@ -42,7 +42,8 @@ from megatron.zero_bubble.mcore.weight_grad import add_to_main_grad
 from megatron.zero_bubble.runtime.collectives import sum_in_order
 
 _SCALES = {torch.float16: 1024.0}
-"""Type of the weights -> factor in `ShardSoftmax.difference`, to lift most values into the normal range of fp16."""
+"""Type of the weights -> factor of D_d in `ShardSoftmax.difference`. Without the factor, most elements of D_d would be
+below the smallest normal number of fp16."""
 
 
 @dataclass(frozen=True)

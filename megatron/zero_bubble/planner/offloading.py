@@ -29,7 +29,8 @@ _ROUNDS = 3
 """Number of rounds in which copies to the host are placed in a schedule. Each round uses simulated times of the
 schedule that the previous round has returned."""
 _NEAR = 1.05
-"""Copies to the host are placed again only if the schedule takes at most this factor times the fastest time."""
+"""A further round places the copies to the host again only if the schedule of the round before takes at most this
+factor times as long as the fastest schedule so far."""
 
 _LEAST_RULES = 3
 """Smallest number of rules (see `CopyRule`) that are tried, for a schedule of any size."""

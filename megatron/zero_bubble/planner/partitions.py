@@ -90,10 +90,9 @@ class Balance:
         return self.excess(partition), self.time(partition), _unevenness(ends)
 
     def time(self, partition: Sequence[int]) -> float:
-        """Time by which partitions are compared: `estimate`, raised for unequal stages and for unequal ranks.
+        """Time by which partitions are compared: `estimate`, increased if stages differ in work or ranks in memory.
 
-        The weights of unequal work of stages (`STAGES_WEIGHT`) and of unequal memory of ranks (`HOLDING_WEIGHT`) come
-        from measured runs.
+        The weights of differences in work (`STAGES_WEIGHT`) and in memory (`HOLDING_WEIGHT`) come from measured runs.
         """
         works = self._work.of_stages(partition)
         lost = STAGES_WEIGHT * _unevenness(works) + HOLDING_WEIGHT * _unevenness(self._holdings(partition))

@@ -31,7 +31,8 @@ MOST_PLANS = 25
 """Largest number of plans that are kept. From a few best plans, the local search often ends in the same plan; further
 plans lead the local search to different results."""
 FEW_MOVES = 40
-"""Least number of moves of the local search on a kept plan, before the search continues with the best plans."""
+"""Least number of moves by which the local search tries to improve every kept plan, before the local search continues
+with only the `NUM_PLANS` best plans."""
 FEW_RESTARTS = 2
 """Largest number of restarts in a row without a better plan, in the local search on each kept plan."""
 PARTS = 2

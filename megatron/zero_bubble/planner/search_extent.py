@@ -58,6 +58,6 @@ def extent_of(request: PlanRequest) -> Extent:
 
 
 def most_moves(request: PlanRequest, placement: Placement) -> int:
-    """The largest number of partitions to plan after the first partition of a layout with this placement."""
+    """For a layout with the given placement, the largest number of partitions to plan besides the first partition."""
     num_operations = 3 * placement.num_stages * request.num_microbatches
     return max(1, min(_MOST_MOVES, _MOVED_OPERATIONS // num_operations))

@@ -21,7 +21,7 @@ class Delivered:
 
 
 class MadeUpNeighbours:
-    """A communicator that drops all sent tensors and returns random tensors from every receive at once.
+    """A communicator that drops all sent tensors; every receive returns a random tensor without waiting.
 
     With this communicator, a process runs one stage of a pipeline as in training, without the other ranks.
     """

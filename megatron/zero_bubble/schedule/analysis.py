@@ -140,8 +140,8 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, TimedOp], ...]:
 
     Each operation of the critical path waits for the previous operation of the path, which either runs on the same rank
     or produces an input of the waiting operation. If an operation's rank becomes free at the moment when the
-    operation's last input arrives, the critical path stays on the rank. Waits of launches on NCCL's streams are not
-    considered.
+    operation's last input arrives, the critical path stays on the rank. The critical path ignores the time for
+    which an operation waits in a stream of NCCL.
 
     Returns:
         (rank, operation with its times) for each operation of the critical path, from the first to the last.

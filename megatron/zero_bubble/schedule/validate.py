@@ -209,7 +209,7 @@ def _check_own_rank(schedule: Schedule, rank: int, rows: _Rows) -> None:
 
 
 def _merged(rows: Sequence[Sequence[int]], num_microbatches: int) -> Sequence[int]:
-    """Merge rows of positions: microbatch -> first position in any row that is not -1; -1 if all positions are -1."""
+    """Merge rows of positions, in which -1 means "none": for each microbatch, take the first row with a position."""
     if len(rows) == 1:
         return rows[0]
     return [next((row[k] for row in rows if row[k] >= 0), -1) for k in range(num_microbatches)]

@@ -112,7 +112,7 @@ class Estimate:
 
     @property
     def gain_of_pairs(self) -> float | None:
-        """Speedup of an iteration from planning pairs; None if the schedule is not planned with pairs.
+        """Speedup of an iteration by forward-backward pairs; None if the schedule is planned without pairs.
 
         A pair runs a forward and a backward as one operation.
         """
