@@ -28,6 +28,12 @@ def grouped_order(problem: Problem, rank: int, groups: Sequence[int]) -> tuple[O
     return forwards, backwards
 
 
+def warmup_length(problem: Problem, rank: int, groups: Sequence[int], slope: float) -> int:
+    """Number of F in the warmup of `rank`, before F and B alternate, if all of these F fit in memory."""
+    before_last_chunk = (problem.placement.num_chunks - 1) * max(groups) + problem.num_delayed
+    return before_last_chunk + round(slope * (problem.num_ranks - 1 - rank))
+
+
 def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) -> list[Order]:
     """Orders of 1F1B for groups of microbatches: a rank runs a warmup of F, then F and B in turn, then a cooldown of B.
 
@@ -49,9 +55,7 @@ def alternating_orders(problem: Problem, groups: Sequence[int], slope: float) ->
         forwards, backwards = grouped_order(problem, rank, groups)
         # A rank cannot run more F in its warmup than the previous rank.
         most = min(most, _most_forwards(problem, rank, forwards))
-        before_last_chunk = (problem.placement.num_chunks - 1) * max(groups) + problem.num_delayed
-        warmup = before_last_chunk + round(slope * (problem.num_ranks - 1 - rank))
-        warmup = min(warmup, most - 1)
+        warmup = min(warmup_length(problem, rank, groups, slope), most - 1)
         order = forwards[:warmup]
         for number, backward in enumerate(backwards):
             order += [*forwards[warmup + number : warmup + number + 1], backward]

@@ -10,7 +10,7 @@ from operator import add
 from statistics import median
 
 from megatron.zero_bubble.planner.fill import InOrder
-from megatron.zero_bubble.planner.grouped import InGroups, alternating_orders, even_groups
+from megatron.zero_bubble.planner.grouped import InGroups, alternating_orders, even_groups, warmup_length
 from megatron.zero_bubble.planner.portfolio import IMPROVING, Portfolio, best_of, budget_of, fits, with_shards
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.rules import GapRule, Keeping
@@ -225,10 +225,8 @@ def _sloped(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 def _most_ahead(problem: Problem, groups: Groups) -> Iterator[tuple[int, ...]]:
     """Yield, for several chunks a rank, limits on F ahead of B that allow the warmups of `alternating_orders`."""
-    chunks = problem.placement.num_chunks
-    for slope in (2, 1) if chunks > 1 else ():
-        before_last_chunk = (chunks - 1) * max(groups) + problem.num_delayed
-        yield tuple(before_last_chunk + 1 + slope * rank for rank in reversed(range(problem.num_ranks)))
+    for slope in (2, 1) if problem.placement.num_chunks > 1 else ():
+        yield tuple(1 + warmup_length(problem, rank, groups, slope) for rank in range(problem.num_ranks))
 
 
 def _try_alternating(portfolio: Portfolio, problem: Problem, groups: Groups, rules: Sequence[GapRule]) -> None:

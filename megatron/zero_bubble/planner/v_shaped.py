@@ -207,7 +207,7 @@ def _blocks(problem: Problem) -> Iterator[Block | None]:
 
 def _sparse_blocks(problem: Problem) -> Iterator[Block]:
     """Yield building blocks with fewer microbatches in flight than fit in memory, which leave memory for waiting W."""
-    p = problem.num_ranks
+    p, most = problem.num_ranks, _max_in_flight(problem)
     for in_flight in (p, p / 2 + 1, p / 3 + 1):
-        if in_flight < _max_in_flight(problem):
+        if in_flight < most:
             yield from islice(published_blocks(problem, in_flight), NUM_SPARSE)
