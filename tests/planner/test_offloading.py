@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.planner.offloading import RULES, with_copies
+from megatron.zero_bubble.planner.offloading import RULES, CopyRule, with_copies
 from megatron.zero_bubble.planner.problem import Problem
 from megatron.zero_bubble.planner.registry import placement_for
 from megatron.zero_bubble.planner.request import EFFORT
@@ -50,6 +50,16 @@ def test_half_of_the_memory_of_a_v_costs_little_where_the_link_is_fast():
     half = planned("zb-v", NUM_RANKS / 2, 0.5, offloads=True)
     kept = planned("zb-v", NUM_RANKS / 2, 0.5)
     assert half.makespan - whole.makespan <= 0.5 * (kept.makespan - whole.makespan)
+
+
+def test_a_v_runs_in_half_of_its_memory_where_copies_back_and_forth_take_as_long_as_the_computation():
+    """A copy of all activations, to the host and back, takes as long as F, B and W."""
+    costs = default_costs(placement_for("zb-v", 8))
+    stages = costs.num_stages
+    costs = replace(costs, time_d=(1.5,) * stages, time_h=(1.5,) * stages, memory_d=(15 / 32,) * stages)
+    half = simulate(generate("zb-v", 8, 32, costs=costs, memory_limit=4, offloads=True, takes_makespan=True), costs)
+    whole = simulate(generate("zb-v", 8, 32, costs=costs), costs)
+    assert half.makespan <= 1.01 * whole.makespan
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), (8, 16)])
@@ -140,7 +150,7 @@ def test_what_cannot_be_planned_is_refused():
     name=st.sampled_from(["1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-zb", "gpipe"]),
     share=st.floats(0.3, 1.0),
     copy=st.floats(0.05, 3.0),
-    rule=st.sampled_from(RULES),
+    rule=st.builds(CopyRule._replace, st.sampled_from(RULES), assumed=st.sampled_from((1.0, 0.7))),
 )
 def test_any_schedule_keeps_its_operations_and_its_limit(name, share, copy, rule):
     plain, costs = generate(name, NUM_RANKS, NUM_MICROBATCHES), costs_of(name, copy)

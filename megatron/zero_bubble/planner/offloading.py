@@ -50,9 +50,22 @@ class CopyRule(NamedTuple):
     """Longest time of queued copies, in multiples of a new copy's time, at which F queues the new copy at once."""
     weights_first: bool = False
     """Whether a rank that lacks memory first runs W early, and waits for copies only if W release too little memory."""
+    assumed: float = 1.0
+    """Time of a copy in estimates, as a multiple of the copy's time. Below 1, a rank that lacks memory waits for a copy
+    to the host that is about to end, instead of copying other activations."""
 
 
 RULES = tuple(CopyRule(*each) for each in product((1.0, 1.5, 2.5), (0.25, 1.0, 2.0), (False, True)))
+_ASSUMED = (0.95, 0.9, 0.8, 0.7)
+"""Values of `CopyRule.assumed` that are tried with the best of `RULES`."""
+
+
+class _Uncopied(NamedTuple):
+    """A schedule without copies to the host, into which copies are inserted."""
+
+    timeline: Timeline
+    slowdown: float
+    """Slowdown that variations in durations cause."""
 
 
 def offloaded(
@@ -75,14 +88,16 @@ def offloaded(
     """
     if not any(problem.costs.memory_d):
         return None
-    best, limits = None, problem.limits
+    best, best_rule, limits = None, None, problem.limits
     for _ in range(_MOST_LIMITS):
         limits = tuple(limit * _STEP for limit in limits)
         is_last = False
         for schedule in plans(limits):
-            for timeline, time in _candidates(schedule, problem, shortest):
-                if time < shortest * (1 - 1e-9):
-                    best, shortest = timeline.schedule, time
+            uncopied = _uncopied(schedule, problem)
+            for rule in _rules(problem):
+                for timeline, time in _placed(uncopied, problem, rule, shortest):
+                    if time < shortest * (1 - 1e-9):
+                        best, best_rule, shortest = timeline.schedule, (uncopied, rule), time
             peaks = peak_memory(schedule, problem.costs)
             # If no rank of a plan exceeds the previous, smaller limit, a larger limit gives the same plan. A plan that
             # keeps the limits of the problem is an exception, because such a plan is slow.
@@ -91,31 +106,42 @@ def offloaded(
             )
         if is_last:
             break
+    if best_rule is not None:
+        uncopied, rule = best_rule
+        for assumed in _ASSUMED:
+            for timeline, time in _placed(uncopied, problem, rule._replace(assumed=assumed), shortest):
+                if time < shortest * (1 - 1e-9):
+                    best, shortest = timeline.schedule, time
     return best
 
 
-def _candidates(schedule: Schedule, problem: Problem, shortest: float) -> Iterator[tuple[Timeline, float]]:
-    """Yield simulations of the schedule with copies to the host, each with its expected time, for several copy rules.
+def _uncopied(schedule: Schedule, problem: Problem) -> _Uncopied:
+    timeline = _simulated(schedule.without_communication(), problem)
+    return _Uncopied(timeline, slowdown(timeline, problem.spread, problem.time_between))
 
-    More copy rules (`CopyRule`) are tried if `problem.budget`, the number of operations that may be planned, is larger.
-    The slowdown that variations in durations cause is computed once, for the schedule without copies. If a schedule
-    with copies is much slower than `shortest`, its copies are not placed again.
-    """
+
+def _rules(problem: Problem) -> Sequence[CopyRule]:
+    """More copy rules if `problem.budget`, the number of operations that may be planned, is larger."""
     num_rules = max(_LEAST_RULES, _WEIGHT * problem.budget // (problem.num_ops * _ROUNDS * _MOST_LIMITS))
-    without = _simulated(schedule.without_communication(), problem)
-    factor = slowdown(without, problem.spread, problem.time_between)
-    for rule in RULES[:: ceil(len(RULES) / num_rules)]:
-        timed = without
-        for _ in range(_ROUNDS):
-            placed = with_copies(timed, problem, rule)
-            if placed is None:
-                break
-            timed = _simulated(placed, problem)
-            time, _ = problem.judged(factor * timed.cost, factor * timed.makespan)
-            yield timed, time
-            shortest = min(time, shortest)
-            if time > shortest * _NEAR:
-                break
+    return RULES[:: ceil(len(RULES) / num_rules)]
+
+
+def _placed(uncopied: _Uncopied, problem: Problem, rule: CopyRule, shortest: float) -> Iterator[tuple[Timeline, float]]:
+    """Yield simulations, each with its expected time, of a schedule with copies that a rule has placed once or more.
+
+    If a schedule with copies is much slower than `shortest`, its copies are not placed again.
+    """
+    timed = uncopied.timeline
+    for _ in range(_ROUNDS):
+        placed = with_copies(timed, problem, rule)
+        if placed is None:
+            return
+        timed = _simulated(placed, problem)
+        time, _ = problem.judged(uncopied.slowdown * timed.cost, uncopied.slowdown * timed.makespan)
+        yield timed, time
+        shortest = min(time, shortest)
+        if time > shortest * _NEAR:
+            return
 
 
 def _simulated(schedule: Schedule, problem: Problem) -> Timeline:
@@ -197,8 +223,8 @@ class _RankCopies:
         self._lane, self._limit = lane, problem.limits[rank] + tolerance(problem.limits[rank])
         self._rule = rule
         self._size = [costs.memory_d[stage] for stage in stages]
-        self._out = [costs.time_d[stage] for stage in stages]
-        self._back = [costs.time_h[stage] for stage in stages]
+        self._out = [rule.assumed * costs.time_d[stage] for stage in stages]
+        self._back = [rule.assumed * costs.time_h[stage] for stage in stages]
         self._starts = [timed.start for timed in lane]
         self._backward = {
             (timed.op.microbatch, timed.op.chunk): k for k, timed in enumerate(lane) if timed.op.kind in BACKWARDS
