@@ -20,12 +20,10 @@ import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
-from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
-from megatron.zero_bubble.pipeline.discovery import StepMessages
-from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, total_norm
-from megatron.zero_bubble.pipeline.interconnect import Agreement
-from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
-from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.pipeline.gradients import LayerNorm, total_norm
+from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
+from megatron.zero_bubble.pipeline.layer_stage import Failure
+from megatron.zero_bubble.pipeline.rank_steps import RankSteps
 from megatron.zero_bubble.runtime.recent_steps import RecentSteps
 from megatron.zero_bubble.runtime.rollback import Snapshot, settings_of, with_settings
 from megatron.zero_bubble.runtime.stage import Stage
@@ -42,34 +40,6 @@ class TrainingOutcome:
     """The norm of all gradients before clipping."""
     was_amended: bool = False
     """Whether the optimizer's step was amended; if so, the next step's forwards that had already run were repeated."""
-
-
-class SteppingLayerStage(LayerStage):
-    """A `LayerStage` for schedules with post-validation."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.validate: Callable[[], bool] = lambda: False
-        self._states: list[torch.Tensor] = []
-        self._buffers = BufferSnapshot([])
-
-    def remember(self) -> None:
-        """Save the random states and buffers that forwards before VALIDATE change, in case these forwards run again."""
-        self._buffers = self.snapshot()
-        self._states = [torch.get_rng_state()]
-        if self.device.type == "cuda":
-            self._states.append(torch.cuda.get_rng_state(self.device))
-
-    def step(self) -> None:
-        """Do nothing, because gradients are summed over tied layers and replicas later, before the optimizer's step."""
-
-    def restart(self) -> None:
-        torch.set_rng_state(self._states[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(self._states[1], self.device)
-        self._buffers.restore()
-        torch.clear_autocast_cache()
-        self.forget_forwards()
 
 
 class StepReport(NamedTuple):
@@ -103,10 +73,10 @@ class _UnvalidatedStep:
 class LateSteps:
     """Runs the training steps of one rank, and validates each optimizer step later, at the latest in the next step.
 
+    Creating an instance is a collective call of all ranks.
+
     Args:
-        agreement: exchanges values between all ranks. No other object may use the same `Agreement`, because a
-            background thread calls the `Agreement`.
-        executor: the executor of a schedule with post-validation.
+        steps: the layers and messages of this rank.
         parameters: returns the parameters that this rank has at the time of the call, because `load_state_dict(...,
             assign=True)` replaces parameters.
         norms: returns the norms of this rank's gradients.
@@ -114,17 +84,17 @@ class LateSteps:
 
     def __init__(
         self,
-        agreement: Agreement,
-        stage: SteppingLayerStage,
-        messages: StepMessages,
-        executor: Executor,
-        tied: Sequence[TiedLayer],
+        steps: RankSteps,
+        interconnect: Interconnect,
         parameters: Callable[[], Sequence[torch.nn.Parameter]],
         norms: Callable[[], list[LayerNorm]],
     ) -> None:
-        self._agreement, self._parameters, self._norms = agreement, parameters, norms
-        self._stage, self._messages, self._executor, self._tied = stage, messages, executor, tied
-        stage.validate = self._validate_before_backward
+        self._parameters, self._norms = parameters, norms
+        self._stage, self._messages, self._tied = steps.stage, steps.messages, steps.tied
+        self._stage.validate = self._validate_before_backward
+        self._executor = steps.executor(post_validation=True)
+        # A background thread uses this agreement, and no other code may use it at the same time.
+        self._agreement = Agreement(interconnect)
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="post-validation")
         self._snapshots: weakref.WeakKeyDictionary[torch.optim.Optimizer, Snapshot] = weakref.WeakKeyDictionary()
         self._next_optimizer: torch.optim.Optimizer

@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch import nn
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import microbatches_of
-from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, own_norms
+from megatron.zero_bubble.pipeline.gradients import average_over, own_norms, total_norm
 from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
 from megatron.zero_bubble.pipeline.late_steps import LateSteps, TrainingOutcome, take_step
@@ -38,7 +40,7 @@ from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
 from megatron.zero_bubble.pipeline.rank_steps import Load, RankSteps
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
-from megatron.zero_bubble.schedule import Placement, Schedule
+from megatron.zero_bubble.schedule import Schedule
 
 logger = logging.getLogger("megatron.zero_bubble")
 
@@ -85,7 +87,7 @@ class Pipeline(PartialModel):
         self._close = weakref.finalize(self, interconnect.close)
         self._rank, self._replicas = interconnect.rank, replicas
         self.device, self.num_microbatches = interconnect.device, num_microbatches
-        self._agreement = Agreement.among_all(interconnect)
+        self._agreement = Agreement(interconnect)
         arguments = {"num_microbatches": num_microbatches, "schedule": schedule, **options.compared()}
         check_same_arguments(self._agreement, layers, arguments)
         size, device = interconnect.size, interconnect.device
@@ -96,7 +98,7 @@ class Pipeline(PartialModel):
         self._hold(self._steps.held, len(layers))
         self._late: LateSteps | None = None
         if options.post_validation:
-            self._late = self._steps.late_steps(self.own_parameters, lambda: own_norms(self._counted()))
+            self._late = LateSteps(self._steps, interconnect, self.own_parameters, lambda: own_norms(self._counted()))
         own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((self._steps.held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
@@ -112,10 +114,6 @@ class Pipeline(PartialModel):
     def schedule(self) -> Schedule:
         """The schedule of a training step."""
         return self.layout.schedule
-
-    @property
-    def _placement(self) -> Placement:
-        return self.layout.schedule.placement
 
     def train_batch(self, batch: Any = None) -> torch.Tensor:
         """Run the forwards and backwards of one step; every rank returns the mean loss of the step's microbatches.
@@ -176,9 +174,9 @@ class Pipeline(PartialModel):
         """Run `train_batch`; every rank returns the median seconds of F, B and W of each stage for one microbatch."""
         recorder = OpRecorder(device_clock(self.device))
         self._train(batch, recorder)
-        own = stage_times(recorder.take(), self._placement, self._rank)
-        of_all = {stage: times for part in self._agreement.gather(own) for stage, times in part.items()}
-        return [of_all[stage] for stage in range(self._placement.num_stages)]
+        own = stage_times(recorder.take(), self.schedule.placement, self._rank)
+        of_all = ChainMap(*self._agreement.gather(own))
+        return [of_all[stage] for stage in range(self.schedule.num_stages)]
 
     def _train(self, batch: Any, recorder: OpRecorder | None = None) -> torch.Tensor:
         self._validate()
@@ -228,12 +226,15 @@ class Pipeline(PartialModel):
         The norm equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
         counts once.
         """
-        counted = self._counted()
-        return clip_grad_norm(self.own_parameters(), counted, self._agreement, self.device, max_norm, norm_type)
+        of_ranks = self._agreement.gather(own_norms(self._counted(), norm_type))
+        total = total_norm(list(chain(*of_ranks)), self.device, norm_type)
+        if any(of_ranks):
+            nn.utils.clip_grads_with_norm_(self.own_parameters(), max_norm, total)
+        return total
 
     def _counted(self) -> list[tuple[int, nn.Parameter]]:
-        """Return this rank's parameters without a copy on an earlier stage, each with its layer's index."""
-        copies = {parameter for tied in self._steps.tied for parameter in tied.parameters_beyond_first}
+        """Return (index of the layer, parameter) of this rank's parameters without a copy on an earlier stage."""
+        copies = {parameter for tied in self._steps.tied for parameter in tied.parameters_beyond_first()}
         return [(layer_of(name), own) for name, own in self.own_named_parameters().items() if own not in copies]
 
     def summary(self) -> str:
