@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,10 @@ class Microbatches(NamedTuple):
 
     inputs: list[Any]
     targets: list[Any]
+
+
+Load = Callable[[], Microbatches]
+"""Returns the microbatches of a step; called on the ranks of the first and the last stage."""
 
 
 def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatches:

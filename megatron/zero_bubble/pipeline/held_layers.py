@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.zero_bubble.pipeline.buffer_snapshot import renormalized
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
+from megatron.zero_bubble.pipeline.forward_state import renormalized
 from megatron.zero_bubble.pipeline.layer_stage import HeldLayer
 from megatron.zero_bubble.pipeline.options import PipelineOptions
 from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec, built, call_of, class_name_of, tie_of
@@ -106,7 +106,6 @@ class Summary:
     """The partition and the schedule of a pipeline, and the classes of layers whose W is not split off from B."""
 
     layout: StageLayout
-    num_microbatches: int
     unsplit: Unsplit
     """Module class -> number of parameters whose gradients are computed in B, on all ranks together."""
     num_parameters: int
@@ -115,7 +114,7 @@ class Summary:
     def text(self) -> str:
         """Describe the partition, and list the share of the parameters of each class whose W stays in B."""
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
-        lines = [f"{schedule.name}, {placement.num_ranks} ranks, {self.num_microbatches} microbatches"]
+        lines = [f"{schedule.name}, {placement.num_ranks} ranks, {schedule.num_microbatches} microbatches"]
         for stage in range(placement.num_stages):
             layers = self.layout.layers_of(stage)
             which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"

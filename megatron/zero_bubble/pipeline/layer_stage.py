@@ -12,8 +12,8 @@ import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
-from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
+from megatron.zero_bubble.pipeline.forward_state import ForwardState
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
 from megatron.zero_bubble.pipeline.specs import FunctionLayer
@@ -109,16 +109,10 @@ class LayerStage:
 
     def remember(self) -> None:
         """Save the random states and buffers that forwards before VALIDATE change, in case these forwards run again."""
-        self._buffers = self.snapshot()
-        self._random_state = torch.get_rng_state()
-        if self.device.type == "cuda":
-            self._device_state = torch.cuda.get_rng_state(self.device)
+        self._remembered = self._forward_state()
 
     def restart(self) -> None:
-        torch.set_rng_state(self._random_state)
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(self._device_state, self.device)
-        self._buffers.restore()
+        self._remembered.restore()
         torch.clear_autocast_cache()
         self.forget_forwards()
 
@@ -160,23 +154,19 @@ class LayerStage:
                 target = self.microbatches.targets[microbatch]
                 loss = self._checked_loss(value, clone_tensors(target) if self._changes_target else target)
                 return StageMessage.of(loss / len(self.microbatches.targets))
-        output, expected = StageMessage.to_send(value), self._sent[stage]
+        output, expected = StageMessage.to_send(value), self._expected[stage]
         if not output.spec.has_form_of(expected, shapes_vary=self._shapes_vary):
-            raise ValueError(self._wrong_form(stage, output.spec))
+            problem = f"stage {stage} sends {output.spec}, but the next stage expects {expected}"
+            if not self._shapes_vary and output.spec.has_form_of(expected, shapes_vary=True):
+                problem += ": give variable_shapes=True if layers change shapes beyond those of the inputs"
+            raise ValueError(problem)
         needs = list(zip(output.spec.needs_gradient, expected.needs_gradient, strict=True))
         if (True, False) in needs and not self._is_checkpointed(chunk):
             raise ValueError(
                 f"tensor {needs.index((True, False))} that stage {stage} sends requires a gradient, but did not in the "
                 "first microbatch: compute it from parameters in every microbatch or in none"
             )
-        return StageMessage(self._expected[stage], output.tensors)
-
-    def _wrong_form(self, stage: int, sent: MessageSpec) -> str:
-        expected = self._expected[stage]
-        problem = f"stage {stage} sends {sent}, but the next stage expects {expected}"
-        if not self._shapes_vary and sent.has_form_of(expected, shapes_vary=True):
-            problem += ": give variable_shapes=True if layers change shapes beyond those of the inputs"
-        return problem
+        return StageMessage(expected, output.tensors)
 
     def _zeros(self, stage: int) -> StageMessage:
         """Return zeros in place of a stage's output, after the stage's forward has failed."""
@@ -211,7 +201,7 @@ class LayerStage:
         stage = self.stages[op.chunk]
         if op.kind is OpKind.RECV_FORWARD:
             return self._expected[stage - 1]
-        gradients = self._sent[stage].gradients()
+        gradients = self._expected[stage].gradients()
         if self._shapes_vary:
             return gradients.answering(partial(self._gradients.get, (stage, op.microbatch)))
         return gradients
@@ -279,17 +269,15 @@ class LayerStage:
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
-        """Restore random states and buffers after the `with` block."""
-        buffers = self.snapshot()
+        """Undo the side effects of forwards in the `with` block."""
+        before = self._forward_state()
         try:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                yield
+            yield
         finally:
-            buffers.restore()
+            before.restore()
 
-    def snapshot(self) -> BufferSnapshot:
-        """Return a snapshot of the buffers of this rank's layers and, if the rank computes the loss, of `loss_fn`."""
-        return BufferSnapshot(self._restored_modules)
+    def _forward_state(self) -> ForwardState:
+        return ForwardState(self._restored_modules, self.device)
 
 
 def _checked_call(layer: HeldLayer, value: Any) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.zero_bubble.pipeline.buffer_snapshot import memory_of
+from megatron.zero_bubble.pipeline.forward_state import memory_of
+from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, own_norms
 from megatron.zero_bubble.pipeline.held_layers import HeldLayers
 from megatron.zero_bubble.pipeline.interconnect import Agreement
 
@@ -20,7 +21,6 @@ class PartialModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._agreement: Agreement
-        self._num_layers = 0
         # In a tuple, so that the module does not register the placeholder as a parameter.
         self._placeholders = (nn.Parameter(torch.empty(0)),)
 
@@ -42,10 +42,16 @@ class PartialModel(nn.Module):
         """Return the parameters of this rank's layers."""
         return list(self.own_named_parameters().values())
 
-    def _hold(self, held: HeldLayers, num_layers: int) -> None:
+    def gradient_norms(self, norm_type: float = 2.0) -> list[LayerNorm]:
+        """Return the norms of this rank's gradients, except gradients of parameters with a copy on an earlier stage."""
+        copies = {parameter for tied in self._tied for parameter in tied.parameters_beyond_first()}
+        own = self.own_named_parameters().items()
+        return own_norms([(layer_of(name), each) for name, each in own if each not in copies], norm_type)
+
+    def _hold(self, held: HeldLayers, tied: Sequence[TiedLayer], num_layers: int) -> None:
         for layer in held.layers:
             self.add_module(str(layer.index), layer.module)
-        self._num_layers = num_layers
+        self._tied, self._num_layers = tied, num_layers
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model on every rank, in host memory; `torch.nn.Sequential` can load it.

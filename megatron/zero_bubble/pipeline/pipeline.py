@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.zero_bubble.pipeline.autocast import Autocast
-from megatron.zero_bubble.pipeline.batches import microbatches_of
-from megatron.zero_bubble.pipeline.gradients import average_over, own_norms, total_norm
+from megatron.zero_bubble.pipeline.batches import Load, microbatches_of
+from megatron.zero_bubble.pipeline.gradients import average_over, total_norm
 from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
 from megatron.zero_bubble.pipeline.late_steps import LateSteps, TrainingOutcome, take_step
@@ -36,8 +35,8 @@ from megatron.zero_bubble.pipeline.options import (
     check_same_arguments,
     check_types,
 )
-from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
-from megatron.zero_bubble.pipeline.rank_steps import Load, RankSteps
+from megatron.zero_bubble.pipeline.partial_model import PartialModel
+from megatron.zero_bubble.pipeline.rank_steps import RankSteps
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
 from megatron.zero_bubble.schedule import Schedule
@@ -95,14 +94,14 @@ class Pipeline(PartialModel):
         # One rank plans, so that all ranks get the same schedule or raise the same error.
         self.layout = self._agreement.on(0, request.layout)
         self._steps = RankSteps(layers, loss_fn, self.layout, options, interconnect, self._agreement)
-        self._hold(self._steps.held, len(layers))
+        self._hold(self._steps.held, self._steps.tied, len(layers))
         self._late: LateSteps | None = None
         if options.post_validation:
-            self._late = LateSteps(self._steps, interconnect, self.own_parameters, lambda: own_norms(self._counted()))
+            self._late = LateSteps(self._steps, interconnect, self)
         own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((self._steps.held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
-        self._summary = Summary(self.layout, num_microbatches, unsplit, sum(count for _, count in counts))
+        self._summary = Summary(self.layout, unsplit, sum(count for _, count in counts))
         if replicas is not None:
             self._copy_first(replicas)
         if self._rank == 0 and (replicas is None or replicas.rank() == 0):
@@ -145,14 +144,14 @@ class Pipeline(PartialModel):
         check_optimizer(optimizer)
         if self._late is None:
             loss = self.train_batch(batch)
-            with Autocast.off(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):
                 outcome = TrainingOutcome(loss, self.clip_grad_norm_(max_norm))
                 self._agreement.raise_any(take_step(optimizer))
             optimizer.zero_grad()
             return outcome
         with torch.enable_grad():
             self._late.run(self._load(batch), optimizer)
-        with Autocast.off(self.device.type):
+        with torch.autocast(self.device.type, enabled=False):
             self._sum_gradients()
             self._late.step(optimizer, max_norm)
         return self._late.take_outcome()
@@ -226,16 +225,11 @@ class Pipeline(PartialModel):
         The norm equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
         counts once.
         """
-        of_ranks = self._agreement.gather(own_norms(self._counted(), norm_type))
+        of_ranks = self._agreement.gather(self.gradient_norms(norm_type))
         total = total_norm(list(chain(*of_ranks)), self.device, norm_type)
         if any(of_ranks):
             nn.utils.clip_grads_with_norm_(self.own_parameters(), max_norm, total)
         return total
-
-    def _counted(self) -> list[tuple[int, nn.Parameter]]:
-        """Return (index of the layer, parameter) of this rank's parameters without a copy on an earlier stage."""
-        copies = {parameter for tied in self._steps.tied for parameter in tied.parameters_beyond_first()}
-        return [(layer_of(name), own) for name, own in self.own_named_parameters().items() if own not in copies]
 
     def summary(self) -> str:
         """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
-from megatron.zero_bubble.pipeline.batches import Microbatches
+from megatron.zero_bubble.pipeline.batches import Load
 from megatron.zero_bubble.pipeline.discovery import StepMessages
 from megatron.zero_bubble.pipeline.gradients import connect_ties
 from megatron.zero_bubble.pipeline.held_layers import LayerBuilder
@@ -28,9 +28,6 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-
-Load = Callable[[], Microbatches]
-"""Returns the microbatches of a step; called on the ranks of the first and the last stage."""
 
 
 class RankSteps:

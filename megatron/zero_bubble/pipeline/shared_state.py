@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.pipeline.boundaries import Boundaries
-from megatron.zero_bubble.pipeline.buffer_snapshot import renormalized
+from megatron.zero_bubble.pipeline.forward_state import renormalized
 from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, tie_of, words_of
 
 

@@ -63,7 +63,13 @@ class LayoutRequest:
                 f"{num_layers} layers are too few for {placement.num_stages} stages, which schedule {plan.name} "
                 f"has on {placement.num_ranks} ranks"
             )
-        times = self._measured_times() if partition == "profile" else None
+        times = None
+        if partition == "profile":
+            if (example := self.options.example) is None:
+                raise ValueError(
+                    "partition='profile' needs example=(inputs, targets), one microbatch to measure layers with"
+                )
+            times = measure_layers(self.layers, self.loss_fn, example, self.device, self.options.split_layers)
         weights, unit = self._weights(times)
         if isinstance(partition, str):
             stages = boundaries.balanced(weights, placement.num_stages)
@@ -101,13 +107,6 @@ class LayoutRequest:
             )
         recompute = Recompute.FULL if self.options.checkpoint or checkpointed else Recompute.NONE
         return plan.requesting(memory_limit=self.options.memory_limit, recomputes=(recompute,))
-
-    def _measured_times(self) -> list[LayerTimes]:
-        if self.options.example is None:
-            raise ValueError(
-                "partition='profile' needs example=(inputs, targets), one microbatch to measure layers with"
-            )
-        return measure_layers(self.layers, self.loss_fn, self.options.example, self.device, self.options.split_layers)
 
     def _weights(self, times: list[LayerTimes] | None) -> tuple[Sequence[float], str]:
         """Return the load of every layer, and the unit of the loads."""
