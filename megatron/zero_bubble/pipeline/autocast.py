@@ -1,4 +1,4 @@
-"""Limits autocast to forwards; a backward computes in the types that its forward has chosen."""
+"""Limits autocast to forwards: a backward computes in the types of its forward."""
 
 from __future__ import annotations
 

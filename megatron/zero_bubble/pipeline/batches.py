@@ -79,9 +79,9 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
 
 
 def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
-    """Return the size of each microbatch, from `cu_seqlens` in its inputs or else from the shape of its largest tensor.
+    """Return the size of each microbatch, from `cu_seqlens` among the inputs or from the shape of the largest input.
 
-    If the largest tensor has several dimensions, the first dimension is the number of sequences.
+    If the largest input has several dimensions, the first dimension is the number of sequences.
     """
     sizes = []
     for value in inputs:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Load, Microbatches, common_form
+from megatron.zero_bubble.pipeline.failures import Failure
 from megatron.zero_bubble.pipeline.interconnect import HOST, Agreement, Interconnect
-from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
+from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.pipeline.messages import MessageCommunicator, MessageSpec, StageMessage
 from megatron.zero_bubble.runtime.variable_shapes import refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
@@ -14,11 +15,11 @@ from megatron.zero_bubble.schedule import Placement
 class StepMessages:
     """Sets up the messages of each step of a pipeline; creating an instance is a collective call of all ranks.
 
-    Once a step has microbatches of different shapes, this and all later steps send the shape of each activation in a
-    header message.
+    From the first step with microbatches of different shapes on, a header message announces the shape of each
+    activation.
 
     Args:
-        shapes_vary: whether all steps send headers.
+        shapes_vary: whether header messages announce shapes in all steps.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class StepMessages:
         self.shapes_vary = True
 
     def begin(self, load: Load, autocast: Autocast, *, trains: bool) -> None:
-        """Set the data and the message specs of a step in the stage; a collective call of all ranks.
+        """Pass the data and the message specs of a step to the stage; a collective call of all ranks.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
@@ -65,7 +66,7 @@ class StepMessages:
         self._trained_form = described[self._interconnect.rank] if trains else None
 
     def begin_as_before(self, load: Load, autocast: Autocast) -> None:
-        """Set the data of a training step without communication between ranks, if the last step was a training step.
+        """Pass the data of a training step to the stage; after another training step, the ranks do not communicate.
 
         Data that cannot be used has the same effect as a failed forward.
         """
@@ -86,11 +87,11 @@ class StepMessages:
             self._stage.cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
 
     def _describe(self, load: Load, autocast: Autocast) -> tuple[str, bool]:
-        """Set the stage's data.
+        """Pass the data of a step to the stage, and describe this rank.
 
         Returns:
-            A text with all properties of this rank that determine the specs of messages, and whether the inputs of
-            microbatches differ in shape; always False on a rank without the first stage.
+            A text with all properties of this rank that determine the specs of messages. True if this rank has the
+            first stage and the inputs of microbatches differ in shape, otherwise False.
         """
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])

@@ -102,7 +102,7 @@ class TiedLayer:
         return [bool(has) for has in of_ranks.any(0).tolist()]
 
     def _broadcast(self, stage: int, copies: dict[int, torch.nn.Parameter], value: torch.Tensor | None) -> torch.Tensor:
-        """Return the value that the rank of `stage` passes for one parameter, or zeros if that rank passes None."""
+        """Broadcast the `value` of the rank of `stage`, the value of a parameter in `copies`; None is sent as zeros."""
         result = torch.zeros_like(next(iter(copies.values())), memory_format=torch.contiguous_format)
         if value is not None:
             result.copy_(value)

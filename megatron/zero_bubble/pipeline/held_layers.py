@@ -87,7 +87,7 @@ class LayerBuilder:
         return tied[key][stage]
 
     def _split(self, chunk: Sequence[HeldLayer]) -> Unsplit:
-        """Split the backward of a stage's layers, and count the parameters whose gradients stay in B."""
+        """Split the backward of a stage's layers, and count the parameters whose gradients B computes."""
         # A tied layer need not call its module's forward.
         specs = ((layer, self.layers[layer.index]) for layer in chunk)
         called = {id(layer.module) for layer, spec in specs if isinstance(spec, TiedLayerSpec) and spec.forward}
@@ -103,7 +103,7 @@ class LayerBuilder:
 
 @dataclass(frozen=True)
 class Summary:
-    """The partition and the schedule of a pipeline, and the classes of layers whose W is not split off from B."""
+    """The partition and the schedule of a pipeline, and the classes of layers whose W stays in B."""
 
     layout: StageLayout
     unsplit: Unsplit
@@ -112,7 +112,7 @@ class Summary:
     """The number of parameters of all ranks together."""
 
     def text(self) -> str:
-        """Describe the partition, and list the share of the parameters of each class whose W stays in B."""
+        """Describe the partition, and list each class whose W stays in B with its share of the parameters."""
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
         lines = [f"{schedule.name}, {placement.num_ranks} ranks, {schedule.num_microbatches} microbatches"]
         for stage in range(placement.num_stages):

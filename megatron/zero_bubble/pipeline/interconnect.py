@@ -43,7 +43,7 @@ class Interconnect:
         return communicator
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives for tensors on `device`; a collective call of the ranks `members`, in ascending order."""
+        """Open collectives for tensors on `device`; a collective call of the ranks in the ascending list `members`."""
         ranks = [self._global_ranks[member] for member in members]
         collectives = TorchCollectives(ranks, list(members).index(self.rank), device, self._timeout)
         self._open.append(collectives)
@@ -132,7 +132,7 @@ class Agreement:
         return results[0]
 
     def raise_any(self, error: Exception | None) -> None:
-        """Raise the error of the lowest rank that passes an error, if any, on every rank; a collective call."""
+        """If any rank passes an error, raise the error of the lowest such rank on all ranks; a collective call."""
         raise_first(self.gather(error), error)
 
     def on(self, rank: int, action: Callable[[], T]) -> T:

@@ -4,8 +4,8 @@ A rank takes the optimizer's step as soon as the rank's own gradients are comple
 the norms of its gradients to all ranks, while it runs the forwards of the next training step. Before the first backward
 of the next step, the rank waits for the norms of all ranks. If the gradients had to be clipped, the rank undoes the
 optimizer's step, clips the gradients, takes the step again, and runs the forwards again. Parameters, losses and norms
-equal, bit by bit, the results of optimizer steps that wait for the norm of all gradients. If the gradients of many
-steps had to be clipped, the following optimizer steps do wait for this norm (see `RecentSteps`).
+equal, bit by bit, the results of optimizer steps that wait for the norm of all gradients. While the gradients of many
+steps have to be clipped, optimizer steps wait for the norm of all gradients (see `RecentSteps`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Load
+from megatron.zero_bubble.pipeline.failures import Failure, failing_as
 from megatron.zero_bubble.pipeline.gradients import LayerNorm, total_norm
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
-from megatron.zero_bubble.pipeline.layer_stage import Failure
 from megatron.zero_bubble.pipeline.partial_model import PartialModel
 from megatron.zero_bubble.pipeline.rank_steps import RankSteps
+from megatron.zero_bubble.runtime.joint import attempt
 from megatron.zero_bubble.runtime.recent_steps import RecentSteps
 from megatron.zero_bubble.runtime.rollback import Snapshot, settings_of, with_settings
 from megatron.zero_bubble.runtime.stage import Stage
-from megatron.zero_bubble.schedule.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,14 @@ class LateSteps:
         self._pending = _UnvalidatedStep(reports, report, optimizer, max_norm, waits, cause, settings)
 
     def validate(self) -> bool:
-        """Wait for the reports of all ranks, amend the last optimizer step if it was wrong, and drop the gradients.
+        """Wait for the reports of all ranks, undo and repeat a wrong optimizer step, and drop the gradients.
 
         Returns:
             Whether the last optimizer step was wrong on any rank; the value is the same on every rank.
 
         Raises:
             ValueError: on all ranks, if a forward or an optimizer's step has failed, or if a wrong step cannot be
-                amended because gradients have changed. Before the error is raised, every rank that has taken the
+                repeated because gradients have changed. Before the error is raised, every rank that has taken the
                 optimizer's step undoes this step.
         """
         if self._pending is None:
@@ -184,15 +184,10 @@ class LateSteps:
         self._lane.shutdown()
 
 
-def take_step(optimizer: torch.optim.Optimizer) -> ValueError | None:
+def take_step(optimizer: torch.optim.Optimizer) -> Exception | None:
     """Take the optimizer's step; if the step fails, return an error that can be sent to other ranks."""
-    try:
-        optimizer.step()
-    except Exception as error:
-        problem = ValueError(f"{type(optimizer).__name__}.step() failed: {type(error).__name__}: {one_line(error)}")
-        problem.__cause__ = error
-        return problem
-    return None
+    step = failing_as(f"{type(optimizer).__name__}.step()")(optimizer.step)
+    return attempt(step)[1]
 
 
 def _check_unchanged(before: list[LayerNorm], now: list[LayerNorm]) -> None:

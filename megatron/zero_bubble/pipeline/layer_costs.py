@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from megatron.zero_bubble.pipeline.failures import failing_as
 from megatron.zero_bubble.pipeline.messages import StageMessage, clone_tensors
 from megatron.zero_bubble.pipeline.specs import built, call_of
 from megatron.zero_bubble.pipeline.weight_split import split_modules
@@ -18,7 +18,6 @@ from megatron.zero_bubble.runtime.profiler import Profiler
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import OpKind, Placement
-from megatron.zero_bubble.schedule.errors import one_line
 
 _RUNS = 6
 """Number of runs of each layer in a measurement; the time of the first run is ignored."""
@@ -53,25 +52,16 @@ def measure_layers(
     times = []
     for index, layer in enumerate(layers):
         module = built(layers, index, device)
-        with _name_in_errors(f"layer {index} ({type(module).__name__})"):
+        with failing_as(f"partition='profile': layer {index} ({type(module).__name__})"):
             module, store = _copied(module), WeightGradStore()
             split_modules([module], store, split_layers)
             of_layer, value = _measure(call_of(layer, module), value, store, device, needs_input_grad=index > 0)
         times.append(of_layer)
-    with _name_in_errors("loss_fn"):
+    with failing_as("partition='profile': loss_fn"):
         loss = _copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
         of_output = lambda output: loss(output, clone_tensors(targets))  # noqa: E731
         of_loss, _ = _measure(of_output, value, WeightGradStore(), device, needs_input_grad=True)
     return [*times[:-1], LayerTimes(*map(sum, zip(times[-1], of_loss, strict=True)))]
-
-
-@contextmanager
-def _name_in_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        problem = f"partition='profile': {name} failed: {type(error).__name__}: {one_line(error)}"
-        raise ValueError(problem) from error
 
 
 def _copied(module: nn.Module) -> Any:

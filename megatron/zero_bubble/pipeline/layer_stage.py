@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
+from megatron.zero_bubble.pipeline.failures import Failure, failing_as
 from megatron.zero_bubble.pipeline.forward_state import ForwardState
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
@@ -32,14 +33,6 @@ class HeldLayer:
     module: torch.nn.Module
     call: Callable[[Any], Any]
     """The function that runs the layer: the module itself, or a function of the module."""
-
-
-class Failure(NamedTuple):
-    """A failed forward. Failures are ordered by microbatch, then by stage; the first failure causes the others."""
-
-    microbatch: int
-    stage: int
-    problem: str
 
 
 class LayerStage:
@@ -108,7 +101,7 @@ class LayerStage:
         self._gradients: dict[tuple[int, int], list[TensorSpec]] = {}
 
     def remember(self) -> None:
-        """Save the random states and buffers that forwards before VALIDATE change, in case these forwards run again."""
+        """Save the random states and buffers, in case the forwards before the operation VALIDATE have to run again."""
         self._remembered = self._forward_state()
 
     def restart(self) -> None:
@@ -256,10 +249,8 @@ class LayerStage:
         return any(isinstance(layer.call, DroppingLayer) for layer in self.chunks[chunk])
 
     def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:
-        try:
+        with failing_as("loss_fn"):
             loss = self._loss_fn(output, target)
-        except Exception as error:
-            raise ValueError(f"loss_fn failed: {_error_text(error)}") from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a tensor with one number, got {got}")
@@ -281,14 +272,8 @@ class LayerStage:
 
 
 def _checked_call(layer: HeldLayer, value: Any) -> Any:
-    try:
+    with failing_as(f"layer {layer.index} ({layer.class_name})"):
         result = layer.call(value)
-    except Exception as error:
-        raise ValueError(f"layer {layer.index} ({layer.class_name}) failed: {_error_text(error)}") from error
     if result is None:
         raise ValueError(f"layer {layer.index} ({layer.class_name}) returned None, not the input of the next layer")
     return result
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)}".rstrip()

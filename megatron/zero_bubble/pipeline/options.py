@@ -28,7 +28,7 @@ class PipelineOptions:
     Args:
         partition: how layers are assigned to stages. "uniform" balances the number of layers, "parameters" the number
             of parameters, "type:REGEX" the number of layers whose class matches, and "profile" the measured times of
-            the layers. A list contains the first layer of every stage except the first stage.
+            the layers. A list as `partition` contains the first layer of every stage except the first stage.
         example: inputs and targets of one microbatch, for the partition "profile".
         num_chunks: number of stages per rank; by default the schedule's own number.
         memory_limit: limit for the activation memory of a rank, in units of one microbatch's activations on all stages

@@ -21,18 +21,12 @@ class PartialModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._agreement: Agreement
-        # In a tuple, so that the module does not register the placeholder as a parameter.
-        self._placeholders = (nn.Parameter(torch.empty(0)),)
-
-    @property
-    def placeholder(self) -> nn.Parameter:
-        """An empty parameter, which every optimizer accepts, for a rank whose layers have no parameters."""
-        return self._placeholders[0]
+        # In a tuple, so that the module does not register the parameter.
+        self._placeholder = (("placeholder", nn.Parameter(torch.empty(0))),)
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters, or `placeholder` if the rank has no parameters."""
-        named = tuple(super().named_parameters(*arguments, **options))
-        yield from named or [("placeholder", self.placeholder)]
+        """Yield this rank's parameters; without parameters, yield an empty parameter, which every optimizer accepts."""
+        yield from tuple(super().named_parameters(*arguments, **options)) or self._placeholder
 
     def own_named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's layers by name."""
@@ -85,5 +79,5 @@ class PartialModel(nn.Module):
 
 
 def layer_of(name: str) -> int:
-    """Return the index of the layer that a parameter or buffer with this name belongs to."""
+    """Return the index of the layer to which the parameter or buffer `name` belongs."""
     return int(name.partition(".")[0])

@@ -1,4 +1,4 @@
-"""Splits a list of layers over ranks and trains them with any schedule.
+"""Splits a list of layers over ranks and trains the layers with any schedule.
 
 pipeline = Pipeline(layers, loss_fn, schedule="zb-v", num_microbatches=8)
 optimizer = torch.optim.Adam(pipeline.parameters())
@@ -89,15 +89,13 @@ class Pipeline(PartialModel):
         self._agreement = Agreement(interconnect)
         arguments = {"num_microbatches": num_microbatches, "schedule": schedule, **options.compared()}
         check_same_arguments(self._agreement, layers, arguments)
-        size, device = interconnect.size, interconnect.device
-        request = LayoutRequest(layers, loss_fn, schedule, num_microbatches, options, size, device)
+        size = interconnect.size
+        request = LayoutRequest(layers, loss_fn, schedule, num_microbatches, options, size, self.device)
         # One rank plans, so that all ranks get the same schedule or raise the same error.
         self.layout = self._agreement.on(0, request.layout)
         self._steps = RankSteps(layers, loss_fn, self.layout, options, interconnect, self._agreement)
         self._hold(self._steps.held, self._steps.tied, len(layers))
-        self._late: LateSteps | None = None
-        if options.post_validation:
-            self._late = LateSteps(self._steps, interconnect, self)
+        self._late = LateSteps(self._steps, interconnect, self) if options.post_validation else None
         own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((self._steps.held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
@@ -134,9 +132,9 @@ class Pipeline(PartialModel):
     ) -> TrainingOutcome | None:
         """Run `train_batch`, clip the gradients, take the optimizer's step, drop the gradients; return loss and norm.
 
-        With post-validation the ranks do not wait for each other. `train_step` then returns the outcome of the previous
-        step, and None for the first step. If a step fails, the next call of `train_step` raises `ValueError`, and the
-        pipeline cannot be used any more.
+        With post-validation, `train_step` does not wait for other ranks, and returns the outcome of the previous step,
+        or None in the first step. If a step fails with post-validation, the next call of `train_step` raises
+        `ValueError`, and the pipeline cannot be used any more.
 
         Raises:
             ValueError: on all ranks, if the batch cannot be used, or the optimizer's step fails or needs a closure.
@@ -157,7 +155,7 @@ class Pipeline(PartialModel):
         return self._late.take_outcome()
 
     def settle(self) -> TrainingOutcome | None:
-        """Validate the last step of `train_step` and return its outcome; None if no outcome is left to return.
+        """Validate the last step of `train_step` and return its outcome; None if there is no new outcome.
 
         Call `settle` before code outside the pipeline reads parameters or the optimizer's state. The pipeline's own
         methods validate the last step themselves.
@@ -196,7 +194,7 @@ class Pipeline(PartialModel):
     def eval_batch(self, batch: Any = None) -> torch.Tensor:
         """Run the forwards of one step in evaluation mode; every rank returns the mean loss.
 
-        The batch has the form that `train_batch` takes.
+        `batch` has the same form as in `train_batch`.
         """
         # Buffers of messages and states of the optimizer, which later steps use, must not become inference tensors.
         with torch.inference_mode(False):

@@ -81,7 +81,7 @@ class RankSteps:
         return self._finish()
 
     def evaluate(self, load: Load) -> torch.Tensor:
-        """Run a step's forwards without gradients; every rank returns the mean loss. Raises errors as `train` does."""
+        """Run a step's forwards without gradients; every rank returns the mean loss. Errors are as in `train`."""
         autocast = Autocast.current(self.stage.device.type)
         with autocast.only_in_forwards(), torch.no_grad():
             self.messages.begin(load, autocast, trains=False)

@@ -86,7 +86,7 @@ class LayoutRequest:
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
     def _schedules(self) -> RunSchedules:
-        """Return the schedules of the run, from the schedule or the name of a schedule in the field `schedule`."""
+        """Return the run's schedules, for the schedule or the name of a schedule in the field `schedule`."""
         schedule = self.schedule
         if isinstance(schedule, str):
             plan = RunSchedules.named(schedule, self.num_ranks, self.options.num_chunks)

@@ -57,7 +57,8 @@ class DefersWeightGradients(Protocol):
         """Defer weight gradients from now on, and return the parameters whose gradients are deferred; called once.
 
         While `store.is_deferring` is true, a backward calls `store.put` with a function that computes weight gradients
-        and adds the weight gradients to `.grad`. Otherwise, a backward computes the weight gradients at once.
+        and adds the weight gradients to `.grad`. Outside of `store.deferring()`, a backward computes the weight
+        gradients at once.
         """
         ...
 
@@ -65,7 +66,7 @@ class DefersWeightGradients(Protocol):
 def split_modules(
     modules: Iterable[nn.Module], store: WeightGradStore, others: Sequence[type[nn.Module]] = ()
 ) -> list[nn.Parameter]:
-    """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
+    """Split layers inside of `modules`, the modules of one stage: B puts W into `store` while `store.is_deferring`.
 
     A layer that shares a parameter with another layer is not split, because autograd adds up the gradients of both
     layers in B. A layer with a `forward` that was set on the instance, for example by an adapter, is not split. A layer
@@ -73,7 +74,7 @@ def split_modules(
 
     Args:
         others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep the
-            returned tensor. A layer of such a class is split as a whole, and its submodules are not split.
+            returned tensor. A layer of a class in `others` is split as a whole, and its submodules are not split.
 
     Returns:
         The parameters whose gradients are now computed in W.
@@ -213,7 +214,7 @@ class _SplitLayer:
 class _SplitAttention:
     """Replaces the forward of an `nn.MultiheadAttention`, and splits the backward of its two projections.
 
-    Torch's functions for attention call `linear` with the weights of a projection. `_forward` runs copies of these
+    Torch's functions for attention call `linear` with the weights of a projection. `_forward` runs copies of torch's
     functions, in which a split layer replaces `linear`. Torch's own functions stay unchanged for other modules.
     """
 
