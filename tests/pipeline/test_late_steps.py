@@ -10,7 +10,7 @@ from rank_threads import accumulate, errors_on_ranks, pipeline_of, pipelines
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from megatron.zero_bubble.pipeline.late_steps import SteppingLayerStage
+from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.runtime.rollback import Snapshot
 from megatron.zero_bubble.schedule import Placement
 
@@ -207,7 +207,7 @@ def test_a_copy_that_begins_before_the_step_has_the_changes_between_steps(monkey
 
 
 def test_forwards_that_run_again_draw_the_same_random_numbers():
-    stage = SteppingLayerStage([[]], Placement("linear", 1), 0, mse_loss, torch.device("cpu"))
+    stage = LayerStage([[]], Placement("linear", 1), 0, mse_loss, torch.device("cpu"))
     stage.remember()
     drawn = torch.rand(4)
     stage.restart()

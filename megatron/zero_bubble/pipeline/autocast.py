@@ -1,4 +1,4 @@
-"""Limits autocast to forwards; a backward computes in the types that its forward has chosen."""
+"""Limits autocast to forwards: a backward computes in the types of its forward."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ class Autocast:
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
-    @staticmethod
-    def off(device_type: str) -> torch.autocast:
-        """Return a context manager that switches autocast off, for example around an optimizer's step."""
-        return torch.autocast(device_type, enabled=False)
-
     def forward(self, *, keeps_casts: bool = True) -> torch.autocast:
         """Return an autocast context with the settings of this `Autocast`.
 
@@ -41,7 +36,7 @@ class Autocast:
         """Switch autocast off in the `with` block, and clear the cache of cast weights before and after the block."""
         torch.clear_autocast_cache()
         try:
-            with self.off(self.device_type):
+            with torch.autocast(self.device_type, enabled=False):
                 yield
         finally:
             torch.clear_autocast_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,10 @@ class Microbatches(NamedTuple):
 
     inputs: list[Any]
     targets: list[Any]
+
+
+Load = Callable[[], Microbatches]
+"""Returns the microbatches of a step; called on the ranks of the first and the last stage."""
 
 
 def microbatches_of(batch: Any, count: int, device: torch.device) -> Microbatches:
@@ -75,9 +79,9 @@ def _split_tensors(value: Any, count: int) -> list[Any]:
 
 
 def sizes_of(inputs: list[Any]) -> list[MicrobatchSize]:
-    """Return the size of each microbatch, from `cu_seqlens` in its inputs or else from the shape of its largest tensor.
+    """Return the size of each microbatch, from `cu_seqlens` among the inputs or from the shape of the largest input.
 
-    If the largest tensor has several dimensions, the first dimension is the number of sequences.
+    If the largest input has several dimensions, the first dimension is the number of sequences.
     """
     sizes = []
     for value in inputs:

@@ -18,9 +18,8 @@ Boundaries = tuple[int, ...]
 def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
     """Split `weights` into consecutive non-empty parts so that the largest sum of a part is as small as possible.
 
-    Among partitions with the smallest possible largest sum, `balanced` chooses the partition with the smallest total of
-    the parts' squared sums. Among partitions with the same largest sum and the same total of squared sums, `balanced`
-    chooses the partition with the smallest total of the parts' squared lengths.
+    Ties are broken by the smallest total of the parts' squared sums, and then by the smallest total of the parts'
+    squared lengths.
     """
     before = list(accumulate(weights, initial=0))
     smallest = [math.inf, *before[1:]]
@@ -37,15 +36,13 @@ def balanced(weights: Sequence[float], num_parts: int) -> Boundaries:
 
 
 def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> Boundaries:
-    """Return the most even partition in which no part's sum exceeds `limit`.
+    """Return the partition with the smallest total of the parts' squared sums in which no part's sum exceeds `limit`.
 
-    The most even partition has the smallest total of the parts' squared sums. Among partitions with the same total of
-    squared sums, the most even partition has the smallest total of the parts' squared lengths. `_even_boundaries` finds
-    the most even partition by dynamic programming over parts.
+    Ties are broken by the smallest total of the parts' squared lengths.
     """
     num_layers = len(before) - 1
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
-    """`best[k][n]` describes the most even partition of the first n layers into k parts by three numbers: the total of
+    """`best[k][n]` describes the best partition of the first n layers into k parts by three numbers: the total of
     the parts' squared sums, the total of the parts' squared lengths, and the index of the last part's first layer."""
     for part in range(num_parts):
         ends: dict[int, tuple[float, float, int]] = {}
@@ -65,7 +62,7 @@ def _even_boundaries(before: Sequence[float], num_parts: int, limit: float) -> B
 
 
 def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Boundaries:
-    """Check a user's boundaries between stages; return them with the boundaries before and after all layers.
+    """Return a user's boundaries between stages, completed by the first boundary 0 and the last boundary `num_layers`.
 
     Raises:
         ValueError: the boundaries do not leave at least one layer to each stage.
@@ -80,7 +77,7 @@ def given(boundaries: Sequence[int], num_layers: int, num_stages: int) -> Bounda
 
 
 def matching(pattern: str, class_names: Sequence[str]) -> list[int]:
-    """Return 1 for each class name in which the regular expression finds a match, ignoring case, and 0 for the others.
+    """Return 1 for each class name that the regular expression matches, ignoring case, and 0 for each other class name.
 
     Raises:
         ValueError: `pattern` is not a regular expression, or matches no class.

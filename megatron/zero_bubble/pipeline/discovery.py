@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megatron.zero_bubble.pipeline.autocast import Autocast
-from megatron.zero_bubble.pipeline.batches import Microbatches, common_form
+from megatron.zero_bubble.pipeline.batches import Load, Microbatches, common_form
+from megatron.zero_bubble.pipeline.failures import Failure
 from megatron.zero_bubble.pipeline.interconnect import HOST, Agreement, Interconnect
-from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
+from megatron.zero_bubble.pipeline.layer_stage import LayerStage
 from megatron.zero_bubble.pipeline.messages import MessageCommunicator, MessageSpec, StageMessage
 from megatron.zero_bubble.runtime.variable_shapes import refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
 
 
 class StepMessages:
-    """The messages of a pipeline's steps; creating an instance is a collective call of all ranks.
+    """Sets up the messages of each step of a pipeline; creating an instance is a collective call of all ranks.
 
-    From the first step with microbatches of different shapes on, headers announce the shapes of all activations.
+    From the first step with microbatches of different shapes on, a header message announces the shape of each
+    activation.
 
     Args:
-        shapes_vary: whether headers announce shapes in every step, including the first.
+        shapes_vary: whether header messages announce shapes in all steps.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class StepMessages:
         self.communicator.take_headers(self._interconnect.communicator(self._placement, HOST))
         self.shapes_vary = True
 
-    def begin(self, load: Callable[[], Microbatches], autocast: Autocast, *, trains: bool) -> None:
-        """Give the stage the data and the message specs of a step; a collective call of all ranks.
+    def begin(self, load: Load, autocast: Autocast, *, trains: bool) -> None:
+        """Pass the data and the message specs of a step to the stage; a collective call of all ranks.
 
         Args:
             load: returns the step's microbatches; called on the ranks of the first and the last stage.
@@ -56,7 +56,6 @@ class StepMessages:
         Raises:
             ValueError: on all ranks, if the data cannot be used or a layer fails.
         """
-
         described = self._agreement.collect(lambda: self._describe(load, autocast))
         if not self.shapes_vary and any(vary for _, vary in described):
             self._open_headers()
@@ -66,12 +65,16 @@ class StepMessages:
         self._stage.expect(self._discovered[key], shapes_vary=self.shapes_vary)
         self._trained_form = described[self._interconnect.rank] if trains else None
 
-    def begin_as_before(self, load: Callable[[], Microbatches], autocast: Autocast) -> None:
-        """Give the stage the data of a training step without asking other ranks.
+    def begin_as_before(self, load: Load, autocast: Autocast) -> None:
+        """Pass the data of a training step to the stage; after another training step, the ranks do not communicate.
 
-        `begin` must have run in an earlier step. If the data cannot be used, the training step fails in the same way as
-        after a failed forward.
+        Data that cannot be used has the same effect as a failed forward.
         """
+        if self._trained_form is None:
+            self.begin(load, autocast, trains=True)
+            if self.shapes_vary:
+                raise ValueError("with post_validation=True all microbatches need inputs of the same shapes")
+            return
         try:
             if self._describe(load, autocast) != self._trained_form:
                 raise ValueError(
@@ -83,18 +86,12 @@ class StepMessages:
             self._stage.failures.append(Failure(-1, self._interconnect.rank, str(error)))
             self._stage.cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
 
-    @property
-    def can_begin_as_before(self) -> bool:
-        """Whether the last step was a training step; the value is the same on all ranks."""
-        return self._trained_form is not None
-
-    def _describe(self, load: Callable[[], Microbatches], autocast: Autocast) -> tuple[str, bool]:
-        """Set the stage's data, and describe the data.
+    def _describe(self, load: Load, autocast: Autocast) -> tuple[str, bool]:
+        """Pass the data of a step to the stage, and describe this rank.
 
         Returns:
-            A text with all properties of this rank that determine the specs of messages, and True if the inputs of
-            microbatches differ in shape, otherwise False. A rank without the first stage always returns False for the
-            difference in shape.
+            A text with all properties of this rank that determine the specs of messages. True if this rank has the
+            first stage and the inputs of microbatches differ in shape, otherwise False.
         """
         rank = self._interconnect.rank
         microbatches = load() if rank in (self._first, self._last) else Microbatches([], [])

@@ -1,7 +1,8 @@
-"""Processes gradients after a step: sums over tied copies, means over replicas, and clipping."""
+"""Sums gradients over the copies of tied layers, averages gradients over replicas, and computes gradient norms."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
-from megatron.zero_bubble.pipeline.held_layers import HeldLayers, stages_of_ties
-from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
+from megatron.zero_bubble.pipeline.held_layers import HeldLayers
+from megatron.zero_bubble.pipeline.interconnect import Interconnect
+from megatron.zero_bubble.pipeline.specs import tie_of
 from megatron.zero_bubble.pipeline.stage_layout import StageLayout
 from megatron.zero_bubble.runtime.collectives import Collectives
 from megatron.zero_bubble.schedule import Placement
@@ -35,43 +37,35 @@ class TiedLayer:
         placement: Placement,
         interconnect: Interconnect,
     ) -> None:
-        self._stages = stages
-        self._modules = own
+        self._stages, self._modules = stages, own
         members = sorted({placement.rank_of(stage) for stage in stages})
         self._roots = {stage: members.index(placement.rank_of(stage)) for stage in stages}
         self._collectives: Collectives | None = None
         if len(members) > 1:
             self._collectives = interconnect.collectives(members, interconnect.device)
         self._before: dict[torch.nn.Parameter, torch.Tensor | None] = {}
-        self._copy_first()
+        with torch.no_grad():
+            for copies in self._copies():
+                value = self._broadcast(stages[0], copies, copies.get(stages[0]))
+                for parameter in copies.values():
+                    parameter.copy_(value)
 
-    @property
-    def _own(self) -> dict[int, list[torch.nn.Parameter]]:
-        """The current parameters of each copy of the layer, by stage.
+    def _copies(self) -> list[dict[int, torch.nn.Parameter]]:
+        """Return this rank's copies of each parameter of the layer, by stage.
 
-        The parameters are read at each access, because `load_state_dict(..., assign=True)` replaces parameters.
+        The parameters are read at each call, because `load_state_dict(..., assign=True)` replaces parameters.
         """
-        return {stage: list(module.parameters()) for stage, module in self._modules.items()}
+        parameters = zip(*(module.parameters() for module in self._modules.values()), strict=True)
+        return [dict(zip(self._modules, copies, strict=True)) for copies in parameters]
 
-    @torch.no_grad()
-    def _copy_first(self) -> None:
-        for k in range(self._num_parameters):
-            value = self._broadcast(self._stages[0], self._contiguous_copy(self._stages[0], k))
-            for copy in self._own.values():
-                copy[k].copy_(value)
-
-    @property
     def parameters_beyond_first(self) -> set[torch.nn.Parameter]:
-        """The parameters of this rank that are copies of parameters on an earlier stage."""
-        return {parameter for stage, copy in self._own.items() if stage != self._stages[0] for parameter in copy}
-
-    @property
-    def _num_parameters(self) -> int:
-        return len(next(iter(self._own.values())))
+        """Return this rank's parameters that are copies of parameters on an earlier stage."""
+        first = self._stages[0]
+        return {parameter for copies in self._copies() for stage, parameter in copies.items() if stage != first}
 
     def begin_step(self) -> None:
         """Set aside the gradients of earlier steps, which are already sums over all copies of the layer."""
-        self._before = {parameter: parameter.grad for copy in self._own.values() for parameter in copy}
+        self._before = {parameter: parameter.grad for copies in self._copies() for parameter in copies.values()}
         for parameter in self._before:
             parameter.grad = None
 
@@ -81,61 +75,54 @@ class TiedLayer:
 
         If no copy has a gradient of this step for a parameter, the parameter keeps its gradient of earlier steps.
         """
-        for k, has_gradient in enumerate(self._has_gradient()):
+        every = self._copies()
+        for copies, has_gradient in zip(every, self._has_gradient(every), strict=True):
             if has_gradient:
-                first, *others = (
-                    self._broadcast(stage, self._contiguous_copy(stage, k, of_gradient=True)) for stage in self._stages
-                )
+                grads = {stage: parameter.grad for stage, parameter in copies.items()}
+                first, *others = (self._broadcast(stage, copies, grads.get(stage)) for stage in self._stages)
                 total = sum(others, start=first)
-            for copy in self._own.values():
-                before = self._before[copy[k]]
+            for parameter in copies.values():
+                before = self._before[parameter]
                 if has_gradient:
                     before = total.clone() if before is None else before.add_(total)
-                copy[k].grad = before
+                parameter.grad = before
         self._before = {}
 
-    def _has_gradient(self) -> list[bool]:
-        """Return for each parameter whether any copy of the tied layer has a gradient; a collective call."""
-        copies = [[copy[k] for copy in self._own.values()] for k in range(self._num_parameters)]
-        own = [any(parameter.grad is not None for parameter in of_one) for of_one in copies]
+    def _has_gradient(self, every: list[dict[int, torch.nn.Parameter]]) -> list[bool]:
+        """Return for each parameter whether any copy on any rank has a gradient; a collective call."""
+        own = [any(parameter.grad is not None for parameter in copies.values()) for copies in every]
         if self._collectives is None or not own:
             return own
-        flags = torch.tensor(own, dtype=torch.int32).to(copies[0][0].device, non_blocking=True)
+        firsts = [next(iter(copies.values())) for copies in every]
+        flags = torch.tensor(own, dtype=torch.int32).to(firsts[0].device, non_blocking=True)
         of_ranks = flags.new_empty(self._collectives.size, len(own))
         self._collectives.gather_all(flags, of_ranks)
-        if all(has or not of_one[0].requires_grad for has, of_one in zip(own, copies, strict=True)):
+        if all(has or not parameter.requires_grad for has, parameter in zip(own, firsts, strict=True)):
             return own  # because reading the flags waits for the device
         return [bool(has) for has in of_ranks.any(0).tolist()]
 
-    def _contiguous_copy(self, stage: int, k: int, *, of_gradient: bool = False) -> torch.Tensor:
-        """Return a contiguous copy of parameter `k` on a stage or, with `of_gradient`, of the parameter's gradient.
-
-        If this rank does not have the stage or the gradient, the result is zeros.
-        """
-        result = torch.zeros_like(next(iter(self._own.values()))[k], memory_format=torch.contiguous_format)
-        if stage in self._own:
-            value = self._own[stage][k].grad if of_gradient else self._own[stage][k]
-            if value is not None:
-                result.copy_(value)
-        return result
-
-    def _broadcast(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Broadcast `tensor` from the rank of `stage` to all ranks that hold a copy of the layer; return `tensor`.
-
-        If one rank holds all copies of the tied layer, nothing is sent.
-        """
+    def _broadcast(self, stage: int, copies: dict[int, torch.nn.Parameter], value: torch.Tensor | None) -> torch.Tensor:
+        """Broadcast the `value` of the rank of `stage`, the value of a parameter in `copies`; None is sent as zeros."""
+        result = torch.zeros_like(next(iter(copies.values())), memory_format=torch.contiguous_format)
+        if value is not None:
+            result.copy_(value)
         if self._collectives is not None:
-            self._collectives.broadcast(tensor, self._roots[stage])
-        return tensor
+            self._collectives.broadcast(result, self._roots[stage])
+        return result
 
 
 def connect_ties(
     layers: Sequence[Any], layout: StageLayout, held: HeldLayers, interconnect: Interconnect
 ) -> list[TiedLayer]:
     """Connect this rank's copies of layers that are tied across stages, in the same order on all ranks."""
+    placement = layout.schedule.placement
+    stages_of: dict[str, list[int]] = defaultdict(list)
+    for stage in range(placement.num_stages):
+        for key in {key for index in layout.layers_of(stage) if (key := tie_of(layers[index])) is not None}:
+            stages_of[key].append(stage)
     return [
-        TiedLayer(stages, held.tied[key], layout.schedule.placement, interconnect)
-        for key, stages in stages_of_ties(layers, layout).items()
+        TiedLayer(stages, held.tied[key], placement, interconnect)
+        for key, stages in sorted(stages_of.items())
         if key in held.tied and len(stages) > 1
     ]
 
@@ -165,14 +152,14 @@ def average_over(replicas: dist.ProcessGroup, parameters: Sequence[torch.nn.Para
 
 
 LayerNorm = tuple[int, torch.dtype, torch.Tensor]
-"""(index of a layer, type of a gradient of the layer, norm of this gradient); the norm is on the host."""
+"""(index of a layer, type of a gradient of the layer, norm of the gradient); the norm is on the host."""
 
 
 def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: float = 2.0) -> list[LayerNorm]:
     """Return the norms of this rank's gradients, computed by the same functions as in `torch.nn.utils.get_total_norm`.
 
     Args:
-        counted: the parameters without a copy on an earlier stage, each with its layer's index, in model order.
+        counted: (index of the layer, parameter) of each parameter without a copy on an earlier stage, in model order.
     """
     grads = [(layer, _values(parameter.grad)) for layer, parameter in counted if parameter.grad is not None]
     norms: dict[int, torch.Tensor] = {}
@@ -186,7 +173,7 @@ def own_norms(counted: Sequence[tuple[int, torch.nn.Parameter]], norm_type: floa
 
 
 def _groups(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Group tensors by device and type, ordered as in `torch.nn.utils.get_total_norm`; return each group's indices."""
+    """Return the indices of the tensors of each device and type, grouped as in `torch.nn.utils.get_total_norm`."""
     groups = _group_tensors_by_device_and_dtype([[*tensors]], with_indices=True) if tensors else {}
     return [indices for _, indices in groups.values()]
 
@@ -210,25 +197,3 @@ def total_norm(norms: Sequence[LayerNorm], device: torch.device, norm_type: floa
     groups = _groups([torch.empty(0, dtype=dtype) for _, dtype, _ in in_order])
     by_type = torch.stack([in_order[k][2] for indices in groups for k in indices])
     return torch.linalg.vector_norm(by_type.to(device), norm_type)
-
-
-def clip_grad_norm(
-    parameters: Sequence[torch.nn.Parameter],
-    counted: Sequence[tuple[int, torch.nn.Parameter]],
-    agreement: Agreement,
-    device: torch.device,
-    max_norm: float,
-    norm_type: float,
-) -> torch.Tensor:
-    """Scale this rank's gradients so that all ranks' gradient norm is at most `max_norm`; return the unscaled norm.
-
-    Args:
-        parameters: all parameters of this rank.
-        counted: the parameters without a copy on an earlier stage, each with its layer's index, in model order.
-        device: the device of the gradients, on which the norm is computed.
-    """
-    of_all = [entry for entries in agreement.gather(own_norms(counted, norm_type)) for entry in entries]
-    total = total_norm(of_all, device, norm_type)
-    if of_all:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    return total

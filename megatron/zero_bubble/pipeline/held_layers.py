@@ -1,17 +1,17 @@
-"""Builds, ties and checkpoints the layers of one rank, splits their backward, and describes the layers of all ranks."""
+"""Builds the layers of one rank, and summarizes the layers of all ranks."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.zero_bubble.pipeline.buffer_snapshot import renormalized
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
+from megatron.zero_bubble.pipeline.forward_state import renormalized
 from megatron.zero_bubble.pipeline.layer_stage import HeldLayer
 from megatron.zero_bubble.pipeline.options import PipelineOptions
 from megatron.zero_bubble.pipeline.specs import LayerSpec, TiedLayerSpec, built, call_of, class_name_of, tie_of
@@ -21,12 +21,12 @@ from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
 Unsplit = Counter[str]
-"""For each class of modules, the number of parameters whose gradients are computed in B and not in W."""
+"""Class of modules -> number of parameters of these modules whose gradients are computed in B and not in W."""
 
 
 @dataclass(frozen=True)
 class HeldLayers:
-    """The layers of one rank."""
+    """The layers of one rank, with their modules."""
 
     chunks: list[list[HeldLayer]]
     """The layers of each model chunk."""
@@ -57,83 +57,64 @@ class LayerBuilder:
             ValueError: a layer cannot be built, or has `max_norm` although `post_validation` is set.
         """
         chunks: list[list[HeldLayer]] = []
-        tied: dict[str, dict[int, nn.Module]] = {}
+        tied: dict[str, dict[int, nn.Module]] = defaultdict(dict)
         unsplit: Unsplit = Counter()
         for stage in layout.schedule.placement.stages_of(rank):
-            chunk, copies = self._build(layout.layers_of(stage))
-            chunks.append(chunk)
-            unsplit += self._split(chunk)
-            for key, module in copies.items():
-                tied.setdefault(key, {})[stage] = module
+            chunks.append([self._hold_layer(index, stage, tied) for index in layout.layers_of(stage)])
+            unsplit += self._split(chunks[-1])
         return HeldLayers(chunks, tied, unsplit)
 
-    def _build(self, indices: Iterable[int]) -> tuple[list[HeldLayer], dict[str, nn.Module]]:
-        """Build the layers of one stage; layers of the stage that are tied to each other are one module."""
-        chunk: list[HeldLayer] = []
-        copies: dict[str, nn.Module] = {}
-        for index in indices:
-            layer = self.layers[index]
-            key = tie_of(layer)
-            module = copies[key] if key in copies else built(self.layers, index, self.device)
-            if key is not None:
-                copies[key] = module
-            for table in renormalized(module) if self.options.post_validation else ():
-                raise ValueError(
-                    f"post_validation=True: layer {index} ({class_name_of(layer)}) has max_norm={table.max_norm}, with "
-                    "which forwards change weights, and they may run before the right step: leave one out"
-                )
-            call = call_of(layer, module)
-            if self.options.checkpoint or (isinstance(layer, LayerSpec) and layer.checkpoint):
-                call = DroppingLayer(call, self.recomputation_store, self.device)
-            chunk.append(HeldLayer(index, class_name_of(layer), module, call))
-        return chunk, copies
+    def _hold_layer(self, index: int, stage: int, tied: dict[str, dict[int, nn.Module]]) -> HeldLayer:
+        layer = self.layers[index]
+        module = self._module(index, stage, tied)
+        for table in renormalized(module) if self.options.post_validation else ():
+            raise ValueError(
+                f"post_validation=True: layer {index} ({class_name_of(layer)}) has max_norm={table.max_norm}, with "
+                "which forwards change weights, and they may run before the right step: leave one out"
+            )
+        call = call_of(layer, module)
+        if self.options.checkpoint or (isinstance(layer, LayerSpec) and layer.checkpoint):
+            call = DroppingLayer(call, self.recomputation_store, self.device)
+        return HeldLayer(index, class_name_of(layer), module, call)
+
+    def _module(self, index: int, stage: int, tied: dict[str, dict[int, nn.Module]]) -> nn.Module:
+        """Build the module of a layer; layers of one stage that are tied to each other share one module."""
+        key = tie_of(self.layers[index])
+        if key is None:
+            return built(self.layers, index, self.device)
+        if stage not in tied[key]:
+            tied[key][stage] = built(self.layers, index, self.device)
+        return tied[key][stage]
 
     def _split(self, chunk: Sequence[HeldLayer]) -> Unsplit:
-        """Split the backward of a stage's layers, and count the parameters whose gradients stay in B."""
+        """Split the backward of a stage's layers, and count the parameters whose gradients B computes."""
         # A tied layer need not call its module's forward.
         specs = ((layer, self.layers[layer.index]) for layer in chunk)
         called = {id(layer.module) for layer, spec in specs if isinstance(spec, TiedLayerSpec) and spec.forward}
         modules = [layer.module for layer in chunk if id(layer.module) not in called]
-        split = {id(parameter) for parameter in split_modules(modules, self.store, self.options.split_layers)}
-        return unsplit_of([layer.module for layer in chunk], split)
-
-
-def unsplit_of(modules: Sequence[nn.Module], split: set[int]) -> Unsplit:
-    """Count, for each class of modules, the parameters that require a gradient and are not in `split`."""
-    counted, unsplit = set(split), Unsplit()
-    for inside in nn.ModuleList(modules).modules():
-        for parameter in inside.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in counted:
-                counted.add(id(parameter))
-                unsplit[type(inside).__name__] += parameter.numel()
-    return unsplit
-
-
-def stages_of_ties(layers: Sequence[Any], layout: StageLayout) -> dict[str, tuple[int, ...]]:
-    """Return the stages of each tied layer, by the key of the layer."""
-    stages_of: dict[str, tuple[int, ...]] = {}
-    for stage in range(layout.schedule.num_stages):
-        for key in {tie_of(layers[index]) for index in layout.layers_of(stage)} - {None}:
-            assert key is not None
-            stages_of[key] = (*stages_of.get(key, ()), stage)
-    return dict(sorted(stages_of.items()))
+        counted, unsplit = set(split_modules(modules, self.store, self.options.split_layers)), Unsplit()
+        for inside in nn.ModuleList(layer.module for layer in chunk).modules():
+            for parameter in inside.parameters(recurse=False):
+                if parameter.requires_grad and parameter not in counted:
+                    counted.add(parameter)
+                    unsplit[type(inside).__name__] += parameter.numel()
+        return unsplit
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Partition and schedule of a pipeline, and the classes of layers whose weight gradients are computed in B."""
+    """The partition and the schedule of a pipeline, and the classes of layers whose W stays in B."""
 
     layout: StageLayout
-    num_microbatches: int
     unsplit: Unsplit
     """Module class -> number of parameters whose gradients are computed in B, on all ranks together."""
     num_parameters: int
     """The number of parameters of all ranks together."""
 
     def text(self) -> str:
-        """Describe the partition, and list the layer classes whose W stays in B, with their share of the parameters."""
+        """Describe the partition, and list each class whose W stays in B with its share of the parameters."""
         schedule, placement = self.layout.schedule, self.layout.schedule.placement
-        lines = [f"{schedule.name}, {placement.num_ranks} ranks, {self.num_microbatches} microbatches"]
+        lines = [f"{schedule.name}, {placement.num_ranks} ranks, {schedule.num_microbatches} microbatches"]
         for stage in range(placement.num_stages):
             layers = self.layout.layers_of(stage)
             which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
@@ -145,10 +126,10 @@ class Summary:
         return "\n".join(lines)
 
     def notice(self) -> str | None:
-        """Return one line on the layers whose W stays in B; None if there are no such layers."""
+        """Return a line that lists the classes of layers whose W stays in B; None if every W is split off."""
         shares = ", ".join(f"{name} ({share} of the parameters)" for name, share in self._unsplit_shares())
         return f"Pipeline: W stays in B for {shares}; split_layers=[...] splits more" if shares else None
 
     def _unsplit_shares(self) -> list[tuple[str, str]]:
-        """Return each class whose W stays in B, with its share of the parameters, the largest share first."""
+        """Return (class, share of the parameters) for each class whose W stays in B; the largest share is first."""
         return [(name, f"{count / self.num_parameters:.1%}") for name, count in self.unsplit.most_common()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,42 +18,10 @@ from megatron.zero_bubble.schedule import Placement
 T = TypeVar("T")
 
 HOST = torch.device("cpu")
-DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
-class Interconnect(Protocol):
-    """The connections of one rank; ranks are numbered within the pipeline, not within the job."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of layers and messages."""
-        ...
-
-    def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
-        """Open channels between neighbouring stages, by default for tensors on `self.device`; a collective call."""
-        ...
-
-    def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
-        """Open collectives for tensors on `device`; a collective call of the ranks `members`.
-
-        Args:
-            members: the ranks that take part in the collectives, in ascending order.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close all channels; no message may be in flight."""
-        ...
-
-
-class TorchInterconnect:
-    """Connections over torch.distributed.
+class Interconnect:
+    """The connections of one rank over torch.distributed; ranks are numbered within the pipeline, not within the job.
 
     Args:
         group: the ranks of the pipeline, in pipeline order.
@@ -68,18 +36,21 @@ class TorchInterconnect:
         self._open: list[TorchCommunicator | TorchCollectives] = []
 
     def communicator(self, placement: Placement, device: torch.device | None = None) -> Communicator:
+        """Open channels between neighbouring stages, by default for tensors on `self.device`; a collective call."""
         device = device or self.device
         communicator = TorchCommunicator(self._global_ranks, self.rank, placement, device, self._timeout)
         self._open.append(communicator)
         return communicator
 
     def collectives(self, members: Sequence[int], device: torch.device) -> Collectives:
+        """Open collectives for tensors on `device`; a collective call of the ranks in the ascending list `members`."""
         ranks = [self._global_ranks[member] for member in members]
         collectives = TorchCollectives(ranks, list(members).index(self.rank), device, self._timeout)
         self._open.append(collectives)
         return collectives
 
     def close(self) -> None:
+        """Close all channels and collectives; no message may be in flight."""
         for connection in self._open:
             connection.close()
         self._open = []
@@ -88,7 +59,7 @@ class TorchInterconnect:
 def connect_ranks(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: timedelta = timedelta(minutes=10),
 ) -> Interconnect:
     """Connect the ranks of a pipeline over torch.distributed.
 
@@ -105,27 +76,21 @@ def connect_ranks(
     if device is None:
         uses_gpu = dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else HOST
-    return TorchInterconnect(group or dist.distributed_c10d._get_default_group(), torch.device(device), timeout)
+    return Interconnect(group or dist.distributed_c10d._get_default_group(), torch.device(device), timeout)
 
 
 class Agreement:
     """Exchanges values among all ranks of a pipeline, and raises an error of one rank on all ranks.
 
-    Args:
-        collectives: collectives of all ranks, for tensors on the host.
+    Each `Agreement` opens its own collectives; creating an instance is a collective call of all ranks.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, interconnect: Interconnect) -> None:
+        self._collectives = interconnect.collectives(range(interconnect.size), HOST)
         self._is_closed = False
 
-    @classmethod
-    def among_all(cls, interconnect: Interconnect) -> Agreement:
-        """Create an `Agreement` of all ranks, with collectives that no other code uses; a collective call."""
-        return cls(interconnect.collectives(range(interconnect.size), HOST))
-
     def close(self) -> None:
-        """Make every later exchange of values over this `Agreement` raise `ValueError`."""
+        """Forbid later exchanges of values, which then raise `ValueError`."""
         self._is_closed = True
 
     def check_open(self) -> None:
@@ -152,8 +117,8 @@ class Agreement:
         """Run `action` on every rank and return the results of all ranks; a collective call.
 
         Raises:
-            ValueError: `action` raises `ValueError` or `OSError` on any rank. Every rank raises the error of the lowest
-                rank whose `action` fails.
+            ValueError: `action` fails with a `ValueError` or an `OSError` on some rank. Every rank raises the error of
+                the lowest failed rank.
         """
         outcome = attempt(action)
         outcomes = self.gather(outcome)
@@ -167,7 +132,7 @@ class Agreement:
         return results[0]
 
     def raise_any(self, error: Exception | None) -> None:
-        """If any rank passes an error, raise the error of the lowest such rank on every rank; a collective call."""
+        """If any rank passes an error, raise the error of the lowest such rank on all ranks; a collective call."""
         raise_first(self.gather(error), error)
 
     def on(self, rank: int, action: Callable[[], T]) -> T:

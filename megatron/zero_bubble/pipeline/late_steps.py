@@ -1,17 +1,16 @@
-"""Takes the optimizer's step of a pipeline before the norm of all gradients is known, and amends a step that was wrong.
+"""Takes the optimizer's step before the norm of all gradients is known, and repeats a step that should have clipped.
 
-Once its gradients are complete, a rank takes the optimizer's step, sends its gradients' norms to all ranks in the
-background, and goes on with the forwards of the next training step. Before the first backward of the next step, the
-rank waits for the norms of all ranks. If the gradients had to be clipped, the rank undoes the optimizer's step, clips,
-steps again, and runs the forwards of the next step again. Parameters, losses and norms are the same, bit by bit, as if
-each optimizer step were taken after the norm of all gradients is known. While the gradients of many steps have to be
-clipped, each optimizer step is taken only after the norm of all gradients is known (see `RecentSteps`).
+A rank takes the optimizer's step as soon as the rank's own gradients are complete. In the background, the rank sends
+the norms of its gradients to all ranks, while it runs the forwards of the next training step. Before the first backward
+of the next step, the rank waits for the norms of all ranks. If the gradients had to be clipped, the rank undoes the
+optimizer's step, clips the gradients, takes the step again, and runs the forwards again. Parameters, losses and norms
+equal, bit by bit, the results of optimizer steps that wait for the norm of all gradients. While the gradients of many
+steps have to be clipped, optimizer steps wait for the norm of all gradients (see `RecentSteps`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -19,17 +18,16 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
-from megatron.zero_bubble.pipeline.batches import Microbatches
-from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
-from megatron.zero_bubble.pipeline.discovery import StepMessages
-from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, total_norm
-from megatron.zero_bubble.pipeline.interconnect import Agreement
-from megatron.zero_bubble.pipeline.layer_stage import Failure, LayerStage
-from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.pipeline.batches import Load
+from megatron.zero_bubble.pipeline.failures import Failure, failing_as
+from megatron.zero_bubble.pipeline.gradients import LayerNorm, total_norm
+from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect
+from megatron.zero_bubble.pipeline.partial_model import PartialModel
+from megatron.zero_bubble.pipeline.rank_steps import RankSteps
+from megatron.zero_bubble.runtime.joint import attempt
 from megatron.zero_bubble.runtime.recent_steps import RecentSteps
 from megatron.zero_bubble.runtime.rollback import Snapshot, settings_of, with_settings
 from megatron.zero_bubble.runtime.stage import Stage
-from megatron.zero_bubble.schedule.errors import one_line
 
 
 @dataclass(frozen=True)
@@ -41,35 +39,7 @@ class TrainingOutcome:
     grad_norm: torch.Tensor
     """The norm of all gradients before clipping."""
     was_amended: bool = False
-    """Whether the optimizer's step was amended; if so, the next step's forwards that had already run were repeated."""
-
-
-class SteppingLayerStage(LayerStage):
-    """A `LayerStage` for schedules with post-validation."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.validate: Callable[[], bool] = lambda: False
-        self._states: list[torch.Tensor] = []
-        self._buffers = BufferSnapshot([])
-
-    def remember(self) -> None:
-        """Save the random states and buffers that forwards before VALIDATE change, in case these forwards run again."""
-        self._buffers = self.snapshot()
-        self._states = [torch.get_rng_state()]
-        if self.device.type == "cuda":
-            self._states.append(torch.cuda.get_rng_state(self.device))
-
-    def step(self) -> None:
-        """Do nothing, because gradients are summed over tied layers and replicas later, before the optimizer's step."""
-
-    def restart(self) -> None:
-        torch.set_rng_state(self._states[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(self._states[1], self.device)
-        self._buffers.restore()
-        torch.clear_autocast_cache()
-        self.forget_forwards()
+    """Whether the optimizer's step was undone and repeated, together with forwards of the next step."""
 
 
 class StepReport(NamedTuple):
@@ -84,14 +54,13 @@ class StepReport(NamedTuple):
 
 @dataclass
 class _UnvalidatedStep:
-    """A training step whose optimizer step is not validated yet."""
+    """A training step whose optimizer step has not been validated."""
 
     reports: Future[list[StepReport]]
-    norms: list[LayerNorm]
-    """The norms of this rank's gradients."""
+    own: StepReport
+    """The report of this rank."""
     optimizer: torch.optim.Optimizer
     max_norm: float
-    has_stepped: bool
     waits: bool
     """Whether every rank delays the optimizer's step until the norm of all gradients is known."""
     cause: BaseException | None
@@ -101,30 +70,18 @@ class _UnvalidatedStep:
 
 
 class LateSteps:
-    """Runs the training steps of one rank, and validates each optimizer step later, at the latest in the next step.
+    """Runs the training steps of one rank, and validates each optimizer step during the next training step.
 
-    Args:
-        agreement: exchanges values between all ranks. No other object may use the same `Agreement`, because a
-            background thread calls the `Agreement`.
-        executor: the executor of a schedule with post-validation.
-        parameters: returns the parameters that this rank has at the time of the call, because `load_state_dict(...,
-            assign=True)` replaces parameters.
-        norms: returns the norms of this rank's gradients.
+    Creating an instance is a collective call of all ranks.
     """
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        stage: SteppingLayerStage,
-        messages: StepMessages,
-        executor: Executor,
-        tied: Sequence[TiedLayer],
-        parameters: Callable[[], Sequence[torch.nn.Parameter]],
-        norms: Callable[[], list[LayerNorm]],
-    ) -> None:
-        self._agreement, self._parameters, self._norms = agreement, parameters, norms
-        self._stage, self._messages, self._executor, self._tied = stage, messages, executor, tied
-        stage.validate = self._validate_before_backward
+    def __init__(self, steps: RankSteps, interconnect: Interconnect, model: PartialModel) -> None:
+        self._model = model
+        self._stage, self._messages, self._tied = steps.stage, steps.messages, steps.tied
+        self._stage.validate = self._validate_before_backward
+        self._executor = steps.executor(post_validation=True)
+        # A background thread uses this agreement, and no other code may use it at the same time.
+        self._agreement = Agreement(interconnect)
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="post-validation")
         self._snapshots: weakref.WeakKeyDictionary[torch.optim.Optimizer, Snapshot] = weakref.WeakKeyDictionary()
         self._next_optimizer: torch.optim.Optimizer
@@ -137,10 +94,10 @@ class LateSteps:
         outcome, self._outcome = self._outcome, None
         return outcome
 
-    def run(self, load: Callable[[], Microbatches], optimizer: torch.optim.Optimizer) -> None:
+    def run(self, load: Load, optimizer: torch.optim.Optimizer) -> None:
         """Run the forwards and backwards of a step, and validate the previous step before the first backward.
 
-        If the previous optimizer step is waiting for the norms of all ranks, that step is validated before the first
+        If the previous optimizer step waits for the norms of all ranks, the previous step is validated before the first
         forward of the new step.
 
         Args:
@@ -152,12 +109,7 @@ class LateSteps:
             self.validate()
         autocast = Autocast.current(self._stage.device.type)
         with autocast.only_in_forwards():
-            if self._messages.can_begin_as_before:
-                self._messages.begin_as_before(load, autocast)
-            else:
-                self._messages.begin(load, autocast, trains=True)
-                if self._messages.shapes_vary:
-                    raise ValueError("with post_validation=True all microbatches need inputs of the same shapes")
+            self._messages.begin_as_before(load, autocast)
             self._stage.remember()
             self._executor.run(cast(Stage, self._stage))
 
@@ -171,13 +123,9 @@ class LateSteps:
         return was_wrong
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """Take the optimizer's step unless the step is delayed or known to be wrong; start to send a `StepReport`.
-
-        The next training step needs the reports of all ranks before its first backward. If the optimizer's step is
-        delayed, the next training step needs the reports of all ranks before its first forward.
-        """
+        """Take the optimizer's step unless it is delayed or known to be wrong, and start to send a `StepReport`."""
         assert self._pending is None, "the last step has to be validated first"
-        norms = self._norms()
+        norms = self._model.gradient_norms()
         failure, loss = min(self._stage.failures, default=None), self._stage.end()
         cause: BaseException | None = self._stage.cause
         waits = self._recent.next_waits
@@ -189,18 +137,18 @@ class LateSteps:
         report = StepReport(norms, None if loss is None else loss.cpu(), failure, has_stepped)
         reports = self._lane.submit(self._agreement.gather, report)
         settings = settings_of(optimizer.param_groups)
-        self._pending = _UnvalidatedStep(reports, norms, optimizer, max_norm, has_stepped, waits, cause, settings)
+        self._pending = _UnvalidatedStep(reports, report, optimizer, max_norm, waits, cause, settings)
 
     def validate(self) -> bool:
-        """Wait for the reports of all ranks, amend the last optimizer step if it was wrong, and drop the gradients.
+        """Wait for the reports of all ranks, undo and repeat a wrong optimizer step, and drop the gradients.
 
         Returns:
             Whether the last optimizer step was wrong on any rank; the value is the same on every rank.
 
         Raises:
-            ValueError: on all ranks, if a forward of the step or an optimizer's step has failed, or the step has to be
-                amended but its gradients have changed. Before `validate` raises the ValueError, every rank that has
-                taken the optimizer's step undoes this step.
+            ValueError: on all ranks, if a forward or an optimizer's step has failed, or if a wrong step cannot be
+                repeated because gradients have changed. Before the error is raised, every rank that has taken the
+                optimizer's step undoes this step.
         """
         if self._pending is None:
             return False
@@ -212,13 +160,13 @@ class LateSteps:
         was_wrong = clips or bool(failures) or not all(report.has_stepped for report in reports)
         if was_wrong:
             with with_settings(pending.optimizer.param_groups, pending.settings):
-                if pending.has_stepped:
+                if pending.own.has_stepped:
                     self._snapshot(pending.optimizer).undo()
                 if failures:
                     raise ValueError(min(failures).problem) from pending.cause
-                self._agreement.together(lambda: _check_unchanged(pending.norms, self._norms()))
-                with Autocast.off(self._stage.device.type):
-                    torch.nn.utils.clip_grads_with_norm_(self._parameters(), pending.max_norm, norm)
+                self._agreement.together(lambda: _check_unchanged(pending.own.norms, self._model.gradient_norms()))
+                with torch.autocast(self._stage.device.type, enabled=False):
+                    torch.nn.utils.clip_grads_with_norm_(self._model.own_parameters(), pending.max_norm, norm)
                     self._agreement.raise_any(take_step(pending.optimizer))
         pending.optimizer.zero_grad()
         self._recent.record(clips)
@@ -232,19 +180,14 @@ class LateSteps:
         return self._snapshots[optimizer]
 
     def close(self) -> None:
-        """Wait for the reports of all ranks and end the thread that gathers them."""
+        """Wait for the reports of all ranks, and end the background thread."""
         self._lane.shutdown()
 
 
-def take_step(optimizer: torch.optim.Optimizer) -> ValueError | None:
+def take_step(optimizer: torch.optim.Optimizer) -> Exception | None:
     """Take the optimizer's step; if the step fails, return an error that can be sent to other ranks."""
-    try:
-        optimizer.step()
-    except Exception as error:
-        problem = ValueError(f"{type(optimizer).__name__}.step() failed: {type(error).__name__}: {one_line(error)}")
-        problem.__cause__ = error
-        return problem
-    return None
+    step = failing_as(f"{type(optimizer).__name__}.step()")(optimizer.step)
+    return attempt(step)[1]
 
 
 def _check_unchanged(before: list[LayerNorm], now: list[LayerNorm]) -> None:

@@ -1,17 +1,16 @@
-"""Measures the times of F, B and W of single layers, to balance a partition, and of stages in a running pipeline."""
+"""Measures the times of F, B and W of layers and of stages."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from megatron.zero_bubble.pipeline.graph_backward import run_backward
+from megatron.zero_bubble.pipeline.failures import failing_as
 from megatron.zero_bubble.pipeline.messages import StageMessage, clone_tensors
 from megatron.zero_bubble.pipeline.specs import built, call_of
 from megatron.zero_bubble.pipeline.weight_split import split_modules
@@ -19,7 +18,6 @@ from megatron.zero_bubble.runtime.profiler import Profiler
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import OpKind, Placement
-from megatron.zero_bubble.schedule.errors import one_line
 
 _RUNS = 6
 """Number of runs of each layer in a measurement; the time of the first run is ignored."""
@@ -42,7 +40,7 @@ def measure_layers(
 ) -> list[LayerTimes]:
     """Return the median times of every layer; the times of the loss are added to the times of the last layer.
 
-    `measure_layers` runs copies of the layers, one copy at a time, so that the layers themselves do not change.
+    `measure_layers` runs a copy of each layer, so that the layers themselves do not change.
 
     Args:
         example: inputs and targets of one microbatch.
@@ -52,35 +50,22 @@ def measure_layers(
     """
     value, targets = example
     times = []
-    for index in range(len(layers) + 1):
-        is_loss = index == len(layers)
-        module = nn.Identity() if is_loss else built(layers, index, device)
-        store = WeightGradStore()
-        call: Callable[[Any], Any]
-        try:
-            if is_loss:
-                call = partial(_loss, _copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn, targets)
-            else:
-                module = _copied(module)
-                call = call_of(layers[index], module)
-                split_modules([module], store, split_layers)
-            of_layer, value = _measure(call, value, store, device, needs_input_grad=index > 0)
-        except Exception as error:
-            name = "loss_fn" if is_loss else f"layer {index} ({type(module).__name__})"
-            raise ValueError(
-                f"partition='profile': {name} failed: {type(error).__name__}: {one_line(error)}"
-            ) from error
+    for index, layer in enumerate(layers):
+        module = built(layers, index, device)
+        with failing_as(f"partition='profile': layer {index} ({type(module).__name__})"):
+            module, store = _copied(module), WeightGradStore()
+            split_modules([module], store, split_layers)
+            of_layer, value = _measure(call_of(layer, module), value, store, device, needs_input_grad=index > 0)
         times.append(of_layer)
-    *of_layers, of_last, of_loss = times
-    return [*of_layers, LayerTimes(*map(sum, zip(of_last, of_loss, strict=True)))]
-
-
-def _loss(loss_fn: Callable[[Any, Any], torch.Tensor], targets: Any, output: Any) -> torch.Tensor:
-    return loss_fn(output, clone_tensors(targets))
+    with failing_as("partition='profile': loss_fn"):
+        loss = _copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+        of_output = lambda output: loss(output, clone_tensors(targets))  # noqa: E731
+        of_loss, _ = _measure(of_output, value, WeightGradStore(), device, needs_input_grad=True)
+    return [*times[:-1], LayerTimes(*map(sum, zip(times[-1], of_loss, strict=True)))]
 
 
 def _copied(module: nn.Module) -> Any:
-    """Copy a module, even if it keeps a tensor that belongs to an autograd graph, such as a pruned weight."""
+    """Copy a module, even if the module keeps a tensor of an autograd graph, such as a pruned weight."""
     attributes = (value for each in module.modules() for value in vars(each).values())
     computed = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
     return copy.deepcopy(module, {id(tensor): tensor.detach() for tensor in computed})
@@ -105,7 +90,7 @@ def _measure(
         marks.append(clock.mark())
         with store.deferring():
             grads = [torch.ones_like(tensor) for tensor in output.tensors]
-            run_backward(*output.backward_from(grads), accumulates=True)
+            output.backward(grads)
         store.flush(0, run)
         marks.append(clock.mark())
         store.pop(0, run)
@@ -118,7 +103,7 @@ def _measure(
 def stage_times(ops: Sequence[MeasuredOp], placement: Placement, rank: int) -> dict[int, LayerTimes]:
     """Return the median times of one microbatch for each stage of `rank`, from the measured operations of a step.
 
-    In the returned times, `time_b` includes the time of R, and the time of BW, which computes B and W together.
+    `time_b` includes the time of R and, in schedules that do not split the backward, the time of W.
     """
     profiler = Profiler(placement, rank)
     profiler.add(ops)

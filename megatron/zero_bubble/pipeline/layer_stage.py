@@ -1,4 +1,4 @@
-"""The stages of one rank: lists of layers that the executor runs forward and backward."""
+"""Runs the forward and the backward of the layers of one rank, for the executor of a schedule."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron.zero_bubble.pipeline.autocast import Autocast
 from megatron.zero_bubble.pipeline.batches import Microbatches
-from megatron.zero_bubble.pipeline.buffer_snapshot import BufferSnapshot
 from megatron.zero_bubble.pipeline.dropped_layers import DroppingLayer
-from megatron.zero_bubble.pipeline.graph_backward import run_backward
+from megatron.zero_bubble.pipeline.failures import Failure, failing_as
+from megatron.zero_bubble.pipeline.forward_state import ForwardState
 from megatron.zero_bubble.pipeline.messages import MessageSpec, StageMessage, clone_tensors, spec_of, versions_of
 from megatron.zero_bubble.pipeline.shared_state import parameters_behind
 from megatron.zero_bubble.pipeline.specs import FunctionLayer
@@ -25,7 +25,7 @@ from megatron.zero_bubble.schedule.errors import one_line
 
 @dataclass(frozen=True)
 class HeldLayer:
-    """A layer that this rank holds."""
+    """A layer of one rank."""
 
     index: int
     """Position of the layer among all layers of the model."""
@@ -35,19 +35,11 @@ class HeldLayer:
     """The function that runs the layer: the module itself, or a function of the module."""
 
 
-class Failure(NamedTuple):
-    """A failed forward. Failures sort by microbatch, then by stage; the first failure causes all later failures."""
-
-    microbatch: int
-    stage: int
-    problem: str
-
-
 class LayerStage:
-    """Computes F and B of the layers of one rank; implements `Stage` with `StageMessage` in place of tensors.
+    """Computes F and B of the layers of one rank; implements `SteppingStage` with `StageMessage` in place of tensors.
 
-    The error of a failed forward is recorded, and zeros replace the forward's output. After a failed forward, the step
-    continues to its end, so that no rank waits forever and all ranks can raise the same error.
+    The error of a failed forward is recorded, and zeros replace the forward's output. After a failed forward, all ranks
+    finish the step, so that no rank waits forever and all ranks can raise the same error.
 
     Args:
         chunks: the layers of each of the rank's stages.
@@ -64,47 +56,37 @@ class LayerStage:
     ) -> None:
         self.chunks = chunks
         self.stages = placement.stages_of(rank)
-        self.autocast = Autocast.current(device.type)
-        self.losses: dict[int, torch.Tensor] = {}
-        self.failures: list[Failure] = []
-        self.cause: Exception | None = None
         self._last = placement.num_stages - 1
         self._loss_fn, self.device = loss_fn, device
-        self._microbatches = Microbatches([], [])
-        self._places: Sequence[int] = ()
-        self._sent: Mapping[int, MessageSpec] = {}
-        self._announced: Mapping[int, MessageSpec] = {}
-        self._gradients: dict[tuple[int, int], list[TensorSpec]] = {}
         self._changes_input: set[int] = set()
         self._changes_target = False
+        self.validate: Callable[[], bool]
+        """In a schedule with post-validation, validates the last optimizer step; see `SteppingStage.validate`."""
         self._restored_modules = [layer.module for chunk in chunks for layer in chunk]
         if isinstance(loss_fn, torch.nn.Module) and self._last in self.stages:
             self._restored_modules.append(loss_fn)
+        self.expect({}, shapes_vary=False)
+        self.begin(Microbatches([], []), Autocast.current(device.type))
 
     def begin(self, microbatches: Microbatches, autocast: Autocast) -> None:
-        """Set the data of a step; a later call of `expect` sets the specs of the step's messages."""
-        self._microbatches, self.autocast, self._places = microbatches, autocast, ()
-        self.losses, self.failures, self.cause = {}, [], None
-
-    @property
-    def inputs(self) -> list[Any]:
-        """The inputs of the step's microbatches; empty on ranks without the data."""
-        return self._microbatches.inputs
+        """Set the data of a step; `microbatches` is empty on ranks with neither the first nor the last stage."""
+        self.microbatches, self.autocast = microbatches, autocast
+        self._places: Sequence[int] = ()
+        self.forget_forwards()
 
     def reorder(self, places: Sequence[int]) -> None:
         """Reorder the step's microbatches: the schedule's microbatch k is the data's microbatch number `places[k]`."""
         self._places = places
-        if self._microbatches.targets:
-            inputs, targets = self._microbatches
-            self._microbatches = Microbatches([inputs[n] for n in places], [targets[n] for n in places])
+        if self.microbatches.targets:
+            self.microbatches = Microbatches(*([values[n] for n in places] for values in self.microbatches))
 
     def expect(self, sent: Mapping[int, MessageSpec], *, shapes_vary: bool) -> None:
         """Set the structure, shapes and types of the message that each stage sends to the next stage.
 
         If `shapes_vary` is set, the shapes in `sent` are only examples.
         """
-        self._sent = sent
-        self._announced = {stage: spec.announced() for stage, spec in sent.items()} if shapes_vary else {}
+        self._sent, self._shapes_vary = sent, shapes_vary
+        self._expected = {stage: spec.announced() if shapes_vary else spec for stage, spec in sent.items()}
 
     def trained_parameters(self) -> list[bool]:
         """Return `requires_grad` of every parameter; these values decide which gradients the stages exchange."""
@@ -112,13 +94,28 @@ class LayerStage:
         return [parameter.requires_grad for layer in layers for parameter in layer.module.parameters()]
 
     def forget_forwards(self) -> None:
-        """Forget the results of this step's forwards, which will run again."""
-        self.losses, self.failures, self.cause, self._gradients = {}, [], None, {}
+        """Forget the results of the forwards that have run in this step."""
+        self.losses: dict[int, torch.Tensor] = {}
+        self.failures: list[Failure] = []
+        self.cause: Exception | None = None
+        self._gradients: dict[tuple[int, int], list[TensorSpec]] = {}
+
+    def remember(self) -> None:
+        """Save the random states and buffers, in case the forwards before the operation VALIDATE have to run again."""
+        self._remembered = self._forward_state()
+
+    def restart(self) -> None:
+        self._remembered.restore()
+        torch.clear_autocast_cache()
+        self.forget_forwards()
+
+    def step(self) -> None:
+        """Do nothing, because gradients are summed over tied layers and replicas later, before the optimizer's step."""
 
     def end(self) -> torch.Tensor | None:
         """Forget the data of the step and return the step's loss; None if the last stage is not on this rank."""
         losses = [self.losses[microbatch] for microbatch in sorted(self.losses)]
-        self._microbatches, self.losses, self._gradients = Microbatches([], []), {}, {}
+        self.microbatches, self.losses, self._gradients = Microbatches([], []), {}, {}
         return sum(losses[1:], start=losses[0]) if losses else None
 
     def forward(self, microbatch: int, chunk: int, message: StageMessage | None) -> StageMessage:
@@ -132,52 +129,45 @@ class LayerStage:
             output = self._zeros(stage)
         if stage == self._last:
             self.losses[microbatch] = output.tensors[0].detach()
-        elif self._announced:
+        elif self._shapes_vary:
             # The gradients of these tensors will have the same shapes.
-            wanted = zip(output.tensors, output.spec.needs_gradient, strict=True)
-            self._gradients[stage, microbatch] = [spec_of(tensor) for tensor, needs in wanted if needs]
+            self._gradients[stage, microbatch] = [spec_of(tensor) for tensor in output.wanted]
         return output
 
     def _forward(self, microbatch: int, chunk: int, message: StageMessage | None) -> StageMessage:
         stage = self.stages[chunk]
         with self.autocast.forward():
-            value = self._input(microbatch, chunk, message)
+            value = self.microbatches.inputs[microbatch] if message is None else message.value
+            if chunk in self._changes_input:
+                value = clone_tensors(value)
             for layer in self.chunks[chunk]:
                 value = _checked_call(layer, value)
             if stage == self._last:
                 # The loss is divided before its backward, as in a single process that accumulates gradients.
-                target = self._microbatches.targets[microbatch]
+                target = self.microbatches.targets[microbatch]
                 loss = self._checked_loss(value, clone_tensors(target) if self._changes_target else target)
-                return StageMessage.of(loss / len(self._microbatches.targets))
-        output, expected = StageMessage.to_send(value), self._sent[stage]
-        if not output.spec.has_form_of(expected, shapes_vary=bool(self._announced)):
-            raise ValueError(self._wrong_form(stage, output.spec))
+                return StageMessage.of(loss / len(self.microbatches.targets))
+        output, expected = StageMessage.to_send(value), self._expected[stage]
+        if not output.spec.has_form_of(expected, shapes_vary=self._shapes_vary):
+            problem = f"stage {stage} sends {output.spec}, but the next stage expects {expected}"
+            if not self._shapes_vary and output.spec.has_form_of(expected, shapes_vary=True):
+                problem += ": give variable_shapes=True if layers change shapes beyond those of the inputs"
+            raise ValueError(problem)
         needs = list(zip(output.spec.needs_gradient, expected.needs_gradient, strict=True))
         if (True, False) in needs and not self._is_checkpointed(chunk):
             raise ValueError(
                 f"tensor {needs.index((True, False))} that stage {stage} sends requires a gradient, but did not in the "
                 "first microbatch: compute it from parameters in every microbatch or in none"
             )
-        return StageMessage(self._announced.get(stage, expected), output.tensors)
-
-    def _wrong_form(self, stage: int, sent: MessageSpec) -> str:
-        expected = self._announced.get(stage, self._sent[stage])
-        problem = f"stage {stage} sends {sent}, but the next stage expects {expected}"
-        if not self._announced and sent.has_form_of(expected, shapes_vary=True):
-            problem += ": give variable_shapes=True if layers change shapes beyond those of the inputs"
-        return problem
+        return StageMessage(expected, output.tensors)
 
     def _zeros(self, stage: int) -> StageMessage:
-        """Return zeros in the form of a stage's output, after the stage's forward has failed."""
+        """Return zeros in place of a stage's output, after the stage's forward has failed."""
         if stage == self._last:
             return StageMessage.of(torch.zeros((), device=self.device))
         specs = self._sent[stage].tensors
         zeros = [torch.zeros_like(spec.empty()) for spec in specs if isinstance(spec, TensorSpec)]
-        return StageMessage(self._announced.get(stage, self._sent[stage]), zeros)
-
-    def _input(self, microbatch: int, chunk: int, message: StageMessage | None) -> Any:
-        value = self._microbatches.inputs[microbatch] if message is None else message.value
-        return clone_tensors(value) if chunk in self._changes_input else value
+        return StageMessage(self._expected[stage], zeros)
 
     def backward(
         self,
@@ -188,7 +178,7 @@ class LayerStage:
         output_grads: StageMessage | None,
     ) -> StageMessage | None:
         grads = output.spread(output_grads) if output_grads is not None else [torch.ones_like(output.tensors[0])]
-        run_backward(*output.backward_from(grads), accumulates=True)
+        output.backward(grads)
         return None if input_message is None else input_message.take_gradients()
 
     def release_output(self, output: StageMessage) -> None:
@@ -203,11 +193,11 @@ class LayerStage:
     def message_spec(self, op: Op) -> MessageSpec:
         stage = self.stages[op.chunk]
         if op.kind is OpKind.RECV_FORWARD:
-            return self._announced.get(stage - 1, self._sent[stage - 1])
-        gradients = self._sent[stage].gradients()
-        if not self._announced:
-            return gradients
-        return gradients.answering(partial(self._gradients.get, (stage, op.microbatch)))
+            return self._expected[stage - 1]
+        gradients = self._expected[stage].gradients()
+        if self._shapes_vary:
+            return gradients.answering(partial(self._gradients.get, (stage, op.microbatch)))
+        return gradients
 
     def probe(self, stage: int, message: StageMessage | None) -> StageMessage:
         """Run the forward of `stage` on the first microbatch without side effects; return the stage's message.
@@ -219,7 +209,7 @@ class LayerStage:
         if message is not None:
             message.requires_grad_()
         with self._without_trace(), self.autocast.forward():
-            given = clone_tensors(self._microbatches.inputs[0] if message is None else message.value)
+            given = clone_tensors(self.microbatches.inputs[0] if message is None else message.value)
             value, before = given, versions_of(given)
             own = {parameter for layer in self.chunks[chunk] for parameter in layer.module.parameters()}
             seen: set[Any] = set()
@@ -237,7 +227,7 @@ class LayerStage:
                 # in use, so the layers get a copy.
                 self._changes_input.add(chunk)
             if stage == self._last:
-                target = clone_tensors(self._microbatches.targets[0])
+                target = clone_tensors(self.microbatches.targets[0])
                 before = versions_of(target)
                 value = self._checked_loss(value, target)
                 # A forward may run more than once, so the loss gets a copy of a target that it changes in place.
@@ -255,14 +245,12 @@ class LayerStage:
         return output
 
     def _is_checkpointed(self, chunk: int) -> bool:
-        """Tell whether the chunk has a checkpointed layer; in F, all outputs of such a layer require a gradient."""
+        """Tell whether a layer of the chunk is checkpointed: in F, all outputs of such a layer require a gradient."""
         return any(isinstance(layer.call, DroppingLayer) for layer in self.chunks[chunk])
 
     def _checked_loss(self, output: Any, target: Any) -> torch.Tensor:
-        try:
+        with failing_as("loss_fn"):
             loss = self._loss_fn(output, target)
-        except Exception as error:
-            raise ValueError(f"loss_fn failed: {_error_text(error)}") from error
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a tensor with one number, got {got}")
@@ -272,28 +260,20 @@ class LayerStage:
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
-        """Restore random states and buffers after the `with` block."""
-        buffers = self.snapshot()
+        """Undo the side effects of forwards in the `with` block."""
+        before = self._forward_state()
         try:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                yield
+            yield
         finally:
-            buffers.restore()
+            before.restore()
 
-    def snapshot(self) -> BufferSnapshot:
-        """Return a snapshot of the buffers of this rank's layers and, if the rank computes the loss, of `loss_fn`."""
-        return BufferSnapshot(self._restored_modules)
+    def _forward_state(self) -> ForwardState:
+        return ForwardState(self._restored_modules, self.device)
 
 
 def _checked_call(layer: HeldLayer, value: Any) -> Any:
-    try:
+    with failing_as(f"layer {layer.index} ({layer.class_name})"):
         result = layer.call(value)
-    except Exception as error:
-        raise ValueError(f"layer {layer.index} ({layer.class_name}) failed: {_error_text(error)}") from error
     if result is None:
         raise ValueError(f"layer {layer.index} ({layer.class_name}) returned None, not the input of the next layer")
     return result
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)}".rstrip()

@@ -1,7 +1,7 @@
 """Messages between stages: tensors in tuples, lists and dicts, sent one after the other on one channel.
 
-The executor passes messages on without reading the messages' tensors. The executor gets a `StageMessage` in place of a
-tensor, and a `MessageCommunicator` in place of a communicator.
+The executor gets a `StageMessage` in place of a tensor, and a `MessageCommunicator` in place of a communicator. The
+executor does not read the tensors inside of a message.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import compress
 from typing import Any, cast
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from megatron.zero_bubble.pipeline.graph_backward import run_backward
 from megatron.zero_bubble.runtime.communicator import Communicator, PendingReceive, PendingSend, TensorSpec
-from megatron.zero_bubble.runtime.variable_shapes import (
-    AnnouncedSpec,
-    AnswerSpec,
-    AnySpec,
-    VariableCommunicator,
-)
+from megatron.zero_bubble.runtime.variable_shapes import AnnouncedSpec, AnswerSpec, AnySpec, VariableCommunicator
 
 Constant = None | bool | int | float | str
 """A constant in a message; constants are the same for every microbatch and are not sent."""
@@ -37,22 +33,14 @@ class MessageSpec:
     needs_gradient: tuple[bool, ...]
     """For each tensor, whether the sending stage needs the tensor's gradient."""
 
-    @cached_property
-    def _flat(self) -> tuple[list[AnySpec | Constant], Any]:
-        return pytree.tree_flatten(self.template)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only `template` and `needs_gradient`, and no cached properties, because specs are sent to other
-        ranks."""
-        return MessageSpec, (self.template, self.needs_gradient)
-
-    @cached_property
+    @property
     def tensors(self) -> list[AnySpec]:
-        return [leaf for leaf in self._flat[0] if isinstance(leaf, AnySpec)]
+        """The specs of the message's tensors, in the order of the tensors."""
+        return [leaf for leaf in pytree.tree_leaves(self.template) if isinstance(leaf, AnySpec)]
 
     def gradients(self) -> MessageSpec:
-        """Return the spec of the message that the receiver sends back: gradients of the tensors that need gradients."""
-        wanted = tuple(spec for spec, needs in zip(self.tensors, self.needs_gradient, strict=True) if needs)
+        """Return the spec of the receiver's answer: the gradients of the tensors that need gradients."""
+        wanted = tuple(compress(self.tensors, self.needs_gradient))
         return MessageSpec(wanted, (False,) * len(wanted))
 
     def on(self, device: torch.device) -> MessageSpec:
@@ -61,10 +49,9 @@ class MessageSpec:
         return replace(self, template=template)
 
     def value_of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the tensors of a message with this spec, in the structure of the layer's output."""
+        """Put the tensors of a message with this spec into the structure of the layer's output."""
         given = iter(tensors)
-        leaves, structure = self._flat
-        return pytree.tree_unflatten([next(given) if isinstance(leaf, AnySpec) else leaf for leaf in leaves], structure)
+        return pytree.tree_map(lambda leaf: next(given) if isinstance(leaf, AnySpec) else leaf, self.template)
 
     def announced(self) -> MessageSpec:
         """Return this spec without shapes, for a receiver that learns the shapes of a message from headers."""
@@ -77,26 +64,22 @@ class MessageSpec:
         def later(k: int) -> AnswerSpec:
             return AnswerSpec(lambda: None if (specs := find()) is None else specs[k])
 
-        return replace(self, template=tuple(later(k) for k in range(len(self.tensors))))
+        return replace(self, template=tuple(map(later, range(len(self.tensors)))))
 
     def has_form_of(self, other: MessageSpec, *, shapes_vary: bool = False) -> bool:
-        """Tell whether a receiver that expects a message of the spec `other` can receive a message of this spec.
-
-        If `shapes_vary` is set, the shapes of the two specs may differ.
-        """
+        """Tell whether two specs have the same structure, constants, types and, unless `shapes_vary`, shapes."""
         ours, theirs = (each.announced().template if shapes_vary else each.template for each in (self, other))
         return bool(ours == theirs or _with_one_nan(ours) == _with_one_nan(theirs))
 
     def __str__(self) -> str:
-        leaves, structure = self._flat
-        return str(pytree.tree_unflatten(map(_Words, map(_leaf_text, leaves)), structure))
+        return str(pytree.tree_map(_leaf_text, self.template))
 
 
 class StageMessage:
     """A message between neighbouring stages: tensors, and the structure in which layers return them.
 
     Args:
-        spec: the spec of the message, as the receiver knows it.
+        spec: the structure of the message, and the shapes and types that its receiver expects.
         tensors: the tensors of the message, in the order of the spec.
     """
 
@@ -143,18 +126,22 @@ class StageMessage:
         """The tensors and constants of the message, in the structure that layers take and return."""
         return self.spec.value_of(self.tensors)
 
-    def backward_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Return the graph edges at which the backward of this message begins, and the gradients at these edges."""
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Run the backward of the graph that has computed this message, from the gradients of the message's tensors."""
         pairs = [
             (edge, grad) for edge, grad in zip(self._edges, grads, strict=True) if edge is not None and grad is not None
         ]
-        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+        run_backward([edge for edge, _ in pairs], [grad for _, grad in pairs], accumulates=True)
+
+    @property
+    def wanted(self) -> list[torch.Tensor]:
+        """The tensors whose gradients the sender needs."""
+        return list(compress(self.tensors, self.spec.needs_gradient))
 
     def requires_grad_(self) -> None:
         """Set `requires_grad` of tensors whose gradients the sender needs; called by the executor after a receive."""
-        for tensor, needs in zip(self.tensors, self.spec.needs_gradient, strict=True):
-            if needs:
-                tensor.requires_grad_()
+        for tensor in self.wanted:
+            tensor.requires_grad_()
 
     def detach(self) -> StageMessage:
         """Return a message with the same values but without an autograd graph, for a stage on the same rank."""
@@ -170,9 +157,8 @@ class StageMessage:
         return [next(given) if needs else None for needs in self.spec.needs_gradient]
 
     def take_gradients(self) -> StageMessage:
-        """Return a message with the gradients of this received message: zeros for tensors that no layer has used."""
-        wanted = [tensor for tensor, needs in zip(self.tensors, self.spec.needs_gradient, strict=True) if needs]
-        grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in wanted]
+        """Return a message with the gradients of this received message; tensors that no layer has used get zeros."""
+        grads = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in self.wanted]
         return StageMessage(self.spec.gradients(), grads)
 
 
@@ -202,11 +188,11 @@ class _Words(str):
     __repr__ = str.__str__
 
 
-def _leaf_text(leaf: AnySpec | Constant) -> str:
+def _leaf_text(leaf: AnySpec | Constant) -> _Words:
     if not isinstance(leaf, TensorSpec | AnnouncedSpec):
-        return repr(leaf)
+        return _Words(repr(leaf))
     shape = list(leaf.shape) if isinstance(leaf, TensorSpec) else "[any]"
-    return f"{str(leaf.dtype).removeprefix('torch.')}{shape}"
+    return _Words(f"{str(leaf.dtype).removeprefix('torch.')}{shape}")
 
 
 class MessageCommunicator:
@@ -216,7 +202,7 @@ class MessageCommunicator:
         self._inner: Communicator | VariableCommunicator = inner
 
     def take_headers(self, headers: Communicator) -> None:
-        """Announce the shapes of later activations over `headers`; see `VariableCommunicator`."""
+        """Send the shapes of later activations over the channels `headers`; see `VariableCommunicator`."""
         self._inner = VariableCommunicator(self._inner, headers)
 
     def announce(self, message: StageMessage, destination: int) -> PendingSend:

@@ -1,4 +1,4 @@
-"""The options of a `Pipeline`, and the check that all ranks were given the same arguments."""
+"""The options of a `Pipeline`, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class PipelineOptions:
     """Options of a `Pipeline`, the same on all ranks.
 
     Args:
-        partition: which layers a stage gets. "uniform" balances the number of layers, "parameters" the number of
-            parameters, "type:REGEX" the number of layers whose class matches, and "profile" the measured times of the
-            layers. If `partition` is a list, the list has the first layer of every stage except the first stage.
+        partition: how layers are assigned to stages. "uniform" balances the number of layers, "parameters" the number
+            of parameters, "type:REGEX" the number of layers whose class matches, and "profile" the measured times of
+            the layers. A list as `partition` contains the first layer of every stage except the first stage.
         example: inputs and targets of one microbatch, for the partition "profile".
         num_chunks: number of stages per rank; by default the schedule's own number.
         memory_limit: limit for the activation memory of a rank, in units of one microbatch's activations on all stages
@@ -83,7 +83,7 @@ class PipelineOptions:
             raise ValueError("offload and checkpoint=True: nothing that is recomputed is copied, so leave one out")
 
     def compared(self) -> dict[str, Any]:
-        """Name -> value of the options that ranks compare: all options but `example`, which only one rank uses."""
+        """Return all options by name except `example`, which may differ between ranks, because one rank uses it."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "example"}
 
 
@@ -97,10 +97,6 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
 
 
 def _is_class(value: Any) -> bool:
@@ -117,12 +113,12 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "num_chunks": (lambda v: v is None or _is_whole(v), "a whole number"),
     "memory_limit": (lambda v: v is None or _is_number(v) or _each(v, _is_number), "a number, or a number per rank"),
     "offload": (lambda v: v is None or _is_number(v), "a number"),
-    "checkpoint": (_is_flag, "True or False"),
     "split_layers": (lambda v: _each(v, _is_class), "a list of classes of modules"),
-    "variable_shapes": (_is_flag, "True or False"),
-    "post_validation": (_is_flag, "True or False"),
+    **dict.fromkeys(
+        ("checkpoint", "variable_shapes", "post_validation"), (lambda v: isinstance(v, bool), "True or False")
+    ),
 }
-"""Option -> function that tells whether a value has the option's type, and a description of the type."""
+"""Option -> function that tells whether a value has the type of the option, and a description of the type."""
 
 
 def check_types(layers: Any, loss_fn: Any, options: Any) -> None:
@@ -162,11 +158,11 @@ Words = dict[str, str | list[str]]
 
 
 def check_same_arguments(agreement: Agreement, layers: Sequence[Any], others: Mapping[str, Any]) -> None:
-    """Compare the arguments of all ranks; a collective call.
+    """Check that all ranks have the same valid arguments; a collective call.
 
     Raises:
-        ValueError: on every rank, if an argument differs between two ranks, num_microbatches is no whole number, the
-            schedule is neither a name nor a schedule, or a layer has no shapes yet.
+        ValueError: on every rank, if an argument differs between two ranks, `num_microbatches` is no whole number, the
+            schedule is neither a name nor a schedule, or a layer has parameters without shapes.
     """
     first, *following = agreement.collect(lambda: _argument_texts(layers, others))
     for rank, words in enumerate(following, start=1):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.zero_bubble.pipeline.buffer_snapshot import memory_of
+from megatron.zero_bubble.pipeline.forward_state import memory_of
+from megatron.zero_bubble.pipeline.gradients import LayerNorm, TiedLayer, own_norms
 from megatron.zero_bubble.pipeline.held_layers import HeldLayers
 from megatron.zero_bubble.pipeline.interconnect import Agreement
 
@@ -20,19 +21,12 @@ class PartialModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._agreement: Agreement
-        self._num_layers = 0
-        # In a tuple, so that the module does not register the placeholder as a parameter.
-        self._placeholders = (nn.Parameter(torch.empty(0)),)
-
-    @property
-    def placeholder(self) -> nn.Parameter:
-        """An empty parameter, which every optimizer accepts, for a rank whose layers have no parameters."""
-        return self._placeholders[0]
+        # In a tuple, so that the module does not register the parameter.
+        self._placeholder = (("placeholder", nn.Parameter(torch.empty(0))),)
 
     def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters, or `placeholder` if the rank has no parameters."""
-        named = tuple(super().named_parameters(*arguments, **options))
-        yield from named or [("placeholder", self.placeholder)]
+        """Yield this rank's parameters; without parameters, yield an empty parameter, which every optimizer accepts."""
+        yield from tuple(super().named_parameters(*arguments, **options)) or self._placeholder
 
     def own_named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's layers by name."""
@@ -42,10 +36,16 @@ class PartialModel(nn.Module):
         """Return the parameters of this rank's layers."""
         return list(self.own_named_parameters().values())
 
-    def _hold(self, held: HeldLayers, num_layers: int) -> None:
+    def gradient_norms(self, norm_type: float = 2.0) -> list[LayerNorm]:
+        """Return the norms of this rank's gradients, except gradients of parameters with a copy on an earlier stage."""
+        copies = {parameter for tied in self._tied for parameter in tied.parameters_beyond_first()}
+        own = self.own_named_parameters().items()
+        return own_norms([(layer_of(name), each) for name, each in own if each not in copies], norm_type)
+
+    def _hold(self, held: HeldLayers, tied: Sequence[TiedLayer], num_layers: int) -> None:
         for layer in held.layers:
             self.add_module(str(layer.index), layer.module)
-        self._num_layers = num_layers
+        self._tied, self._num_layers = tied, num_layers
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model on every rank, in host memory; `torch.nn.Sequential` can load it.
@@ -79,5 +79,5 @@ class PartialModel(nn.Module):
 
 
 def layer_of(name: str) -> int:
-    """Return the index of the layer that a parameter or buffer with this name belongs to."""
+    """Return the index of the layer to which the parameter or buffer `name` belongs."""
     return int(name.partition(".")[0])

@@ -1,4 +1,4 @@
-"""Splits a list of layers over ranks and trains them with any schedule.
+"""Splits a list of layers over ranks and trains the layers with any schedule.
 
 pipeline = Pipeline(layers, loss_fn, schedule="zb-v", num_microbatches=8)
 optimizer = torch.optim.Adam(pipeline.parameters())
@@ -13,17 +13,18 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.zero_bubble.pipeline.autocast import Autocast
-from megatron.zero_bubble.pipeline.batches import microbatches_of
-from megatron.zero_bubble.pipeline.gradients import average_over, clip_grad_norm, own_norms
+from megatron.zero_bubble.pipeline.batches import Load, microbatches_of
+from megatron.zero_bubble.pipeline.gradients import average_over, total_norm
 from megatron.zero_bubble.pipeline.held_layers import Summary, Unsplit
 from megatron.zero_bubble.pipeline.interconnect import Agreement, Interconnect, connect_ranks
 from megatron.zero_bubble.pipeline.late_steps import LateSteps, TrainingOutcome, take_step
@@ -34,11 +35,11 @@ from megatron.zero_bubble.pipeline.options import (
     check_same_arguments,
     check_types,
 )
-from megatron.zero_bubble.pipeline.partial_model import PartialModel, layer_of
-from megatron.zero_bubble.pipeline.rank_steps import Load, RankSteps
+from megatron.zero_bubble.pipeline.partial_model import PartialModel
+from megatron.zero_bubble.pipeline.rank_steps import RankSteps
 from megatron.zero_bubble.pipeline.stage_layout import LayoutRequest
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
-from megatron.zero_bubble.schedule import Placement, Schedule
+from megatron.zero_bubble.schedule import Schedule
 
 logger = logging.getLogger("megatron.zero_bubble")
 
@@ -85,22 +86,20 @@ class Pipeline(PartialModel):
         self._close = weakref.finalize(self, interconnect.close)
         self._rank, self._replicas = interconnect.rank, replicas
         self.device, self.num_microbatches = interconnect.device, num_microbatches
-        self._agreement = Agreement.among_all(interconnect)
+        self._agreement = Agreement(interconnect)
         arguments = {"num_microbatches": num_microbatches, "schedule": schedule, **options.compared()}
         check_same_arguments(self._agreement, layers, arguments)
-        size, device = interconnect.size, interconnect.device
-        request = LayoutRequest(layers, loss_fn, schedule, num_microbatches, options, size, device)
+        size = interconnect.size
+        request = LayoutRequest(layers, loss_fn, schedule, num_microbatches, options, size, self.device)
         # One rank plans, so that all ranks get the same schedule or raise the same error.
         self.layout = self._agreement.on(0, request.layout)
         self._steps = RankSteps(layers, loss_fn, self.layout, options, interconnect, self._agreement)
-        self._hold(self._steps.held, len(layers))
-        self._late: LateSteps | None = None
-        if options.post_validation:
-            self._late = self._steps.late_steps(self.own_parameters, lambda: own_norms(self._counted()))
+        self._hold(self._steps.held, self._steps.tied, len(layers))
+        self._late = LateSteps(self._steps, interconnect, self) if options.post_validation else None
         own = sum(parameter.numel() for parameter in self.own_parameters())
         counts = self._agreement.gather((self._steps.held.unsplit, own))
         unsplit = sum((unsplit for unsplit, _ in counts), start=Unsplit())
-        self._summary = Summary(self.layout, num_microbatches, unsplit, sum(count for _, count in counts))
+        self._summary = Summary(self.layout, unsplit, sum(count for _, count in counts))
         if replicas is not None:
             self._copy_first(replicas)
         if self._rank == 0 and (replicas is None or replicas.rank() == 0):
@@ -112,10 +111,6 @@ class Pipeline(PartialModel):
     def schedule(self) -> Schedule:
         """The schedule of a training step."""
         return self.layout.schedule
-
-    @property
-    def _placement(self) -> Placement:
-        return self.layout.schedule.placement
 
     def train_batch(self, batch: Any = None) -> torch.Tensor:
         """Run the forwards and backwards of one step; every rank returns the mean loss of the step's microbatches.
@@ -137,9 +132,9 @@ class Pipeline(PartialModel):
     ) -> TrainingOutcome | None:
         """Run `train_batch`, clip the gradients, take the optimizer's step, drop the gradients; return loss and norm.
 
-        With post-validation the ranks do not wait for each other. `train_step` then returns the outcome of the previous
-        step, and None for the first step. If a step fails, the next call of `train_step` raises `ValueError`, and the
-        pipeline cannot be used any more.
+        With post-validation, `train_step` does not wait for other ranks, and returns the outcome of the previous step,
+        or None in the first step. If a step fails with post-validation, the next call of `train_step` raises
+        `ValueError`, and the pipeline cannot be used any more.
 
         Raises:
             ValueError: on all ranks, if the batch cannot be used, or the optimizer's step fails or needs a closure.
@@ -147,20 +142,20 @@ class Pipeline(PartialModel):
         check_optimizer(optimizer)
         if self._late is None:
             loss = self.train_batch(batch)
-            with Autocast.off(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):
                 outcome = TrainingOutcome(loss, self.clip_grad_norm_(max_norm))
                 self._agreement.raise_any(take_step(optimizer))
             optimizer.zero_grad()
             return outcome
         with torch.enable_grad():
             self._late.run(self._load(batch), optimizer)
-        with Autocast.off(self.device.type):
+        with torch.autocast(self.device.type, enabled=False):
             self._sum_gradients()
             self._late.step(optimizer, max_norm)
         return self._late.take_outcome()
 
     def settle(self) -> TrainingOutcome | None:
-        """Validate the last step of `train_step` and return its outcome; None if no outcome is left to return.
+        """Validate the last step of `train_step` and return its outcome; None if there is no new outcome.
 
         Call `settle` before code outside the pipeline reads parameters or the optimizer's state. The pipeline's own
         methods validate the last step themselves.
@@ -176,9 +171,9 @@ class Pipeline(PartialModel):
         """Run `train_batch`; every rank returns the median seconds of F, B and W of each stage for one microbatch."""
         recorder = OpRecorder(device_clock(self.device))
         self._train(batch, recorder)
-        own = stage_times(recorder.take(), self._placement, self._rank)
-        of_all = {stage: times for part in self._agreement.gather(own) for stage, times in part.items()}
-        return [of_all[stage] for stage in range(self._placement.num_stages)]
+        own = stage_times(recorder.take(), self.schedule.placement, self._rank)
+        of_all = ChainMap(*self._agreement.gather(own))
+        return [of_all[stage] for stage in range(self.schedule.num_stages)]
 
     def _train(self, batch: Any, recorder: OpRecorder | None = None) -> torch.Tensor:
         self._validate()
@@ -199,7 +194,7 @@ class Pipeline(PartialModel):
     def eval_batch(self, batch: Any = None) -> torch.Tensor:
         """Run the forwards of one step in evaluation mode; every rank returns the mean loss.
 
-        The batch has the form that `train_batch` takes.
+        `batch` has the same form as in `train_batch`.
         """
         # Buffers of messages and states of the optimizer, which later steps use, must not become inference tensors.
         with torch.inference_mode(False):
@@ -228,13 +223,11 @@ class Pipeline(PartialModel):
         The norm equals the result of `torch.nn.utils.clip_grad_norm_` for the whole model; every tied parameter
         counts once.
         """
-        counted = self._counted()
-        return clip_grad_norm(self.own_parameters(), counted, self._agreement, self.device, max_norm, norm_type)
-
-    def _counted(self) -> list[tuple[int, nn.Parameter]]:
-        """Return this rank's parameters without a copy on an earlier stage, each with its layer's index."""
-        copies = {parameter for tied in self._steps.tied for parameter in tied.parameters_beyond_first}
-        return [(layer_of(name), own) for name, own in self.own_named_parameters().items() if own not in copies]
+        of_ranks = self._agreement.gather(self.gradient_norms(norm_type))
+        total = total_norm(list(chain(*of_ranks)), self.device, norm_type)
+        if any(of_ranks):
+            nn.utils.clip_grads_with_norm_(self.own_parameters(), max_norm, total)
+        return total
 
     def summary(self) -> str:
         """Describe the partition, and list the layers whose W stays in B with their share of the parameters."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatron.zero_bubble.pipeline.boundaries import Boundaries
-from megatron.zero_bubble.pipeline.buffer_snapshot import renormalized
+from megatron.zero_bubble.pipeline.forward_state import renormalized
 from megatron.zero_bubble.pipeline.specs import LayerSpec, built_on_meta, tie_of, words_of
 
 
@@ -92,7 +92,7 @@ def _check_tie(key: str, specs: dict[int, LayerSpec], is_on_stages: bool) -> Non
 
 
 def _untied_state(module: nn.Module) -> str | None:
-    """Name the part of a module that would differ between the module's copies on several stages; None if there is none.
+    """Return the name of a part of a module that would differ between the module's copies on several stages, or None.
 
     With `max_norm`, a lookup in one copy scales weights of this copy only, so that the copies would differ. Sparse
     gradients of the copies are not summed.

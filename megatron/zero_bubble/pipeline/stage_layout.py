@@ -24,7 +24,7 @@ from megatron.zero_bubble.schedule.recomputation import Recompute
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The layers of every stage, and the schedule."""
+    """The layers of every stage, and the schedule that runs the stages."""
 
     boundaries: boundaries.Boundaries
     """The first layer of every stage, followed by the number of all layers."""
@@ -34,17 +34,13 @@ class StageLayout:
     schedule: Schedule
     """A valid schedule that includes the operations for messages between ranks."""
 
-    @property
-    def num_layers(self) -> int:
-        return self.boundaries[-1]
-
     def layers_of(self, stage: int) -> range:
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """Everything on which a layout depends; the fields have the same meaning as in `Pipeline`."""
+    """A request for a `StageLayout`; the fields have the same meaning as the arguments of `Pipeline`."""
 
     layers: Sequence[Any]
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -67,7 +63,13 @@ class LayoutRequest:
                 f"{num_layers} layers are too few for {placement.num_stages} stages, which schedule {plan.name} "
                 f"has on {placement.num_ranks} ranks"
             )
-        times = self._times() if partition == "profile" else None
+        times = None
+        if partition == "profile":
+            if (example := self.options.example) is None:
+                raise ValueError(
+                    "partition='profile' needs example=(inputs, targets), one microbatch to measure layers with"
+                )
+            times = measure_layers(self.layers, self.loss_fn, example, self.device, self.options.split_layers)
         weights, unit = self._weights(times)
         if isinstance(partition, str):
             stages = boundaries.balanced(weights, placement.num_stages)
@@ -84,7 +86,7 @@ class LayoutRequest:
         return StageLayout(stages, loads, unit, plan.schedule(self.num_microbatches))
 
     def _schedules(self) -> RunSchedules:
-        """Return the schedules of the run, made from the schedule or the schedule's name in the field `schedule`."""
+        """Return the run's schedules, for the schedule or the name of a schedule in the field `schedule`."""
         schedule = self.schedule
         if isinstance(schedule, str):
             plan = RunSchedules.named(schedule, self.num_ranks, self.options.num_chunks)
@@ -106,15 +108,8 @@ class LayoutRequest:
         recompute = Recompute.FULL if self.options.checkpoint or checkpointed else Recompute.NONE
         return plan.requesting(memory_limit=self.options.memory_limit, recomputes=(recompute,))
 
-    def _times(self) -> list[LayerTimes]:
-        if self.options.example is None:
-            raise ValueError(
-                "partition='profile' needs example=(inputs, targets), one microbatch to measure layers with"
-            )
-        return measure_layers(self.layers, self.loss_fn, self.options.example, self.device, self.options.split_layers)
-
     def _weights(self, times: list[LayerTimes] | None) -> tuple[Sequence[float], str]:
-        """Return the load of every layer, for balancing the stages, and the unit of the loads."""
+        """Return the load of every layer, and the unit of the loads."""
         if times is not None:
             return [sum(of_layer) for of_layer in times], "s a microbatch"
         partition = self.options.partition
@@ -132,7 +127,7 @@ class LayoutRequest:
 
 
 def num_parameters(index: int, layer: Any) -> int:
-    """Count the parameters of layer `index`; a spec is built on the meta device, without memory for parameters."""
+    """Count the parameters of layer `index`; a `LayerSpec` is built on the meta device, without memory."""
     if isinstance(layer, LayerSpec):
         try:
             layer = built_on_meta(layer)
@@ -146,9 +141,9 @@ def num_parameters(index: int, layer: Any) -> int:
 
 
 def _stage_costs(times: Sequence[LayerTimes], stages: boundaries.Boundaries, unmeasured: StageCosts) -> StageCosts:
-    """Return `unmeasured` with the times of each stage replaced by the sums of its layers' times, in seconds.
+    """Return `unmeasured` with measured times in seconds: the time of a stage is the sum over the stage's layers.
 
-    If stages recompute, R takes as long as F.
+    If the stages recompute, R takes as long as F.
     """
     sums = [LayerTimes(*map(sum, zip(*times[first:end], strict=True))) for first, end in pairwise(stages)]
     # The time of an operation in a schedule must be above zero.

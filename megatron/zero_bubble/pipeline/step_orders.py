@@ -1,10 +1,11 @@
-"""Reorders the microbatches of a step, if they differ in shape, into the order planned for their sizes."""
+"""Reorders microbatches of different shapes into the order that is planned for their sizes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from megatron.zero_bubble.planner.run_schedules import RunSchedules
 from megatron.zero_bubble.planner.step_plan import StepRules
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
-from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, ReadSizes, StepPlanner
+from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, StepPlanner
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.default_costs import default_costs
 
@@ -25,7 +26,7 @@ logger = logging.getLogger("megatron.zero_bubble")
 
 
 class _Peers:
-    """Lets a `StepPlanner` communicate with the ranks of a pipeline; implements the protocol `step_planner.Peers`."""
+    """The ranks of a pipeline that plan a step together; implements the protocol `step_planner.Peers`."""
 
     def __init__(self, agreement: Agreement, first_rank: int) -> None:
         self._agreement, self._first_rank = agreement, first_rank
@@ -37,12 +38,12 @@ class _Peers:
         return self._agreement.gather(value)
 
     def highest(self, level: int) -> int:
-        """Return `level` unchanged: a pipeline has no memory limit in bytes, so all steps run the same schedule."""
+        """Return `level`: without a memory limit in bytes, all steps run the same schedule."""
         return level
 
 
 class StepOrders:
-    """Orders the microbatches of a training step if the microbatches differ in shape.
+    """Plans the order of the microbatches of training steps whose microbatches differ in shape.
 
     Args:
         schedule: the schedule of a training step.
@@ -58,20 +59,18 @@ class StepOrders:
         self._step = 0
 
     @contextmanager
-    def step(
-        self, stage: LayerStage, recorder: OpRecorder | None, ahead: ReadSizes = lambda: ()
-    ) -> Iterator[OpRecorder | None]:
-        """Reorder the microbatches of `stage`; a collective call. The training step runs inside of the `with` block.
+    def step(self, stage: LayerStage, recorder: OpRecorder | None) -> Iterator[OpRecorder | None]:
+        """Reorder the microbatches of `stage` for the training step in the `with` block; a collective call.
 
         Args:
-            recorder: the caller's recorder of the step; with None, the planner decides whether to measure the step.
-            ahead: returns the sizes of the next step's microbatches; empty if the sizes are not known.
+            recorder: the caller's recorder of the step; if it is None, the planner decides whether to measure the step.
 
         Yields:
             The recorder of the step; None if the step is not measured.
         """
         self._step += 1
-        decision = self._planner.decide(self._step, self._rules, self._count, lambda: sizes_of(stage.inputs), ahead)
+        read_sizes = partial(sizes_of, stage.microbatches.inputs)
+        decision = self._planner.decide(self._step, self._rules, self._count, read_sizes)
         stage.reorder(decision.places)
         if decision.order is not None and self._rank == 0:
             logger.debug("microbatch order %s: %.3f times as fast", decision.places, decision.order.gain)

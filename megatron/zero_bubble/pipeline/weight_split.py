@@ -5,13 +5,14 @@ the backward of the layer's graph for the input alone, and W runs the backward o
 alone. Autograd itself computes and adds up the gradients of B and W, so that these gradients equal the gradients of an
 unsplit backward bit by bit.
 
-A module may also defer its weight gradients by itself, with the method of `DefersWeightGradients`.
+A module that implements `DefersWeightGradients` defers its weight gradients itself.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -41,21 +42,23 @@ too, if the subclass inherits the forward."""
 _KEY_VALUE_BIASES = {"bias_k", "bias_v"}
 """Parameters of `nn.MultiheadAttention` that are appended to keys and values; no matrix product uses them."""
 
-_ATTENTION_PARAMETERS = _KEY_VALUE_BIASES | {
+_OUTSIDE_IN_PROJECTION = _KEY_VALUE_BIASES | {"out_proj.weight", "out_proj.bias"}
+
+_ATTENTION_PARAMETERS = _OUTSIDE_IN_PROJECTION | {
     *("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
-    *("out_proj.weight", "out_proj.bias"),
 }
 
 
 @runtime_checkable
 class DefersWeightGradients(Protocol):
-    """A module that splits its backward by itself; `split_modules` does not split modules inside of it."""
+    """A module that splits its own backward, so that `split_modules` does not split the module's submodules."""
 
     def defer_weight_gradients(self, store: WeightGradStore) -> Iterable[nn.Parameter]:
         """Defer weight gradients from now on, and return the parameters whose gradients are deferred; called once.
 
         While `store.is_deferring` is true, a backward calls `store.put` with a function that computes weight gradients
-        and adds them to `.grad`. A backward outside of `store.deferring()` computes the weight gradients at once.
+        and adds the weight gradients to `.grad`. Outside of `store.deferring()`, a backward computes the weight
+        gradients at once.
         """
         ...
 
@@ -63,15 +66,15 @@ class DefersWeightGradients(Protocol):
 def split_modules(
     modules: Iterable[nn.Module], store: WeightGradStore, others: Sequence[type[nn.Module]] = ()
 ) -> list[nn.Parameter]:
-    """Let the layers inside of `modules`, the modules of one stage, put W into `store` while `store.is_deferring`.
+    """Split layers inside of `modules`, the modules of one stage: B puts W into `store` while `store.is_deferring`.
 
     A layer that shares a parameter with another layer is not split, because autograd adds up the gradients of both
     layers in B. A layer with a `forward` that was set on the instance, for example by an adapter, is not split. A layer
     that an earlier call of `split_modules` has split is split again, for the `store` of the new call.
 
     Args:
-        others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep its
-            output. Modules inside of a layer of a class in `others` are not split separately.
+        others: further classes of layers whose forward takes one tensor, returns one tensor, and does not keep the
+            returned tensor. A layer of a class in `others` is split as a whole, and its submodules are not split.
 
     Returns:
         The parameters whose gradients are now computed in W.
@@ -93,19 +96,14 @@ def split_modules(
             split += module.defer_weight_gradients(store)
         elif module in sharded or _is_patched(module) or any(uses[id(own)] != 1 for own in module.parameters()):
             continue
-        elif _is_split_attention(module):
-            attention = _SplitAttention(cast(nn.MultiheadAttention, module), store)
-            module.forward = attention
-            split += attention.parameters
-        elif _can_be_split(module, others):
-            layer = _SplitLayer(module, store)
-            module.forward = layer
-            split += layer.parameters
+        elif (forward := _split_forward(module, store, others)) is not None:
+            module.forward = forward
+            split += forward.parameters
     return split
 
 
 def _callable_modules(modules: Iterable[nn.Module], wholes: tuple[type, ...]) -> Iterator[nn.Module]:
-    """Yield modules and their submodules, each once; omit the submodules of a module whose class is in `wholes`."""
+    """Yield each module and submodule once, except the submodules of modules whose class is in `wholes`."""
     seen: set[nn.Module] = set()
     pending = list(modules)[::-1]
     while pending:
@@ -118,24 +116,21 @@ def _callable_modules(modules: Iterable[nn.Module], wholes: tuple[type, ...]) ->
                 pending += reversed(list(module.children()))
 
 
-def _can_be_split(module: nn.Module, others: Sequence[type[nn.Module]]) -> bool:
-    if isinstance(module, tuple(others)):
-        return True
-    # A weight that is computed from other parameters, as by weight_norm, is not a parameter of the module itself.
-    own = {name for name, _ in module.named_parameters(recurse=False)}
-    return "weight" in own and any(_has_forward_of(kind, module) for kind in SPLIT_LAYERS)
+def _split_forward(
+    module: nn.Module, store: WeightGradStore, others: Sequence[type[nn.Module]]
+) -> _SplitLayer | _SplitAttention | None:
+    """Return a forward with separate B and W for a module; None if the module's backward cannot be split."""
+    # If a weight is computed from other parameters, as by weight_norm, the module has parameters of other names.
+    own = {name for name, _ in module.named_parameters()}
+    if _has_forward_of(nn.MultiheadAttention, module) and own <= _ATTENTION_PARAMETERS:
+        return _SplitAttention(cast(nn.MultiheadAttention, module), store)
+    is_split_layer = "weight" in own and any(_has_forward_of(kind, module) for kind in SPLIT_LAYERS)
+    return _SplitLayer(module, store) if is_split_layer or isinstance(module, tuple(others)) else None
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Tell whether a forward was set on an instance; a forward on an instance may use other modules' parameters."""
+    """Tell whether a module's own forward was replaced, perhaps by a function that uses other modules' parameters."""
     return any("forward" in vars(each) for each in module.modules())
-
-
-def _is_split_attention(module: nn.Module) -> bool:
-    # If a weight is computed from other parameters, the module has parameters of other names.
-    return _has_forward_of(nn.MultiheadAttention, module) and _ATTENTION_PARAMETERS.issuperset(
-        name for name, _ in module.named_parameters()
-    )
 
 
 def _has_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
@@ -143,12 +138,16 @@ def _has_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
 
 
 class _SplitLayer:
-    """The forward of a layer with separate B and W, which replaces the module's own forward."""
+    """Replaces the forward of a module, and splits the module's backward into B and W.
 
-    def __init__(self, module: nn.Module, store: WeightGradStore) -> None:
+    Args:
+        unsplit: names of parameters whose gradients are computed in B.
+    """
+
+    def __init__(self, module: nn.Module, store: WeightGradStore, unsplit: Collection[str] = ()) -> None:
         self._forward = module.forward
-        self._module, self._store = module, store
-        self._deferred: _DeferredCalls | None = None
+        self.module, self.store, self._unsplit = module, store, unsplit
+        self._calls: list[tuple[GradientEdge, torch.Tensor]] = []
         self._of_bundle = -1
         self._is_split = True
 
@@ -159,8 +158,8 @@ class _SplitLayer:
         tensors = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if len(tensors) != 1:
             raise ValueError(
-                f"split_layers={self.class_name} cannot be split: its forward takes {len(tensors)} tensors, not one; "
-                "leave it out of split_layers"
+                f"split_layers={type(self.module).__name__} cannot be split: its forward takes {len(tensors)} "
+                "tensors, not one; leave it out of split_layers"
             )
 
         def forward(input: torch.Tensor) -> torch.Tensor:
@@ -187,23 +186,16 @@ class _SplitLayer:
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters whose gradients are computed in W."""
-        return tuple(parameter for parameter in self._module.parameters() if parameter.requires_grad)
-
-    @property
-    def class_name(self) -> str:
-        return type(self._module).__name__
-
-    @property
-    def is_deferring(self) -> bool:
-        return self._store.is_deferring
+        own = self.module.named_parameters()
+        return tuple(each for name, each in own if each.requires_grad and name not in self._unsplit)
 
     def differentiate(
         self, function: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor], grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of a layer's input and parameters for a backward with `create_graph=True`.
 
-        Later calls of the layer are not split, because autograd has to add up all gradients in one backward if the
-        output of a forward depends on gradients.
+        Later calls of the layer are not split: if an output depends on gradients, one backward must add up all
+        gradients.
         """
         self._is_split = False
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
@@ -212,30 +204,22 @@ class _SplitLayer:
 
     def defer(self, parameters: tuple[nn.Parameter, ...], edge: GradientEdge, grad: torch.Tensor) -> None:
         """Defer the W of one call of the layer; several calls of the layer in one forward share one W."""
-        if self._deferred is None or self._of_bundle != self._store.num_flushed:
-            self._of_bundle, self._deferred = self._store.num_flushed, _DeferredCalls(parameters)
-            self._store.put(self._deferred.run, held=(grad,), parameter=self._module)
-        self._deferred.calls.append((edge, grad))
-
-
-class _SplitInProjection(_SplitLayer):
-    """The projection of queries, keys and values inside of an `nn.MultiheadAttention`."""
-
-    @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        own = self._module.named_parameters(recurse=False)
-        return tuple(each for name, each in own if each.requires_grad and name not in _KEY_VALUE_BIASES)
+        if self._of_bundle != self.store.num_flushed:
+            self._of_bundle, self._calls = self.store.num_flushed, []
+            weight_grad = partial(_run_weight_backward, self._calls, parameters)
+            self.store.put(weight_grad, held=(grad,), parameter=self.module)
+        self._calls.append((edge, grad))
 
 
 class _SplitAttention:
-    """The forward of an `nn.MultiheadAttention`, with both of its projections split.
+    """Replaces the forward of an `nn.MultiheadAttention`, and splits the backward of its two projections.
 
-    Torch's attention passes weights to `linear` inside torch's functions. `_forward` runs copies of torch's functions,
-    with a split layer in place of `linear`. Torch's functions are unchanged for other modules and threads.
+    Torch's functions for attention call `linear` with the weights of a projection. `_forward` runs copies of torch's
+    functions, in which a split layer replaces `linear`. Torch's own functions stay unchanged for other modules.
     """
 
     def __init__(self, module: nn.MultiheadAttention, store: WeightGradStore) -> None:
-        self._in_projection = _SplitInProjection(module, store)
+        self._in_projection = _SplitLayer(module, store, unsplit=_OUTSIDE_IN_PROJECTION)
         self._out_projection, self._module = _SplitLayer(module.out_proj, store), module
         functions = {**vars(functional), "linear": self._linear}
         for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward"):
@@ -263,17 +247,11 @@ def _with_globals(function: Any, names: dict[str, Any]) -> Any:
     return copy
 
 
-class _DeferredCalls:
-    """The W of one layer for one microbatch; it covers all calls of the layer in the microbatch's forward."""
-
-    def __init__(self, parameters: tuple[nn.Parameter, ...]) -> None:
-        self._parameters = parameters
-        self.calls: list[tuple[GradientEdge, torch.Tensor]] = []
-
-    def run(self) -> None:
-        edges, grads = zip(*self.calls, strict=True)
-        self.calls = []
-        run_backward(edges, grads, self._parameters, accumulates=True)
+def _run_weight_backward(calls: list[tuple[GradientEdge, torch.Tensor]], parameters: Sequence[nn.Parameter]) -> None:
+    """Run the W of all calls of one layer in one forward, which are given by their graphs and output gradients."""
+    edges, grads = zip(*calls, strict=True)
+    calls.clear()
+    run_backward(edges, grads, parameters, accumulates=True)
 
 
 class _SplitCall(torch.autograd.Function):
@@ -292,8 +270,8 @@ class _SplitCall(torch.autograd.Function):
             output = function(own_input)
         if not isinstance(output, torch.Tensor):
             raise ValueError(
-                f"split_layers={layer.class_name} cannot be split: its forward returns a {type(output).__name__}, not "
-                "one tensor; leave it out of split_layers"
+                f"split_layers={type(layer.module).__name__} cannot be split: its forward returns a "
+                f"{type(output).__name__}, not one tensor; leave it out of split_layers"
             )
         ctx.layer, ctx.function, ctx.parameters = layer, function, parameters
         ctx.save_for_backward(input)
@@ -312,7 +290,7 @@ class _SplitCall(torch.autograd.Function):
         if not keeps_graph:
             # Freed at once, as autograd frees saved tensors, so that the next layer can use the memory.
             del ctx.edge, ctx.input, ctx.function
-        if layer.is_deferring:
+        if layer.store.is_deferring:
             grads = run_backward((edge,), (grad,), inputs, keeps_graph=True) if inputs else (None,)
             layer.defer(parameters, edge, grad.detach())
             return None, None, grads[0], *(None,) * len(parameters)

@@ -28,7 +28,7 @@ FAULTS = (
         name="probe-changes-buffers",
         file="pipeline/layer_stage.py",
         old="""        finally:
-            buffers.restore()""",
+            before.restore()""",
         new="""        finally:
             pass""",
         effect=(

@@ -1,4 +1,4 @@
-"""Undoes the changes that forwards make to modules' buffers, such as running means, and to weights with `max_norm`."""
+"""Undoes the side effects of forwards: changes of random states, buffers, and weights with `max_norm`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ def renormalized(module: torch.nn.Module) -> Iterator[torch.nn.Embedding | torch
             yield inside
 
 
-class BufferSnapshot:
-    """The buffers of `modules`, and weights with `max_norm`: the tensors themselves, and copies of their values."""
+class ForwardState:
+    """A copy of the state that forwards of `modules` change: random states, buffers, and weights with `max_norm`."""
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
+        self._random_state = torch.get_rng_state()
+        self._device = device
+        self._device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         inside = {each for module in modules for each in module.modules()}
         self._tensors = [(each._buffers, dict(each._buffers)) for each in inside if each._buffers]
         buffers = [tensor for _, tensors in self._tensors for tensor in tensors.values() if tensor is not None]
@@ -27,7 +30,10 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back buffer tensors that forwards have replaced, and restore the values of all buffers and weights."""
+        """Restore the random states, the buffer tensors, and the values of buffers and weights."""
+        torch.set_rng_state(self._random_state)
+        if self._device_state is not None:
+            torch.cuda.set_rng_state(self._device_state, self._device)
         for buffers, tensors in self._tensors:
             buffers.clear()
             buffers.update(tensors)
@@ -36,7 +42,7 @@ class BufferSnapshot:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of an expanded tensor that has each element of the memory once; return other tensors unchanged."""
+    """Return a view that contains each element in memory once, even if `tensor` is expanded."""
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
