@@ -1,4 +1,4 @@
-"""Opens the channels between pipeline ranks, and measures the channels' device memory, which torch does not count."""
+"""Opens the connections between pipeline ranks, and measures the device memory that torch does not count for them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ChannelCommunicator = TorchCommunicator | HostCommunicator
 
 
 class VariableChannels(VariableCommunicator):
-    """Channels for messages of varying shape; separate channels between the CPUs carry headers with the shapes."""
+    """Sends messages of varying shape; separate connections between the CPUs carry headers with the shapes."""
 
     def __init__(self, messages: ChannelCommunicator, headers: TorchCommunicator) -> None:
         super().__init__(messages, headers)
         self._open = messages, headers
 
     def close(self) -> None:
-        """Shut all channels down; no message may be in flight."""
+        """Close all connections, when no message is in flight."""
         for communicator in self._open:
             communicator.close()
 
 
 class ChannelMemory(NamedTuple):
-    """The number of channels of one rank, and the device memory that they take."""
+    """The number of connections (channels) of one rank, and the device memory of these connections."""
 
     num_channels: int
     num_bytes: int
@@ -47,15 +47,16 @@ def open_channels(
     *,
     shapes_vary: bool = False,
 ) -> ChannelCommunicator | VariableChannels:
-    """Open the channels between the ranks of a pipeline's `group`; a collective call of all ranks of the group.
+    """Open the connections between the ranks of a pipeline; all ranks of the pipeline's `group` make this call.
 
     Args:
-        report: function that is called on every rank if `device` is a GPU. `report` gets the `ChannelMemory` of the
-            rank with the most channels. Among ranks with equally many channels, the rank with the most memory counts.
+        report: on GPUs, called on every rank with the largest `ChannelMemory` of all ranks, which are compared by the
+            number of connections and then by memory.
         shapes_vary: whether the shapes of activations vary and are sent in headers.
 
     Raises:
-        ValueError: shapes vary on a GPU with one hardware queue, and `communicator` is not `HostCommunicator`.
+        ValueError: activations vary in shape on a GPU with one hardware queue, and `communicator` is not
+            `HostCommunicator`.
     """
     if shapes_vary and communicator is TorchCommunicator:
         refuse_one_queue(device)

@@ -23,15 +23,12 @@ class Clock(Protocol):
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Return the time at which each mark was reached; this call may wait until all marks are reached."""
-        ...
 
     def lag(self) -> float:
         """Return the seconds by which this clock lags behind the host's clock; this call may wait for the device."""
-        ...
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
         """Count the marks that the device has reached, without waiting; None if marks are always reached at once."""
-        ...
 
 
 class HostClock:
@@ -114,11 +111,9 @@ class MemoryMeter(Protocol):
 
     def end(self, op: Op) -> int:
         """Return the change of memory since `begin`, in bytes."""
-        ...
 
     def inside(self) -> int:
         """Return the temporary bytes of the last operation: the peak beyond the memory at `begin` and at `end`."""
-        ...
 
 
 class _MemoryUse(NamedTuple):

@@ -17,18 +17,15 @@ class Rollback(Protocol):
 
     def prepare(self) -> None:
         """Begin to copy the parameters and optimizer states, which stay unchanged until the next step."""
-        ...
 
     def before_step(self) -> None:
         """Complete the copy of the parameters and optimizer states; called right before the optimizer's step."""
-        ...
 
     def undo(self) -> None:
         """Restore the parameters, optimizer states and settings of parameter groups to their values at `before_step`.
 
         The gradients of the undone step must still be in memory.
         """
-        ...
 
 
 def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: bool = False) -> Rollback:

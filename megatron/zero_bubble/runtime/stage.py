@@ -18,7 +18,6 @@ class Stage(Protocol):
 
         Returns the message for the next stage; on the last stage, the loss.
         """
-        ...
 
     def backward(
         self,
@@ -32,7 +31,6 @@ class Stage(Protocol):
 
         Returns the gradient of `input_tensor`, or None on the first stage.
         """
-        ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
         """Free the values of an output that was passed on; the backward needs only the output's autograd node.
@@ -55,7 +53,6 @@ class Stage(Protocol):
 
     def message_spec(self, op: Op) -> TensorSpec:
         """Return the shape, type and device of the message that the receive operation `op` receives."""
-        ...
 
 
 class PairingStage(Stage, Protocol):
@@ -77,7 +74,6 @@ class PairingStage(Stage, Protocol):
 
         The arguments and results are the same as in `Stage.forward` and `Stage.backward`.
         """
-        ...
 
 
 class SteppingStage(Stage, Protocol):
@@ -85,18 +81,15 @@ class SteppingStage(Stage, Protocol):
 
     def step(self) -> None:
         """Run the optimizer's step with this rank's complete gradients, before the norm of all gradients is known."""
-        ...
 
     def validate(self) -> bool:
         """Confirm or amend the last optimizer step; return whether forwards must run again.
 
         `validate` returns the same value on all ranks.
         """
-        ...
 
     def restart(self) -> None:
         """Undo the forwards of the current step, which will run again on the same data in the same order."""
-        ...
 
 
 class VocabularyStage(Stage, Protocol):
@@ -109,7 +102,6 @@ class VocabularyStage(Stage, Protocol):
 
     def run_on_shard(self, op: Op) -> None:
         """Run this rank's operation `op` on the shard (E, EW, S, L or T), whose inputs have arrived."""
-        ...
 
     def exchange(self, op: Op) -> None:
         """Take part in a collective operation of all ranks, such as HIDDEN, the broadcast of the last stage's output.
@@ -119,4 +111,3 @@ class VocabularyStage(Stage, Protocol):
         call of `exchange` waits for all computation launched before the call. A tensor that `exchange` reads must not
         be freed until this rank has waited for a later exchange.
         """
-        ...

@@ -40,15 +40,12 @@ class Peers(Protocol):
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Run `action` on a pipeline's first rank; all ranks of the pipeline get the result or raise `Infeasible`."""
-        ...
 
     def gather(self, value: T) -> list[T]:
         """Return the `value` of each rank whose measurements are fitted together with this rank's measurements."""
-        ...
 
     def highest(self, level: int) -> int:
         """Return the highest `StepDecision.level` of all pipelines; called on the first rank of each pipeline."""
-        ...
 
 
 @dataclass
