@@ -43,7 +43,10 @@ class Collectives(Protocol):
         """Fill `part` on rank r with `parts[r]` of rank `root`; `parts` is None on all ranks but `root`."""
 
     def close(self) -> None:
-        """Leave the group, so that later collectives of the other ranks fail."""
+        """Leave the group, so that later collectives of the other ranks fail.
+
+        No collective of this rank may be running.
+        """
 
 
 class TorchCollectives:

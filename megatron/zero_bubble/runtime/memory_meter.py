@@ -26,6 +26,8 @@ class SavedTensorMeter:
     activations that a schedule offloads, `offload` counts the bytes on the device.
     """
 
+    inside = 0  # the peak inside an operation cannot be measured on a CPU
+
     def __init__(
         self,
         store: WeightGradStore,
@@ -70,13 +72,9 @@ class SavedTensorMeter:
         self._held[key] = held
         return change
 
-    def inside(self) -> int:
-        """Return 0, because the peak inside an operation cannot be measured on a CPU."""
-        return 0
-
 
 def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
-    """Record a tensor that autograd saves, unless the tensor is a parameter; return the tensor for autograd to save."""
+    """Record a tensor that autograd saves, unless it is a parameter; return the tensor that autograd keeps."""
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
         return tensor
@@ -101,7 +99,7 @@ class CudaMeter:
     """Measures memory on a GPU as the bytes that torch's allocator has allocated, message buffers included."""
 
     def __init__(self) -> None:
-        self._before = self._inside = 0
+        self._before = self.inside = 0
 
     def begin(self, op: Op) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -109,11 +107,8 @@ class CudaMeter:
 
     def end(self, op: Op) -> int:
         after = torch.cuda.memory_allocated()
-        self._inside = torch.cuda.max_memory_allocated() - max(self._before, after)
+        self.inside = torch.cuda.max_memory_allocated() - max(self._before, after)
         return after - self._before
-
-    def inside(self) -> int:
-        return self._inside
 
 
 def memory_meter(
@@ -122,5 +117,5 @@ def memory_meter(
     kept_by_shard: Callable[[int], int] | None = None,
     offload: OffloadStore | None = None,
 ) -> MemoryMeter:
-    """Return the memory meter for `device`; the other arguments are the arguments of `SavedTensorMeter`."""
+    """Return a memory meter for `device`; `SavedTensorMeter` describes the other arguments."""
     return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard, offload)
