@@ -1,4 +1,4 @@
-"""Opens the connections between pipeline ranks, and measures the device memory that torch does not count for them."""
+"""Opens connections between pipeline ranks, and measures the connections' memory, which torch does not count."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.communicator import HostCommunicator, TorchCommunicator, channels
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator, channels
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.variable_shapes import HEADER, VariableCommunicator, refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
-
-ChannelCommunicator = TorchCommunicator | HostCommunicator
 
 
 class VariableChannels(VariableCommunicator):
     """Sends messages of varying shape; separate connections between the CPUs carry headers with the shapes."""
 
-    def __init__(self, messages: ChannelCommunicator, headers: TorchCommunicator) -> None:
+    def __init__(self, messages: TorchCommunicator, headers: TorchCommunicator) -> None:
         super().__init__(messages, headers)
         self._open = messages, headers
 
     def close(self) -> None:
-        """Close all connections, when no message is in flight."""
+        """Close all connections. No message may be in flight."""
         for communicator in self._open:
             communicator.close()
 
@@ -38,7 +36,7 @@ class ChannelMemory(NamedTuple):
 
 
 def open_channels(
-    communicator: type[ChannelCommunicator],
+    communicator: type[TorchCommunicator],
     group: dist.ProcessGroup,
     placement: Placement,
     device: torch.device,
@@ -46,7 +44,7 @@ def open_channels(
     report: Callable[[ChannelMemory], None],
     *,
     shapes_vary: bool = False,
-) -> ChannelCommunicator | VariableChannels:
+) -> TorchCommunicator | VariableChannels:
     """Open the connections between the ranks of a pipeline; all ranks of the pipeline's `group` make this call.
 
     Args:

@@ -1,4 +1,4 @@
-"""Collective operations (broadcast, gather, reduce, scatter) among the ranks of a group.
+"""Runs collective operations (broadcast, gather, reduce, scatter) among the ranks of a group.
 
 All ranks of a group call the same collectives in the same order. A collective blocks its thread on a CPU, and the
 current stream on a GPU. An `ExchangeLane` overlaps collectives with computation.
@@ -17,7 +17,7 @@ from megatron.zero_bubble.runtime.process_group import Membership, connect
 
 
 class Collectives(Protocol):
-    """Runs collective operations with the other ranks of a group. The caller allocates all tensors as contiguous."""
+    """Runs collective operations in a group of ranks. The caller allocates all tensors, which are contiguous."""
 
     @property
     def rank(self) -> int:
@@ -50,7 +50,7 @@ class Collectives(Protocol):
 
 
 class TorchCollectives:
-    """Collectives over torch.distributed, in a process group that only its members create.
+    """Runs collectives over torch.distributed, in a process group that only the members of the group create.
 
     Args:
         members: global ranks of the group, the same on every rank.
@@ -78,9 +78,7 @@ class TorchCollectives:
             self.sum_to(mine.clone(), root)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        self._group.broadcast([tensor], options).wait()
+        self._group.broadcast(tensor, root).wait()
 
     def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
         # The tensors are flattened, because gloo requires both tensors to have equally many dimensions.
@@ -88,9 +86,7 @@ class TorchCollectives:
 
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:
         if self._reduces:
-            options = dist.ReduceOptions()
-            options.rootRank, options.rootTensor = root, 0
-            self._group.reduce([tensor], options).wait()
+            self._group.reduce(tensor, root).wait()
             return
         gather = dist.GatherOptions()
         gather.rootRank = root

@@ -82,10 +82,6 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda ends: (min(ends) % 2, ends))
 
 
-_SOURCE, _DESTINATION = 0, 1
-"""Ranks of the sender and the receiver within a channel's group."""
-
-
 _RUN_AHEAD = 8
 """Largest number of posted messages that a GPU has not reached; with 8, the GPU has work while the process waits."""
 
@@ -160,7 +156,7 @@ class TorchCommunicator:
                 assert arrived.item() == source, f"channel {source}->{destination} is crossed with another"
 
     def close(self) -> None:
-        """Close the channels, when no message is in flight. NCCL warns at exit about channels that are still open."""
+        """Close the channels. No message may be in flight. NCCL warns at exit about channels that are still open."""
         for group in self._groups.values():
             group.shutdown()
         self._groups = {}
@@ -171,7 +167,8 @@ class TorchCommunicator:
         # The result of `Tensor.conj` is lazy: its memory holds values that are not conjugated yet.
         is_sent_as_it_is = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         message = tensor if is_sent_as_it_is else tensor.detach().resolve_conj().resolve_neg().contiguous()
-        work = self._groups[self._rank, destination].send([message], _DESTINATION, 0)
+        # In the process group of a channel, the sender has rank 0 and the receiver has rank 1.
+        work = self._groups[self._rank, destination].send([message], 1, 0)
         # A detached tensor keeps the message alive although the caller may free the values of `tensor`. The tensor is
         # detached only after the send is posted, because the receiver waits for the send.
         return _TorchSend(work, message.detach())
@@ -180,7 +177,7 @@ class TorchCommunicator:
         if self._run_ahead is not None:
             self._run_ahead.before_message()
         buffer = spec.empty()
-        return _TorchReceive(self._groups[source, self._rank].recv([buffer], _SOURCE, 0), buffer)
+        return _TorchReceive(self._groups[source, self._rank].recv([buffer], 0, 0), buffer)
 
 
 @dataclass(frozen=True)
@@ -207,10 +204,7 @@ class _TorchReceive:
         return self.buffer
 
 
-_HOST = torch.device("cpu")
-
-
-class HostCommunicator:
+class HostCommunicator(TorchCommunicator):
     """Copies each message to host memory, which is pinned for a GPU, and sends the copy over gloo.
 
     `send` waits until the device has computed the message, and `PendingReceive.wait` copies the message to the device.
@@ -228,20 +222,16 @@ class HostCommunicator:
         device: torch.device,
         timeout: timedelta,
     ) -> None:
-        self._channels = TorchCommunicator(pipeline_ranks, rank, placement, _HOST, timeout)
-
-    def close(self) -> None:
-        """Close the channels, when no message is in flight."""
-        self._channels.close()
+        super().__init__(pipeline_ranks, rank, placement, torch.device("cpu"), timeout)
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         message = _HostSpec(tuple(tensor.shape), tensor.dtype, tensor.device).empty()
         message.copy_(tensor.detach())
-        return self._channels.send(message, destination)
+        return super().send(message, destination)
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
         host = _HostSpec(spec.shape, spec.dtype, spec.device)
-        return _HostReceive(self._channels.receive(source, host), spec.device)
+        return _HostReceive(super().receive(source, host), spec.device)
 
 
 @dataclass(frozen=True)

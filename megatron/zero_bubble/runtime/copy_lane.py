@@ -13,14 +13,14 @@ import torch
 
 
 class CopyPair(NamedTuple):
-    """A tensor and the tensor of the same size to which it is copied."""
+    """A source tensor, and a target tensor of the same size for the copy."""
 
     source: torch.Tensor
     target: torch.Tensor
 
 
 class PendingCopy(Protocol):
-    """Copies between a device and host memory that are queued and may not have ended yet."""
+    """Queued copies between a device and host memory, which may not have ended yet."""
 
     def wait(self) -> None:
         """Make all computation that this process launches later wait until the copies have ended."""
@@ -124,7 +124,7 @@ def link_rate(lane: CopyLane, device: torch.device) -> float:
 
 
 class HostBuffers:
-    """Buffers in host memory for copies of tensors; a free buffer is reused by a later copy of the same size.
+    """Buffers in host memory, of `num_bytes` in total; a later copy of the same size reuses a free buffer.
 
     A copy may reuse a buffer as soon as `give_back` has freed the buffer, because queued copies run in order.
     """
@@ -133,7 +133,6 @@ class HostBuffers:
         self._lane = lane
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.num_bytes = 0
-        """Bytes of host memory that have been allocated."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return a buffer of `num_bytes` bytes in host memory.

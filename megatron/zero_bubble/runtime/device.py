@@ -6,7 +6,8 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 
 
 def own_device() -> torch.device:
@@ -35,9 +36,7 @@ def least_free_bytes(device: torch.device) -> float:
     """Return the memory in bytes that every GPU of the job can still allocate; a collective call of all ranks."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    available = torch.tensor([float(free + unused)], dtype=torch.float64, device=device)
-    dist.all_reduce(available, op=dist.ReduceOp.MIN)
-    return available.item()
+    return min(from_all_ranks(float(free + unused)))
 
 
 def return_free_heap() -> None:

@@ -29,7 +29,7 @@ class PendingExchange(Protocol):
 
 
 class ExchangeLane(Protocol):
-    """Runs collectives in the order of submission, without autograd, each after all computation launched before it."""
+    """Runs collectives without autograd in the order of submission, after all computation launched earlier."""
 
     @property
     def waits_in_thread(self) -> bool:
@@ -50,9 +50,9 @@ def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
 class ThreadLane:
     """An `ExchangeLane` for a CPU: one thread runs the collectives, and blocks until each collective is complete.
 
-    After the failure of a collective, the thread runs no later collective, because this rank and the other ranks would
-    run different collectives. The rank leaves the process groups of the collectives, so that no other rank waits for
-    this rank. The thread logs the error at once, because the main thread may still be waiting for another rank.
+    After a collective has failed, the thread runs no later collective, because the ranks would run different
+    collectives. After a failure, the rank leaves the process groups of the collectives, so that no other rank waits for
+    this rank. The thread logs the error of a collective at once, because the main thread may wait for another rank.
 
     Args:
         leave: function that leaves the process groups of the collectives (`Collectives.close`).

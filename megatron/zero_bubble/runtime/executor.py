@@ -33,12 +33,8 @@ class LeftoverError(RuntimeError):
     """Raised if a bug in a schedule or the runtime leaves a message, an activation or a W unused after a step."""
 
 
-_BackwardInputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-"""The inputs of a backward: the input and the output of its forward, and the gradient of the output."""
-
-
 class Executor:
-    """Runs one rank's operations of a lowered schedule.
+    """Runs the operations of one rank, from a schedule that contains sends and receives.
 
     Args:
         schedule: a lowered schedule (see `schedule.lower`), which is valid (see `schedule.validate`).
@@ -186,7 +182,7 @@ class Executor:
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
         """Run a forward and a backward as one operation, or in sequence on a stage without `forward_backward`."""
         input_tensor = self._input_of_forward(stage, forward)
-        inputs = self._inputs_of_backward(stage, backward)
+        inputs = self._backward_inputs(stage, backward)
         self._begin(forward)
         as_one = getattr(stage, "forward_backward", None)
         output = None if as_one else stage.forward(forward.microbatch, forward.chunk, input_tensor)
@@ -228,7 +224,7 @@ class Executor:
         self._offload.bring_back(op.chunk, op.microbatch)
 
     def _backward(self, stage: Stage, op: Op) -> None:
-        inputs = self._inputs_of_backward(stage, op)
+        inputs = self._backward_inputs(stage, op)
         del self._activations[op.chunk, op.microbatch]
         self._begin(op)
         stage.before_gradients(op)
@@ -236,8 +232,8 @@ class Executor:
         self._offload.forget(op.chunk, op.microbatch)
         self._messages.hand_on(op, input_grad, is_forward=False)
 
-    def _inputs_of_backward(self, stage: Stage, op: Op) -> _BackwardInputs:
-        """Wait for the gradient of a forward's output and for offloaded activations; return a backward's inputs."""
+    def _backward_inputs(self, stage: Stage, op: Op) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """Wait until a backward can start; return the forward's input and output, and the output's gradient."""
         stage.before_inputs(op)
         output_grad = self._messages.input_of(op, is_forward=False)
         self._offload.wait(op.chunk, op.microbatch)
@@ -269,7 +265,7 @@ class Executor:
         """Validate the last optimizer step; if the step is amended, all ranks repeat the operations that precede `op`.
 
         Before a rank repeats operations, the rank receives all messages that other ranks sent before the validation. A
-        channel delivers messages in order, and the repeated operations send these messages again.
+        channel delivers messages in order, and the repeated operations send the same messages again.
         """
         stage = cast(SteppingStage, given)
         if stage.validate():

@@ -35,7 +35,7 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
-    """Run `action` on one `rank`, then return its result or raise its error on every rank; a collective call."""
+    """Run `action` on one `rank`; all ranks return the result or raise the error of `action`. A collective call."""
     outcome: list[Any] = [attempt(action) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Solve a least-squares problem; fix the lowest entry of the solution at 0 until no entry is negative.
+    """Solve a least-squares problem; while an entry of the solution is negative, fix the lowest at 0 and repeat.
 
     Args:
         matrix: of shape [equations, unknowns].

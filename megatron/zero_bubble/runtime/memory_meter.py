@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -41,7 +42,7 @@ class SavedTensorMeter:
         self._saved: dict[tuple[int, int], list[weakref.ref[torch.Tensor]]] = {}
         """(chunk, microbatch) -> the tensors that autograd has saved in F and R."""
         self._held: dict[tuple[int, int], int] = {}
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._hooks = ExitStack()
 
     def begin(self, op: Op) -> None:
         if op.kind in VOCABULARY:
@@ -51,18 +52,15 @@ class SavedTensorMeter:
         key = (op.chunk, op.microbatch)
         if op.kind is OpKind.F:
             self._saved[key], self._held[key] = [], 0
-        saved = self._saved[key]
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_record_saved, saved), lambda tensor: tensor)
-        self._hooks.__enter__()
+        record = partial(_record_saved, self._saved[key])
+        self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor))
 
     def end(self, op: Op) -> int:
         if op.kind in VOCABULARY:
             return self._kept_by_shard(op.microbatch) - self._kept_before
+        self._hooks.close()
         key = (op.chunk, op.microbatch)
         held = 0
-        if op.kind in _SAVES:
-            assert self._hooks is not None
-            self._hooks.__exit__(None, None, None)
         if op.kind in _SAVES | COPIES:
             held = _held_bytes(self._saved[key])
             held += 0 if self._offload is None else self._offload.device_bytes(*key)
@@ -74,7 +72,7 @@ class SavedTensorMeter:
 
 
 def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
-    """Record a tensor that autograd saves, unless it is a parameter; return the tensor that autograd keeps."""
+    """Record a tensor that autograd saves, unless the tensor is a parameter; return the tensor that autograd keeps."""
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
         return tensor

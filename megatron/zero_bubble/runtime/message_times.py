@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -55,11 +58,19 @@ def measure_edges(
 def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, begins: bool, busy: bool) -> float:
     """Measure the milliseconds of a message between this rank and `peer`, while `peer` makes the same call."""
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-    trips = [_round_trip(communicator, peer, message, spec, begins=begins) for _ in range(_IDLE_TRIPS)]
+    trips: list[float] = []
+    waits: list[float] = []
+    for _ in range(_IDLE_TRIPS):
+        answer = communicator.receive(peer, spec)
+        with _timed(trips, spec.device):
+            if begins:
+                communicator.send(message, peer).wait()
+            answer.wait()
+            if not begins:
+                communicator.send(message, peer).wait()
     idle = statistics.median(trips) / 2
     if not busy:
         return idle
-    waits = []
     for number in range(2 * _BUSY_TRIPS):
         if begins is (number % 2 == 0):
             communicator.receive(peer, spec).wait()
@@ -68,28 +79,19 @@ def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, be
             pending.wait()
         else:
             answer = communicator.receive(peer, spec)
-            start = time.perf_counter()
-            communicator.send(message, peer).wait()
-            answer.wait()
-            _synchronize(spec.device)
-            waits.append((time.perf_counter() - start) * 1e3)
+            with _timed(waits, spec.device):
+                communicator.send(message, peer).wait()
+                answer.wait()
     return max(idle, statistics.fmean(waits) - idle)
 
 
-def _round_trip(
-    communicator: Communicator, peer: int, message: torch.Tensor, spec: TensorSpec, *, begins: bool
-) -> float:
-    """Measure the milliseconds of a round trip between this rank and `peer`; `begins`: this rank sends first."""
-    answer = communicator.receive(peer, spec)
+@contextmanager
+def _timed(times: list[float], device: torch.device) -> Iterator[None]:
+    """Append the milliseconds of the `with` block to `times`."""
     start = time.perf_counter()
-    if begins:
-        communicator.send(message, peer).wait()
-        answer.wait()
-    else:
-        answer.wait()
-        communicator.send(message, peer).wait()
-    _synchronize(spec.device)
-    return (time.perf_counter() - start) * 1e3
+    yield
+    _synchronize(device)
+    times.append((time.perf_counter() - start) * 1e3)
 
 
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
@@ -105,7 +107,7 @@ def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: Tenso
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
     numbers = torch.zeros(3, message.numel() // spec.shape[-1], device=spec.device)
     gathered = numbers.new_empty(collectives.size, *numbers.shape)
-    waits = []
+    waits: list[float] = []
 
     def exchange(root: int) -> None:
         collectives.gather_all(numbers, gathered)
@@ -115,14 +117,10 @@ def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: Tenso
         root = number % collectives.size
         lane.submit(lambda: collectives.gather_all(numbers, gathered)).wait()
         _synchronize(spec.device)
-        start = time.perf_counter()
-        pending = lane.submit(lambda root=root: exchange(root))  # type: ignore[misc]
-        if collectives.rank == root:
-            pending.wait()
-            _synchronize(spec.device)
-            waits.append((time.perf_counter() - start) * 1e3)
-        else:
-            _compute(spec.device)
+        with _timed(waits if collectives.rank == root else [], spec.device):
+            pending = lane.submit(partial(exchange, root))
+            if collectives.rank != root:
+                _compute(spec.device)
             pending.wait()
     return statistics.fmean(wait for each in from_all_ranks(waits) for wait in each)
 

@@ -7,9 +7,6 @@ from collections.abc import Callable, Sequence
 
 from megatron.zero_bubble.runtime.recorder import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
 
-Sink = Callable[[int, Sequence[MeasuredOp]], None]
-"""A function that takes the number of a step and the measured operations of this step."""
-
 
 class StepObserver:
     """Gives the executor a recorder for every training step, and passes the step's measured operations to `sinks`.
@@ -24,7 +21,8 @@ class StepObserver:
         self._running: tuple[int, OpRecorder] | None = None
         self._ended: deque[tuple[int, OpRecorder]] = deque()
         self._times: list[StepTime] = []
-        self.sinks: list[Sink] = []
+        self.sinks: list[Callable[[int, Sequence[MeasuredOp]], None]] = []
+        """Functions that are called with the number of each step and the measured operations of the step."""
 
     def start(self, step: int, meter: MemoryMeter | None = None) -> OpRecorder:
         """Return the recorder for `step`; with a `meter`, the recorder also measures memory."""

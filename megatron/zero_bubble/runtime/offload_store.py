@@ -26,7 +26,7 @@ class OffloadStore:
     Within `forward`, entries of this store replace the tensors that autograd saves. A storage that several saved
     tensors share is copied once. Parameters, other tensors that collect a gradient, tensors that the caller keeps
     anyway, and small tensors stay on the device. `release` frees the storages on the device, and `bring_back` allocates
-    new storages. A backward then gets every released tensor as a view of a new storage, with the size and the strides
+    new storages. A backward gets every released tensor as a view of a new storage, with the size and the strides
     that the tensor had in the forward.
 
     Args:
@@ -60,8 +60,8 @@ class OffloadStore:
     def wait(self, chunk: int, microbatch: int) -> None:
         """If the activations of a microbatch are offloaded, wait for their most recent copy, to the host or back."""
         bundle = self._bundles.get((chunk, microbatch))
-        if bundle is not None:
-            bundle.wait()
+        if bundle is not None and bundle.copy is not None:
+            bundle.copy.wait()
 
     def release(self, chunk: int, microbatch: int) -> None:
         """Free a microbatch's activations on the device, except storages that are in use outside of this store."""
@@ -91,7 +91,7 @@ class OffloadStore:
         return 0 if bundle is None else bundle.device_bytes()
 
     def times(self, kind: OpKind, chunk: int) -> list[float]:
-        """Return the seconds of recent copies of the activations of `chunk`, by D to the host or by H back."""
+        """Return the seconds of recent copies of the activations of `chunk`, to the host (D) or back (H)."""
         return [copy.seconds() for copy in self._copies[kind, chunk]]
 
     def left(self) -> list[tuple[int, int]]:
@@ -100,8 +100,8 @@ class OffloadStore:
 
     def clear(self) -> None:
         """Drop all activations, for example if the step runs again."""
-        for bundle in self._bundles.values():
-            bundle.wait()
+        for key, bundle in self._bundles.items():
+            self.wait(*key)
             for storage in bundle.storages:
                 self._give_back(storage)
         self._bundles.clear()
@@ -153,7 +153,7 @@ class _Bundle:
         self.storages: list[_Storage] = []
         """The storages that D frees on the device; the list is empty until F has ended."""
         self.copy: PendingCopy | None = None
-        """The most recent copy of the storages; None once the rank has waited for this copy."""
+        """The most recent copy of the storages."""
         self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept if tensor is not None)
         self._collected: dict[int, weakref.ref[_Storage]] = {}
         self._staying: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -187,11 +187,6 @@ class _Bundle:
         """List the storages that autograd still holds at the end of F; without gradients, autograd holds none."""
         self.storages = [entry for known in self._collected.values() if (entry := known()) is not None]
         self._collected.clear()
-
-    def wait(self) -> None:
-        if self.copy is not None:
-            self.copy.wait()
-            self.copy = None
 
     def device_bytes(self) -> int:
         staying = sum(size for reference, size in self._staying.values() if not reference.expired())

@@ -38,11 +38,6 @@ class OrderTrial:
     own_span: float | None = None
     own_costs: StageCosts | None = None
 
-    def result(self, span_after: float) -> TrialResult:
-        """Return the trial's result, given the milliseconds of a step in the planned order after the trial."""
-        assert self.own_span is not None, "megatron-core's order is not measured yet"
-        return TrialResult(self.own.name, self.own_span, (self.span_before + span_after) / 2)
-
 
 @dataclass(frozen=True)
 class TrialResult:
@@ -58,7 +53,7 @@ class TrialResult:
         return self.planned_span * WORTHWHILE <= self.own_span
 
     def megatrons_time(self, milliseconds: float, costs: StageCosts) -> MegatronsTime:
-        """Scale a step time of the planned order to megatron-core's order, by the ratio of the measured times."""
+        """Return megatron-core's step time: scale a step time of the planned order by the ratio of measured times."""
         own = milliseconds * self.own_span / self.planned_span
         return MegatronsTime(own, work_of_stages(costs), is_same_layout=True)
 

@@ -2,8 +2,8 @@
 
 If a forward and a backward run as one operation (a *pair*), exchanges of tokens between experts can overlap with
 computation on a GPU, because a GPU runs exchanges and computation on separate streams. On a CPU, exchanges take
-processor time and cannot overlap with computation. A pair saves the difference between the separate durations of the
-forward and the backward and the duration of the pair.
+processor time and cannot overlap with computation. The saved time is the sum of the separate
+durations of the forward and the backward, minus the duration of the pair.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule import OpKind
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
 from megatron.zero_bubble.schedule.pairs import pairs
 
-LEAST_GAIN = 0.02
+_LEAST_GAIN = 0.02
 """Least saving of a pair that counts, as a share of the time of F and B run one after the other."""
 
 _Times = Mapping[tuple[int, OpKind], float]
@@ -40,16 +40,10 @@ class PairTime(NamedTuple):
 NO_PAIRS = PairTime()
 
 
-def hidden_share(apart: float, together: float, exchanged: float) -> float:
-    """Return the share, from 0 to 1, of the time of token exchanges that overlaps with computation in a pair.
-
-    Args:
-        apart: milliseconds of the forward and the backward, run one after the other.
-        together: milliseconds of the forward and the backward, run as a pair.
-        exchanged: the part of `apart`, in milliseconds, in which experts exchange tokens.
-    """
+def _hidden_share(apart: float, together: float, exchanged: float) -> float:
+    """Return the share, from 0 to 1, of the time of token exchanges that overlaps with computation in a pair."""
     hidden, most = apart - together, min(exchanged, apart - exchanged)
-    if most <= 0 or hidden < LEAST_GAIN * apart:
+    if most <= 0 or hidden < _LEAST_GAIN * apart:
         return 0.0
     return min(1.0, hidden / most)
 
@@ -83,7 +77,7 @@ class PairTimes:
             if chunk not in (forward, backward) or len(parts) == 1 or parts[0] not in times:
                 continue
             sum_apart, pair = sum(times[part] for part in parts), center(samples)
-            shares.append(hidden_share(sum_apart, pair, sum(exchanged.get(part, 0.0) for part in parts)))
+            shares.append(_hidden_share(sum_apart, pair, sum(exchanged.get(part, 0.0) for part in parts)))
             together, apart = together + pair, apart + sum_apart
         return PairTime(sum(shares) / len(shares), together, apart) if shares else NO_PAIRS
 

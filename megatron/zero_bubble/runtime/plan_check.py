@@ -1,10 +1,11 @@
-"""Compares the costs from which a schedule was planned with measured steps, and corrects the costs."""
+"""Corrects the costs from which a schedule was planned, by comparison with measured steps."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import add
 from typing import NamedTuple
 
 from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, simulate
@@ -107,8 +108,8 @@ def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> St
 def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Difference]:
     """Yield the largest error of the planned times of each kind of operation, and the mean error of message times.
 
-    Relative errors of at most `TOLERANCE` are ignored, and so are errors that are small beside the computing time of a
-    microbatch.
+    `differences` ignores relative errors of at most `TOLERANCE`, and errors that are negligible relative to the
+    computing time of a microbatch.
     """
     matters = _MATTERS * sum(map(planned.work, range(planned.num_stages)))
     for name, kind in TIMES.items():
@@ -124,8 +125,5 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
 
 def largest_change(old: StageCosts, new: StageCosts) -> float:
     """Return the largest relative change, over all stages, of the sum of the times of F, B, W and R of a stage."""
-
-    def work(costs: StageCosts, stage: int) -> float:
-        return costs.work(stage) + costs.time_r[stage]
-
-    return max(abs(work(new, stage) / work(old, stage) - 1.0) for stage in range(old.num_stages))
+    before, after = (map(add, map(costs.work, range(costs.num_stages)), costs.time_r) for costs in (old, new))
+    return max(abs(now / then - 1.0) for then, now in zip(before, after, strict=True))

@@ -22,7 +22,7 @@ class PlanningOptions:
         model: the settings of the model that determine the costs.
         memory_limit: the memory limit of the run; None for the schedule's own limit.
         profile: measured costs from which the run plans before the first step.
-        threshold: relative change of the time of a stage above which the run plans again; with 0, the run never does.
+        threshold: relative change of the time of a stage above which the run plans again; 0 for never.
         limits: memory limit of each rank in bytes, if the layout was chosen under memory limits per rank. `limits`
             override `memory_limit`.
         megatrons: the step time with Megatron's split of layers, to which reports compare the step time of the chosen

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MAX_BLOCKS = 4
-"""Largest number of thread blocks that a message occupies on a GPU, from the post of its receive to its arrival."""
-
 
 @dataclass(frozen=True)
 class Membership:
@@ -45,11 +42,11 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    # Few thread blocks leave the GPU to the layers; high priority, because other ranks wait. PyTorch's flight recorder
-    # shows the name and the ranks.
+    # A posted receive occupies its thread blocks until the message arrives: few blocks leave the GPU to the layers. The
+    # priority is high, because other ranks wait. The flight recorder of PyTorch shows the name and the ranks.
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = membership.timeout
-    options.config.max_ctas = MAX_BLOCKS
+    options.config.max_ctas = 4
     options.group_name = membership.name
     options.global_ranks_in_group = list(membership.members)
     return options

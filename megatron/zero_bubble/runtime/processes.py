@@ -14,9 +14,6 @@ import sys
 import threading
 import time
 
-_PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) that sets the signal for a process whose parent dies."""
-
 
 def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
     """Make Linux send `death_signal` to this process as soon as the thread that has forked the process ends.
@@ -24,7 +21,7 @@ def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
     On other operating systems, the call does nothing.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
+        ctypes.CDLL(None).prctl(1, death_signal)  # 1 is PR_SET_PDEATHSIG
 
 
 def tie_children() -> None:
@@ -47,7 +44,7 @@ def tie_children() -> None:
 
 
 def end_children(patience: float = 2.0) -> None:
-    """End the daemonic children of `multiprocessing`; at exit, Python would wait for them without limit.
+    """End the daemonic children of `multiprocessing`, for which Python would wait without limit at exit.
 
     Args:
         patience: total number of seconds between the first SIGTERM and SIGKILL.

@@ -1,4 +1,4 @@
-"""Turns the measured times and memory of a run into `StageCosts`."""
+"""Computes `StageCosts` from the times and the memory that a run has measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
 from megatron.zero_bubble.runtime.pair_times import NO_PAIRS, PairTime, PairTimes, duration_ratio
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
@@ -163,19 +162,14 @@ class MeasuredCosts(NamedTuple):
     """Time of F and B as a pair, divided by the time of F and B one after the other; None without measured pairs."""
 
 
-def gather_costs(placement: Placement, chunks: Sequence[ChunkCosts], edges: Mapping[int, float]) -> MeasuredCosts:
-    """Gather the costs of all stages; a collective call of the whole job, with the same result on every rank.
+def combine_costs(
+    placement: Placement, gathered: Sequence[tuple[Sequence[ChunkCosts], Mapping[int, float]]]
+) -> MeasuredCosts:
+    """Combine the measurements of all ranks (costs of chunks, and times of messages) to the costs of all stages.
 
     The time of an operation is the maximum over the data- and tensor-parallel replicas of a stage, because the pipeline
     waits for the slowest replica. The memory of a stage after F, after B and after W is also the maximum over replicas.
     """
-    return combine_costs(placement, from_all_ranks((chunks, edges)))
-
-
-def combine_costs(
-    placement: Placement, gathered: Sequence[tuple[Sequence[ChunkCosts], Mapping[int, float]]]
-) -> MeasuredCosts:
-    """Combine the measurements of all ranks to the costs of all stages."""
     by_stage: dict[int, list[ChunkCosts]] = defaultdict(list)
     by_edge: dict[int, list[float]] = defaultdict(list)
     for chunks, edges in gathered:

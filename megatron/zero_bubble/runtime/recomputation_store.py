@@ -31,19 +31,17 @@ class RecomputationStore:
     """The blocks of layers of one pipeline rank whose activations F has dropped, by model chunk and microbatch.
 
     The executor runs each F inside `forward`, whose arguments decide whether the F drops its activations. The executor
-    runs R with `recompute`. Outside of an F, a block runs as without a store.
+    runs R with `recompute`. Outside of an F, the store does not affect blocks of layers.
 
     The blocks of layers of a chunk may form several groups. R restores the activations of the chunk's last group of
     blocks. In a schedule without R, F keeps the activations of the last group. B restores the activations of each
     earlier group of blocks right before the group's backward. B also computes the weight gradients of all groups of
     blocks except the first, so that the activations of at most one group are in memory at a time.
-
-    Args:
-        weights: holds the deferred weight gradients of the blocks.
     """
 
-    def __init__(self, weights: WeightGradStore | None = None) -> None:
-        self.weights = weights or WeightGradStore()
+    def __init__(self) -> None:
+        self.weights = WeightGradStore()
+        """Holds the deferred weight gradients of the blocks; the executor replaces it by the rank's store."""
         self.num_blocks: dict[int, int] = {}
         """Chunk -> number of blocks in an F; known once an F of the chunk has run."""
         self.bytes_outside: dict[int, int] = {}
@@ -54,7 +52,6 @@ class RecomputationStore:
         """Makes a context that measures a recomputation, or the weight gradients of a block, within B."""
         self._dropped: dict[tuple[int, int], _Blocks] = {}
         self._current: _Blocks | None = None
-        self._is_suspended = False
 
     @contextmanager
     def forward(self, chunk: int, microbatch: int, *, drops: bool, num_groups: int = 1) -> Iterator[None]:
@@ -77,7 +74,7 @@ class RecomputationStore:
     @property
     def mode(self) -> ForwardMode | None:
         """Whether the next block of the current F keeps or drops its activations; None outside of an F."""
-        return None if self._current is None or self._is_suspended else self._current.mode
+        return None if self._current is None else self._current.mode
 
     def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
         """Store the recomputation of one block; return a function that makes a context for the block's backward."""
@@ -94,14 +91,14 @@ class RecomputationStore:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Disable this store inside the `with` block, which runs a block of layers that is recomputed as a whole."""
-        before, self._is_suspended = self._is_suspended, True
+        before, self._current = self._current, None
         try:
             yield
         finally:
-            self._is_suspended = before
+            self._current = before
 
     def recompute(self, chunk: int, microbatch: int) -> None:
-        """Restore the activations of the last group of blocks that a microbatch's F has dropped."""
+        """Restore the dropped activations of the last group of blocks, for one microbatch."""
         self._dropped.pop((chunk, microbatch)).restore_group()
 
     @contextmanager
@@ -194,7 +191,7 @@ class _Blocks:
             self._leave_entered()
 
     def _leave_entered(self) -> None:
-        """Run the weight gradients of the block whose backward has ended, except in the first group of blocks."""
+        """Run the weight gradients of the block whose backward has ended, unless the block is in the first group."""
         if self._entered is None:
             return
         (number, num_put), self._entered = self._entered, None

@@ -100,7 +100,7 @@ class Replanner:
         return schedule if self._profile is not None else measured_variant(schedule, self._plan)
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan if the run has measured costs but no plan from them for `num_microbatches`, else None.
+        """Return a new plan if measured costs are known, but no plan for `num_microbatches` was made from the costs.
 
         `before_step` is a collective call. Each number of microbatches needs its own plan, because the memory limit may
         depend on this number. If the user gives a profile, the plan for the first step is made from this profile.
@@ -128,7 +128,8 @@ class Replanner:
             if self._trial is not None:
                 return self._continue_trial(self._trial)
             if self._checked_numbers == {num_microbatches}:
-                return self._check(num_microbatches)
+                new, span = self._corrected(self._measured.add_checked(self._checked), num_microbatches)
+                return self._begin_trial(span, num_microbatches) or new
         if self._trial is None and self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
             return self._look_for_drift(step, num_microbatches)
         return None
@@ -184,12 +185,6 @@ class Replanner:
         assert self._profile is not None
         return self._profile
 
-    def _check(self, num_microbatches: int) -> RunSchedules | None:
-        """Compare the plan with measured steps; then correct the plan, or begin a trial. A collective call."""
-        span = self._measured.add_checked(self._checked)
-        new, span = self._corrected(span, num_microbatches)
-        return self._begin_trial(span, num_microbatches) or new
-
     def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
         """Correct the costs and plan again; return the new plan if it is faster, and the milliseconds of a step."""
         old, running = self._known_profile(), self._current.schedule(num_microbatches)
@@ -229,7 +224,7 @@ class Replanner:
         return own
 
     def _continue_trial(self, trial: OrderTrial) -> RunSchedules | None:
-        """Return the schedules of the next steps of a trial; None if the order stays. A collective call."""
+        """Return the schedules of the next steps, or None to keep the order of operations; a collective call."""
         if self._checked_numbers != {trial.num_microbatches}:
             self._trial = None
             self._checked.clear()
@@ -237,7 +232,8 @@ class Replanner:
         span = self._measured.add_checked(self._checked)
         measured = self._measure(trial.num_microbatches, statistics.fmean)  # later profiles begin anew
         if trial.own_span is not None:
-            return self._end_trial(trial, trial.result(span))
+            planned_span = (trial.span_before + span) / 2
+            return self._end_trial(trial, TrialResult(trial.own.name, trial.own_span, planned_span))
         self._trial = replace(trial, own_span=span, own_costs=measured.costs)
         self._check_at += CHECK_AFTER
         self._checked_numbers.clear()

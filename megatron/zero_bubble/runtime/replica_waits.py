@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.recorder import Clock
 
 
@@ -28,16 +28,17 @@ class Waits:
 class ReplicaWaits:
     """Measures the time that this rank spends in reductions with its replicas.
 
-    The last rank to begin a reduction does not wait. The time of this last rank in the reduction is therefore the
-    communication time of all ranks. A rank waits for the rank's time in the reduction minus the communication time.
+    The last rank to begin a reduction does not wait. The time that the last rank spends in the reduction is therefore
+    the communication time of all ranks. The waiting time of a rank is the rank's time in the reduction minus the
+    communication time.
 
     Args:
         group: this rank and the ranks at the same position in the other replicas of the pipeline.
         clock: the clock of the rank's device.
     """
 
-    def __init__(self, group: dist.ProcessGroup, clock: Clock, device: torch.device) -> None:
-        self._group, self._clock, self._device = group, clock, device
+    def __init__(self, group: dist.ProcessGroup, clock: Clock) -> None:
+        self._group, self._clock = group, clock
         self._marks: list[Any] = []
         self._iterations: list[tuple[list[Any], int]] = []
         """The marks at the start and the end of each reduction in an iteration, and the `group_size`."""
@@ -63,10 +64,7 @@ class ReplicaWaits:
         for marks, _ in iterations:
             times = self._clock.seconds(marks)
             spent.append(sum(end - start for start, end in zip(times[::2], times[1::2], strict=True)))
-        own = torch.tensor(spent, dtype=torch.float64, device=self._device)
-        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(gathered, own, group=self._group)
-        return mean_waits([each.tolist() for each in gathered], [size for _, size in iterations])
+        return mean_waits(from_all_ranks(spent, self._group), [size for _, size in iterations])
 
 
 def mean_waits(spent: Sequence[Sequence[float]], group_sizes: Sequence[int]) -> Waits:

@@ -17,9 +17,11 @@ class Rollback(Protocol):
 
     def prepare(self) -> None:
         """Begin to copy the parameters and optimizer states, which do not change before the next step."""
+        return
 
     def before_step(self) -> None:
         """Complete the copy of the parameters and optimizer states, right before the optimizer's step."""
+        return
 
     def undo(self) -> None:
         """Restore the values that parameters, optimizer states and settings of parameter groups had at `before_step`.
@@ -102,16 +104,11 @@ class Snapshot:
 
     @torch.no_grad()
     def _copy_states(self) -> None:
-        self._parameters = [
-            self._copy((o, parameter), parameter.data)
-            for o, optimizer in enumerate(self._optimizers)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        self._states = [
-            {key: self._copies((o, key), state) for key, state in optimizer.state.items()}
-            for o, optimizer in enumerate(self._optimizers)
-        ]
+        self._parameters, self._states = [], []
+        for o, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                self._parameters += [self._copy((o, parameter), parameter.data) for parameter in group["params"]]
+            self._states.append({key: self._copies((o, key), state) for key, state in optimizer.state.items()})
 
     def _copies(self, place: Hashable, values: Mapping[str, Any], leave_out: Collection[str] = ()) -> _Values:
         return {
@@ -146,7 +143,7 @@ def _restore(now: dict[str, Any], before: _Values) -> None:
         now[name] = value.restore() if isinstance(value, _Tensor) else value
 
 
-class Inverse:
+class Inverse(Rollback):
     """Undoes a step of AdamW without extra memory, by solving AdamW's equations for the values before the step.
 
     `Inverse` computes the parameter theta, the moments m and v, and the step count t before the step. The equations use
@@ -166,12 +163,6 @@ class Inverse:
             if not decoupled or any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups):
                 raise ValueError(f"only AdamW can be inverted, and the optimizer is {type(optimizer).__name__}")
         self._optimizers = optimizers
-
-    def prepare(self) -> None:
-        return
-
-    def before_step(self) -> None:
-        return
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -231,20 +222,15 @@ def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[s
     A setting whose value equals the value in the earlier step is neither replaced nor restored, because the optimizer
     may change the setting inside the `with` block.
     """
-    changed = [
-        {name: value for name, value in earlier.items() if _differ(group[name], value)}
-        for group, earlier in zip(groups, settings, strict=True)
-    ]
-    now = [
-        {name: (group[name], _clone_of_tensor(group[name])) for name in names}
-        for group, names in zip(groups, changed, strict=True)
-    ]
-    for group, earlier in zip(groups, changed, strict=True):
-        group.update(earlier)
+    replaced = []
+    for group, earlier in zip(groups, settings, strict=True):
+        for name, value in earlier.items():
+            if _differ(group[name], value):
+                replaced.append((group, name, group[name], _clone_of_tensor(group[name])))
+                group[name] = value
     try:
         yield
     finally:
-        for group, present in zip(groups, now, strict=True):
-            for name, (value, contents) in present.items():
-                # Undoing the step in the block may have changed this tensor.
-                group[name] = value.copy_(contents) if isinstance(value, torch.Tensor) else value
+        for group, name, value, contents in replaced:
+            # Undoing the step in the block may have changed this tensor.
+            group[name] = value.copy_(contents) if isinstance(value, torch.Tensor) else value

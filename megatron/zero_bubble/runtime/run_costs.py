@@ -6,13 +6,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
-
-from megatron.zero_bubble.runtime.device import own_device
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
-from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
+from megatron.zero_bubble.runtime.profiler import Profiler, combine_costs
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, step_time
 from megatron.zero_bubble.schedule import Placement
@@ -21,7 +18,7 @@ from megatron.zero_bubble.schedule.formats import Profile, Setting
 
 
 class RunCosts:
-    """Measures the costs of a run's stages; each rank measures the stages of the rank.
+    """Measures the costs of pipeline stages during a run; each rank measures its own stages.
 
     Args:
         placement: assigns stages to ranks.
@@ -76,12 +73,12 @@ class RunCosts:
         """
         self.observer.flush()
         chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
-        costs, noise, inside, self.ratio_of_pairs = gather_costs(self._placement, chunks, self._edges)
+        gathered = from_all_ranks((chunks, self._edges))
+        costs, noise, inside, self.ratio_of_pairs = combine_costs(self._placement, gathered)
         self._profiler = Profiler(self._placement, self._rank)
         if costs.has_vocabulary:
             others = self._placement.num_stages - self._placement.num_ranks
-            latency = (self._collective,) * self._placement.num_ranks + (0.0,) * others
-            costs = replace(costs, latency_collective=latency)
+            costs = replace(costs, latency_collective=(self._collective,) * self._placement.num_ranks + (0.0,) * others)
         return Profile(self._placement, with_memory_of_all_groups(costs, groups), noise, model, inside)
 
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
@@ -101,6 +98,4 @@ class RunCosts:
         for ops in steps:
             self.add(ops)
         steps.clear()
-        longest = torch.tensor([statistics.fmean(spans)], dtype=torch.float64, device=own_device())
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        return longest.item()
+        return max(from_all_ranks(statistics.fmean(spans)))

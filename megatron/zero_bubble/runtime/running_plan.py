@@ -92,7 +92,7 @@ class RunningPlan:
 
         Args:
             mixes_backwards: whether a step may have both fused and separate backwards. FSDP sums the gradients of fused
-                and of separate backwards in different buffers, and the sum of both buffers differs in the last bits.
+                and of separate backwards separately, and adding both sums would change a gradient's last bits.
             less_memory: `StepDecision.level` and `StepDecision.schedule` of a step whose microbatches do not fit in
                 memory with the run's own schedule.
         """

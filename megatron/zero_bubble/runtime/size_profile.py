@@ -115,7 +115,7 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """Fit a curve for each stage to the temporary memory of the kind of operation that needs the most."""
+    """Fit a curve for each stage to the samples of the kind of operation with the most temporary memory."""
     curves = [Curve(0.0, 0.0, 0.0)] * num_stages
     most = [0.0] * num_stages
     for (stage, _), values in samples.items():
@@ -130,14 +130,14 @@ def _points(samples: Iterable[_Sample], field: str) -> _Points:
 
 
 def _curves_by_result(samples: Mapping[OpKind, _Points]) -> dict[OpKind, Curve]:
-    """Fit a curve for each kind of operation; the curve of BW is half for B and half for W, if those have no samples."""
+    """Fit a curve for each kind of operation; if B and W have no samples, each gets half of the curve of BW."""
     fitted = {kind: _fit(values) for kind, values in samples.items() if values}
     parts = [by_result({kind: curve[part] for kind, curve in fitted.items()}) for part in range(len(Curve._fields))]
     return {kind: Curve(*(part[kind] for part in parts)) for kind in parts[0]}
 
 
 def _fit(samples: _Points) -> Curve:
-    """Return the least-squares curve with coefficients of one sign; of nearly equal fits, the one with fewest terms."""
+    """Return the least-squares curve with coefficients of one sign; fewer terms win if the fit is nearly as good."""
     sign = -1.0 if fmean(value for _, value in samples) < 0 else 1.0
     features = np.array([(1.0, size.tokens, size.squares) for size, _ in samples])
     values = np.array([sign * value for _, value in samples])

@@ -42,7 +42,7 @@ class Stage(Protocol):
         return
 
     def before_inputs(self, op: Op) -> None:
-        """Prepare for an F, B or BW before the inputs of the operation arrive; need not be implemented."""
+        """Prepare for an F, B or BW before its inputs arrive. A stage need not implement `before_inputs`."""
         return
 
     def before_gradients(self, op: Op) -> None:

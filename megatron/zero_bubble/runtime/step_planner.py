@@ -91,7 +91,7 @@ class StepDecision(NamedTuple):
 
 
 class StepPlanner:
-    """Plans the steps of a run, whose microbatches keep the order of the data until costs and sizes are known.
+    """Plans the steps of a run. Microbatches keep the order of the data until costs and microbatch sizes are known.
 
     Args:
         placement: assigns stages to ranks.
@@ -148,8 +148,11 @@ class StepPlanner:
             Infeasible: the step exceeds the memory limits even if the microbatches run one after the other.
         """
         decision = self._peers.on_first(lambda: self._decide(rules, num_microbatches, read_sizes()))
-        if self._decides:
-            self._plan_ahead(rules, num_microbatches, read_next_sizes())
+        if self._decides and (sizes := read_next_sizes()):
+            self._process = self._process or PlanningProcess()
+            problem = self._problem(rules, num_microbatches, sizes)
+            if problem is not None and not self._process.is_busy:
+                self._process.ask(problem)
         if decision.sizes is not None and self.measures(step):
             self._profile.note(step, [decision.sizes[number] for number in decision.places])
         if decision.order is not None:
@@ -168,19 +171,12 @@ class StepPlanner:
             self._process.close()
 
     def _problem(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepProblem | None:
-        """Return the planning problem of a step; None if costs or sizes are unknown, or if there is no choice."""
+        """Return the planning problem of a step; None if costs or sizes are unknown, or if there is nothing to plan."""
         known = tuple(size for size in sizes if size is not None)
         if self._costs is None or len(known) != count:
             return None
         problem = StepProblem(rules, self._costs, known)
         return problem if problem.is_open else None
-
-    def _plan_ahead(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> None:
-        if sizes and self._process is None:
-            self._process = PlanningProcess()
-        problem = self._problem(rules, count, sizes)
-        if problem is not None and self._process is not None and not self._process.is_busy:
-            self._process.ask(problem)
 
     def _decide(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepDecision:
         self._decides = True

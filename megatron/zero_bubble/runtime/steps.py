@@ -1,4 +1,4 @@
-"""Lists the operations of one rank in execution order, makes their profiler ranges, and tracks the progress."""
+"""Lists the operations of one rank in execution order, and tracks which operation the executor has reached."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ class StepProgress:
     def reached(self) -> tuple[int, bool]:
         """Return the index of the current operation, and whether its inputs have arrived. Thread-safe.
 
-        The process runs ahead of a GPU. If a recorder measures the step on a GPU, the result is therefore the operation
-        that the GPU has reached. This is never a communication, because a recorder times only computation.
+        If a recorder measures the step on a GPU, the result is the operation that the GPU has reached, because the
+        process runs ahead of the GPU. The GPU's operation is never a send or receive, because a recorder times only
+        computation.
         """
         launched = self.position
         reached = self._recorder.num_reached() if self._recorder is not None else None

@@ -141,21 +141,23 @@ class Watchdog:
                 if position != self._seen:
                     self._seen, self._seen_at = position, time.monotonic()
                 is_late = position is not None and time.monotonic() - self._seen_at > self._timeout
-                if is_late and self._store.add("alarms", 1) == 1:
-                    self._raise_alarm()
-                if self._store.check(["alarm"]):
-                    self._answer()
+                raises_alarm = is_late and self._store.add("alarms", 1) == 1
+                if self._store.check(["alarms"]):
+                    self._publish()
+                    if raises_alarm:
+                        self._report_states()
+                    deadline = time.monotonic() + 4 * self._pause + 2.0
+                    while time.monotonic() < deadline and not self._store.check(["reported"]):
+                        time.sleep(0.05)
                     self._leave()
                     return
         except dist.DistError:
             # The store is gone, because the launcher is ending the job.
             return
 
-    def _raise_alarm(self) -> None:
-        """Request and report the states of all ranks, and then allow the ranks to exit."""
+    def _report_states(self) -> None:
+        """Wait for the states of all ranks, report the states, and then allow the ranks to exit."""
         assert self._seen is not None
-        self._store.set("alarm", str(self._rank))
-        self._publish()
         deadline = time.monotonic() + 2 * self._pause + 1.0
         ranks = range(self._world_size)
         while time.monotonic() < deadline and int(self._store.add("answers", 0)) < self._world_size:
@@ -164,13 +166,6 @@ class Watchdog:
         states = tuple(None if answer is None else RankState(**json.loads(answer)) for answer in answers)
         self._report(Stall(self._seen.schedule.name, self._timeout, self._rank, states))
         self._store.set("reported", "")
-
-    def _answer(self) -> None:
-        if not self._store.check([f"{self._rank}"]):
-            self._publish()
-        deadline = time.monotonic() + 4 * self._pause + 2.0
-        while time.monotonic() < deadline and not self._store.check(["reported"]):
-            time.sleep(0.05)
 
     def _publish(self) -> None:
         position = self._seen

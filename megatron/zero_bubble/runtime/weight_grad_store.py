@@ -73,7 +73,8 @@ class WeightGradStore:
             weight_grad: computes the gradient.
             held: the tensors that `weight_grad` keeps alive until it has run.
             parameter: identifies the parameter. The weight gradients of one parameter run in the order of `put`.
-            start: starts background work for which `weight_grad` waits; called before the preceding weight gradient.
+            start: starts background work for which `weight_grad` waits; called before the preceding
+                weight gradient runs.
         """
         assert self.is_deferring, "put() outside of deferring()"
         storages = [tensor.untyped_storage() for tensor in held]
@@ -114,7 +115,7 @@ class WeightGradStore:
         """Run the W of `microbatches`, which must be the oldest pending W of `chunk`, parameter by parameter.
 
         Parameters come in the order of B, from the last layer to the first. The microbatches of each parameter come in
-        the given order. `before` is called with the microbatch before each weight gradient.
+        the given order. Before each weight gradient runs, `before` is called with the number of the microbatch.
         """
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
