@@ -1,4 +1,4 @@
-"""Opens connections between pipeline ranks, and measures the connections' memory, which torch does not count."""
+"""Opens connections between pipeline ranks, and measures their device memory, which torch does not count."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def open_channels(
     """Open the connections between the ranks of a pipeline; all ranks of the pipeline's `group` make this call.
 
     Args:
-        report: on GPUs, called on every rank with the largest `ChannelMemory` of all ranks, which are compared by the
-            number of connections and then by memory.
+        report: called on every rank of a job on GPUs, with the `ChannelMemory` of the rank that has the most
+            connections.
         shapes_vary: whether the shapes of activations vary and are sent in headers.
 
     Raises:

@@ -71,8 +71,8 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
     """Return the (source, destination) pairs of ranks that exchange messages under `placement`.
 
     All ranks open the channels in the order of the returned pairs. The channels between ranks 0 and 1, 2 and 3, ...
-    come first. These channels have no rank in common, and are therefore opened at the same time. The channels between
-    ranks 1 and 2, 3 and 4, ... follow.
+    precede the channels between ranks 1 and 2, 3 and 4, ..., because channels without a common rank open at the same
+    time.
     """
     pairs = set()
     for stage in range(placement.num_stages - 1):

@@ -84,8 +84,8 @@ class RunCosts:
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
         """Restrict the next profile to `steps`; return the mean milliseconds of a step on the slowest rank.
 
-        `add_checked` is a collective call. The result is a mean rather than a median, because unusually long operations
-        are part of the steps. Each rank leaves out its slowest step, which another process may have interrupted.
+        `add_checked` is a collective call. The result is a mean rather than a median, so that unusually long operations
+        count. Each rank leaves out its slowest step, which another process may have interrupted.
 
         Args:
             steps: the measured operations of each step; the call empties this list.
