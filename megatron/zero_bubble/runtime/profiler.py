@@ -165,19 +165,13 @@ class MeasuredCosts(NamedTuple):
 def combine_costs(
     placement: Placement, gathered: Sequence[tuple[Sequence[ChunkCosts], Mapping[int, float]]]
 ) -> MeasuredCosts:
-    """Combine the measurements of all ranks (costs of chunks, and times of messages) to the costs of all stages.
+    """Compute the costs of all stages from (costs of chunks, edge -> milliseconds of a message) of each rank.
 
     The time of an operation is the maximum over the data- and tensor-parallel replicas of a stage, because the pipeline
     waits for the slowest replica. The memory of a stage after F, after B and after W is also the maximum over replicas.
     """
-    by_stage: dict[int, list[ChunkCosts]] = defaultdict(list)
-    by_edge: dict[int, list[float]] = defaultdict(list)
-    for chunks, edges in gathered:
-        for chunk in chunks:
-            by_stage[chunk.stage].append(chunk)
-        for edge, milliseconds in edges.items():
-            by_edge[edge].append(milliseconds)
-    stages = [by_stage[stage] for stage in range(placement.num_stages)]
+    chunks = [chunk for chunks_of_rank, _ in gathered for chunk in chunks_of_rank]
+    stages = [[chunk for chunk in chunks if chunk.stage == stage] for stage in range(placement.num_stages)]
 
     def most(value: Callable[[ChunkCosts], _Number]) -> tuple[_Number, ...]:
         return tuple(max(map(value, replicas)) for replicas in stages)
@@ -188,13 +182,14 @@ def combine_costs(
 
     def exchanged(*kinds: OpKind) -> tuple[float, ...]:
         # The shortest time over the replicas of a stage: longer times include waits for other replicas.
-        return tuple(
-            min(sum(replica.exchanged.get(kind, 0.0) for kind in kinds) for replica in replicas) for replicas in stages
-        )
+        return tuple(min(sum(each.exchanged.get(kind, 0.0) for kind in kinds) for each in stage) for stage in stages)
 
     def time_of(kind: OpKind) -> tuple[float, ...]:
         # R is missing without recomputation, and operations on shards are missing without vocabulary shards.
         return most(lambda chunk: by_result(chunk.times).get(kind, 0.0))
+
+    def copy_time(kind: OpKind) -> tuple[float, ...]:
+        return most(lambda chunk: chunk.copied.get(kind, 0.0))
 
     times = {name: time_of(kind) for name, kind in TIMES.items()}
     fused = most(lambda chunk: chunk.times.get(OpKind.BW, 0.0))
@@ -209,25 +204,17 @@ def combine_costs(
         saved_bw=tuple(map(fused_saving, fused, times["time_b"], times["time_w"])),
         all_to_all_f=tuple(map(min, exchanged(OpKind.F), times["time_f"])),
         all_to_all_b=tuple(map(min, exchanged(OpKind.B, OpKind.BW), times["time_b"])),
-        time_comm=tuple(max(by_edge.get(edge, [0.0])) for edge in range(placement.num_stages - 1)),
+        time_comm=tuple(max(own.get(edge, 0.0) for _, own in gathered) for edge in range(placement.num_stages - 1)),
         memory_f=kept,
         memory_b=tuple(map(operator.sub, waiting, kept)),
         memory_w=tuple(map(operator.sub, left, waiting)),
         memory_r=tuple(max(0.0, restored) for restored in held_after(OpKind.R)),
-        **{
-            KINDS[kind].link: tuple(max(replica.copied.get(kind, 0.0) for replica in replicas) for replicas in stages)
-            for kind in COPIES
-        },
+        **{KINDS[kind].link: copy_time(kind) for kind in COPIES},
         memory_d=tuple(max(0.0, min(replica.released for replica in replicas)) for replicas in stages),
         num_blocks=most(lambda chunk: chunk.num_blocks),
         memory_outside=most(lambda chunk: chunk.outside),
         memory_s=tuple(softmax),
         memory_t=tuple(-kept for kept in softmax),
     )
-    chunks = [chunk for replicas in stages for chunk in replicas]
-    return MeasuredCosts(
-        costs,
-        max(chunk.noise for chunk in chunks),
-        most(lambda chunk: chunk.inside),
-        duration_ratio([chunk.pairs for chunk in chunks]),
-    )
+    noise, ratio = max(chunk.noise for chunk in chunks), duration_ratio([chunk.pairs for chunk in chunks])
+    return MeasuredCosts(costs, noise, most(lambda chunk: chunk.inside), ratio)
