@@ -43,6 +43,7 @@ class CountingMeter:
     def __init__(
         self, store: WeightGradStore, vocabulary: VocabularyStep | None, shards: Sequence[ShardWeight]
     ) -> None:
+        self.inside = 0
         self._meter = SavedTensorMeter(store, None if vocabulary is None else vocabulary.kept_bytes)
         self._vocabulary, self._shards = vocabulary, shards
         self._saved = self.peak = 0
@@ -56,9 +57,6 @@ class CountingMeter:
             self._saved += change
         self.peak = max(self.peak, self._saved + num_bytes(self._held_by_shard()))
         return change
-
-    def inside(self) -> int:
-        return self._meter.inside()
 
     def _held_by_shard(self) -> Iterator[torch.Tensor]:
         if self._vocabulary is not None:

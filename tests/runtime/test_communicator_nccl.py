@@ -11,16 +11,12 @@ import torch.multiprocessing
 from toy_pipeline import Problem, ToyStage
 
 from megatron.zero_bubble.planner import generate
-from megatron.zero_bubble.runtime.communicator import (
-    RunAhead,
-    TorchCommunicator,
-)
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.process_group import Membership, connect
 from megatron.zero_bubble.runtime.stage_messages import StageMessages
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Placement, lower
-from tests.runtime.messages import CPU
 
 
 def test_a_nccl_channel_has_a_name_a_high_priority_and_few_blocks(monkeypatch):
@@ -66,9 +62,9 @@ class Gpu:
             is_completed=lambda: self.reached >= at, wait=lambda: None, synchronize=lambda: self.reach(at)
         )
 
-    def mark(self) -> SimpleNamespace:
+    def event(self, blocking: bool) -> SimpleNamespace:
         at = self.posted
-        return SimpleNamespace(synchronize=lambda: self.reach(at))
+        return SimpleNamespace(record=lambda: None, synchronize=lambda: self.reach(at))
 
     def reach(self, at: int) -> None:
         self.reached = max(self.reached, at)
@@ -93,9 +89,9 @@ def test_a_process_is_only_some_messages_ahead_of_its_gpu(monkeypatch):
 
     monkeypatch.setattr(StageMessages, "drop_finished_sends", drop_and_count)
     monkeypatch.setattr(TorchCommunicator, "_open", lambda self, device: None)
-    communicator = TorchCommunicator(
-        range(3), 1, schedule.placement, CPU, timedelta(), lambda end: gpu, RunAhead(gpu.mark, 8)
-    )
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    placement, cuda = schedule.placement, torch.device("cuda")
+    communicator = TorchCommunicator(range(3), 1, placement, cuda, timedelta(), lambda end: gpu)
     store = WeightGradStore()
     Executor(schedule, 1, communicator, store).run(ToyStage(Problem(3, 40), schedule, 1, store))
     assert gpu.posted == 4 * 40

@@ -172,7 +172,7 @@ def test_on_a_gpu_the_most_inside_an_operation_is_measured(monkeypatch):
     for kind, sizes in ((F, (30, 100, -100)), (B, (25, -40)), (W, (-15,))):
         meter.begin(Op(kind, 0))
         allocator.change(*sizes)
-        found.append((meter.end(Op(kind, 0)), meter.inside()))
+        found.append((meter.end(Op(kind, 0)), meter.inside))
     assert found == [(30, 100), (-15, 25), (-15, 0)]
 
 

@@ -22,11 +22,11 @@ def data(dtype=torch.float32) -> torch.Tensor:
 def round_trip(store: OffloadStore) -> tuple[int, int, int]:
     """Copy what the F of microbatch 0 has saved to the host and back; the bytes on the device after F, D and H."""
     held = [store.device_bytes(0, 0)]
-    store.wait_until_copied(0, 0)
+    store.wait(0, 0)
     store.release(0, 0)
     held.append(store.device_bytes(0, 0))
     store.bring_back(0, 0)
-    store.wait_until_back(0, 0)
+    store.wait(0, 0)
     return (*held, store.device_bytes(0, 0))
 
 
@@ -62,7 +62,7 @@ def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were():
         expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
         del y
     after_f, after_d, _ = round_trip(store)
-    assert store.host_bytes == BYTES
+    assert store.buffers.num_bytes == BYTES
     assert after_f - after_d == BYTES
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
@@ -72,7 +72,7 @@ def test_parameters_kept_tensors_and_small_ones_stay():
     weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
     with store.forward(0, 0, [x, None]):
         loss = linear(x, weight).sum() + (x @ weight.t()).sum() + few.exp().sum()
-    assert store.host_bytes == 0
+    assert store.buffers.num_bytes == 0
     after_f, after_d, _ = round_trip(store)
     assert after_f == after_d == BYTES + 12
     loss.backward()
@@ -93,7 +93,7 @@ def test_what_autograd_gives_up_within_f_is_not_copied():
     with store.forward(0, 0):
         torch.nn.functional.dropout(x, 0.5).exp().detach()
     assert store.device_bytes(0, 0) == 0
-    assert store.host_bytes == 0
+    assert store.buffers.num_bytes == 0
 
 
 def test_microbatches_share_host_memory_one_after_the_other():
@@ -102,14 +102,14 @@ def test_microbatches_share_host_memory_one_after_the_other():
         x = data()
         with store.forward(0, microbatch):
             loss = x.exp().sum()
-        store.wait_until_copied(0, microbatch)
+        store.wait(0, microbatch)
         store.release(0, microbatch)
         store.bring_back(0, microbatch)
-        store.wait_until_back(0, microbatch)
+        store.wait(0, microbatch)
         loss.backward()
         store.forget(0, microbatch)
         assert torch.equal(x.grad, x.detach().exp())
-    assert store.host_bytes == BYTES
+    assert store.buffers.num_bytes == BYTES
     assert [len(store.times(kind, 0)) for kind in (OpKind.D, OpKind.H)] == [3, 3]
 
 
@@ -117,7 +117,7 @@ def test_a_backward_before_its_copy_back_is_an_error():
     store, x = OffloadStore(ThreadLink()), data()
     with store.forward(0, 0):
         loss = x.exp().sum()
-    store.wait_until_copied(0, 0)
+    store.wait(0, 0)
     store.release(0, 0)
     with pytest.raises(AssertionError, match="before its activations were copied back"):
         loss.backward()
@@ -134,4 +134,4 @@ def test_what_is_forgotten_leaves_its_host_memory_for_others():
         store.clear()
         assert store.left() == []
         del loss
-    assert store.host_bytes <= 2 * BYTES
+    assert store.buffers.num_bytes <= 2 * BYTES

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.recorder import HostClock
@@ -43,7 +42,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def test_an_iteration_that_has_not_ended_counts_next_time(group: dist.ProcessGroup) -> None:
-    waits = ReplicaWaits(group, CountingClock(), torch.device("cpu"))
+    waits = ReplicaWaits(group, CountingClock())
     assert waits.take() is None
     for _ in range(2):
         with waits.measured():

@@ -14,7 +14,7 @@ from megatron.zero_bubble.planner.step_plan import StepPlan, StepProblem, StepRu
 from megatron.zero_bubble.runtime import step_planner
 from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.recorder import HostClock, MeasuredOp
-from megatron.zero_bubble.runtime.step_planner import PlanningProcess, StepDecision, StepPlanner, whole_limits
+from megatron.zero_bubble.runtime.step_planner import PlanningProcess, StepDecision, StepPlanner
 from megatron.zero_bubble.schedule import Infeasible, Op, OpKind, StageCosts
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
 
@@ -189,7 +189,3 @@ def test_a_step_is_planned_at_its_beginning_if_the_process_has_ended(ahead: Ahea
     decide(planner, LENGTHS, ahead=NEXT)
     ahead.has_ended = True
     assert decide(planner, NEXT).order is not None
-
-
-def test_operations_need_memory_on_top_of_what_they_leave_behind():
-    assert whole_limits((10.0, 20.0), (1.0, 2.0)) == (11.0, 22.0)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator, open_channels
+from megatron.zero_bubble.runtime.channel_memory import open_channels
 from megatron.zero_bubble.runtime.collectives import TorchCollectives
-from megatron.zero_bubble.runtime.communicator import TensorSpec
+from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.exchange_lane import new_lane
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.message_times import measure_collective, measure_edges
@@ -25,7 +25,7 @@ _FEWEST_ROUNDS, _MOST_ROUNDS, _MILLISECONDS = 3, 12, 1000.0
 """Minimum and maximum number of rounds in a measurement, and approximate maximum milliseconds of all rounds."""
 
 
-def measure_message(communicator: type[ChannelCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
+def measure_message(communicator: type[TorchCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
 
     The returned time is the message time of the slowest pair of neighbouring ranks. If the schedule were planned

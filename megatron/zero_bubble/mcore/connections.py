@@ -12,12 +12,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, open_vocabulary
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
-from megatron.zero_bubble.runtime.channel_memory import (
-    ChannelCommunicator,
-    ChannelMemory,
-    VariableChannels,
-    open_channels,
-)
+from megatron.zero_bubble.runtime.channel_memory import ChannelMemory, VariableChannels, open_channels
 from megatron.zero_bubble.runtime.communicator import TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
@@ -41,12 +36,12 @@ class Connections:
 
     def __init__(
         self,
-        communicator: type[ChannelCommunicator] = TorchCommunicator,
+        communicator: type[TorchCommunicator] = TorchCommunicator,
         timeout: timedelta = DEFAULT_TIMEOUT,
         report: Callable[[ChannelMemory], None] = lambda memory: None,
     ) -> None:
         self._communicator, self.timeout, self._report = communicator, timeout, report
-        self._channels: ChannelCommunicator | VariableChannels | None = None
+        self._channels: TorchCommunicator | VariableChannels | None = None
         self._vocabulary: VocabularyRun | None = None
         self.shapes_vary = False
 
@@ -62,7 +57,7 @@ class Connections:
         if self._vocabulary is None:
             self._vocabulary = open_vocabulary(chunks, placement, groups, own_device(), self.timeout)
 
-    def channels(self, schedule: Schedule, group: dist.ProcessGroup) -> ChannelCommunicator | VariableChannels:
+    def channels(self, schedule: Schedule, group: dist.ProcessGroup) -> TorchCommunicator | VariableChannels:
         """Return the channels for a schedule's messages; the first call opens the channels and is a collective call.
 
         Raises:

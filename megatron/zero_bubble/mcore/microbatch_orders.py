@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import islice
+from operator import add
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.plan_report import PlanningOptions
 from megatron.zero_bubble.runtime.process_group import Membership, connect
 from megatron.zero_bubble.runtime.running_plan import RunningPlan
-from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, OrderTimes, StepDecision, StepPlanner, whole_limits
+from megatron.zero_bubble.runtime.step_planner import FIRST_STEPS, OrderTimes, StepDecision, StepPlanner
 from megatron.zero_bubble.schedule import Infeasible, StageCosts
 from megatron.zero_bubble.schedule.default_costs import default_costs
 from megatron.zero_bubble.schedule.sized_costs import MicrobatchSize
@@ -172,7 +173,8 @@ class StepPlans:
         planner, data = self._prepare_planner(), StepData(iterators, num_microbatches)
         plan, profile, limits = self._running.plan, self._running.profile, None
         if self._has_limit and profile is not None and plan.request.limits:
-            limits = whole_limits(plan.request.limits, profile.inside_ranks)
+            # The limits of the plan leave out the temporary memory of an operation.
+            limits = tuple(map(add, plan.request.limits, profile.inside_ranks))
         rules = StepRules(plan, limits, self._reorders(config), self._interlocks)
         decision = planner.decide(step, rules, num_microbatches, data.sizes, data.sizes_ahead)
         return decision, data.ordered(decision)

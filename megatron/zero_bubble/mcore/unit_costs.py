@@ -30,8 +30,8 @@ from megatron.zero_bubble.mcore.communication_costs import (
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
 from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.mcore.unit_run import MeasuredUnit, UnitRun
-from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
 from megatron.zero_bubble.runtime.cold_caches import ColdCaches
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.pair_times import duration_ratio
 from megatron.zero_bubble.schedule.model_costs import ModelCosts, UnitCosts
@@ -47,7 +47,7 @@ _GAP_PASSES = 2
 def measure_model(
     models: UnitModels,
     kinds: Sequence[int],
-    communicator: type[ChannelCommunicator],
+    communicator: type[TorchCommunicator],
     timeout: timedelta,
     seconds: float,
     *,

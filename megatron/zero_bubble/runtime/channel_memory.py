@@ -1,4 +1,4 @@
-"""Opens the channels between pipeline ranks, and measures the channels' device memory, which torch does not count."""
+"""Opens connections between pipeline ranks, and measures their device memory, which torch does not count."""
 
 from __future__ import annotations
 
@@ -9,36 +9,34 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.communicator import HostCommunicator, TorchCommunicator, channels
+from megatron.zero_bubble.runtime.communicator import TorchCommunicator, channels
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.variable_shapes import HEADER, VariableCommunicator, refuse_one_queue
 from megatron.zero_bubble.schedule import Placement
 
-ChannelCommunicator = TorchCommunicator | HostCommunicator
-
 
 class VariableChannels(VariableCommunicator):
-    """Channels for messages of varying shape; separate channels between the CPUs carry headers with the shapes."""
+    """Sends messages of varying shape; separate connections between the CPUs carry headers with the shapes."""
 
-    def __init__(self, messages: ChannelCommunicator, headers: TorchCommunicator) -> None:
+    def __init__(self, messages: TorchCommunicator, headers: TorchCommunicator) -> None:
         super().__init__(messages, headers)
         self._open = messages, headers
 
     def close(self) -> None:
-        """Shut all channels down; no message may be in flight."""
+        """Close all connections. No message may be in flight."""
         for communicator in self._open:
             communicator.close()
 
 
 class ChannelMemory(NamedTuple):
-    """The number of channels of one rank, and the device memory that they take."""
+    """The number of connections (channels) of one rank, and the device memory of these connections."""
 
     num_channels: int
     num_bytes: int
 
 
 def open_channels(
-    communicator: type[ChannelCommunicator],
+    communicator: type[TorchCommunicator],
     group: dist.ProcessGroup,
     placement: Placement,
     device: torch.device,
@@ -46,16 +44,17 @@ def open_channels(
     report: Callable[[ChannelMemory], None],
     *,
     shapes_vary: bool = False,
-) -> ChannelCommunicator | VariableChannels:
-    """Open the channels between the ranks of a pipeline's `group`; a collective call of all ranks of the group.
+) -> TorchCommunicator | VariableChannels:
+    """Open the connections between the ranks of a pipeline; all ranks of the pipeline's `group` make this call.
 
     Args:
-        report: function that is called on every rank if `device` is a GPU. `report` gets the `ChannelMemory` of the
-            rank with the most channels. Among ranks with equally many channels, the rank with the most memory counts.
+        report: called on every rank of a job on GPUs, with the `ChannelMemory` of the rank that has the most
+            connections.
         shapes_vary: whether the shapes of activations vary and are sent in headers.
 
     Raises:
-        ValueError: shapes vary on a GPU with one hardware queue, and `communicator` is not `HostCommunicator`.
+        ValueError: activations vary in shape on a GPU with one hardware queue, and `communicator` is not
+            `HostCommunicator`.
     """
     if shapes_vary and communicator is TorchCommunicator:
         refuse_one_queue(device)

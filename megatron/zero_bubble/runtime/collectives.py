@@ -1,7 +1,7 @@
-"""Exchanges tensors among all ranks of a group at once.
+"""Runs collective operations (broadcast, gather, reduce, scatter) among the ranks of a group.
 
 All ranks of a group call the same collectives in the same order. A collective blocks its thread on a CPU, and the
-current stream on a GPU. An `ExchangeLane` runs collectives at the same time as computation.
+current stream on a GPU. An `ExchangeLane` overlaps collectives with computation.
 """
 
 from __future__ import annotations
@@ -17,44 +17,40 @@ from megatron.zero_bubble.runtime.process_group import Membership, connect
 
 
 class Collectives(Protocol):
-    """One rank's part in the collectives of its group. All tensors are contiguous and allocated by the caller."""
+    """Runs collective operations in a group of ranks. The caller allocates all tensors, which are contiguous."""
 
     @property
     def rank(self) -> int:
         """This rank's index in the group."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of ranks in the group."""
-        ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` on all ranks with the values of `tensor` on rank `root`."""
-        ...
 
     def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
         """Fill `gathered[r]` on all ranks with `tensor` of rank r."""
-        ...
 
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:
-        """Replace `tensor` on rank `root` by the sum of `tensor` over all ranks; the other ranks keep their `tensor`.
+        """Replace `tensor` on rank `root` by the sum of `tensor` over all ranks; on other ranks, keep `tensor`.
 
-        On a CPU the tensors are added in the order of the ranks, so that the sum is reproducible to the last bit.
+        On a CPU the tensors are added in the order of the ranks, so that the sum is bitwise reproducible.
         """
-        ...
 
     def scatter(self, parts: Sequence[torch.Tensor] | None, part: torch.Tensor, root: int) -> None:
         """Fill `part` on rank r with `parts[r]` of rank `root`; `parts` is None on all ranks but `root`."""
-        ...
 
     def close(self) -> None:
-        """Leave the group, so that other ranks' later collectives fail; this rank must have no running collective."""
-        ...
+        """Leave the group, so that later collectives of the other ranks fail.
+
+        No collective of this rank may be running.
+        """
 
 
 class TorchCollectives:
-    """Collectives over torch.distributed, in a separate process group; only the group's members create the group.
+    """Runs collectives over torch.distributed, in a process group that only the members of the group create.
 
     Args:
         members: global ranks of the group, the same on every rank.
@@ -82,9 +78,7 @@ class TorchCollectives:
             self.sum_to(mine.clone(), root)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        self._group.broadcast([tensor], options).wait()
+        self._group.broadcast(tensor, root).wait()
 
     def gather_all(self, tensor: torch.Tensor, gathered: torch.Tensor) -> None:
         # The tensors are flattened, because gloo requires both tensors to have equally many dimensions.
@@ -92,9 +86,7 @@ class TorchCollectives:
 
     def sum_to(self, tensor: torch.Tensor, root: int) -> None:
         if self._reduces:
-            options = dist.ReduceOptions()
-            options.rootRank, options.rootTensor = root, 0
-            self._group.reduce([tensor], options).wait()
+            self._group.reduce(tensor, root).wait()
             return
         gather = dist.GatherOptions()
         gather.rootRank = root

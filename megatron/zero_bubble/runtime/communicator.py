@@ -1,10 +1,8 @@
 """Sends tensors between neighbouring pipeline ranks.
 
 Each ordered pair of ranks that exchange messages is a *channel*. A message on one channel never waits for a message on
-another channel. The messages of one channel arrive in the order in which the sender sends them. The lowered schedule
+another channel. The messages of one channel arrive in the order in which the sender sends them. The schedule
 determines the order in which a rank sends and receives messages.
-
-`TorchCommunicator` runs on torch.distributed.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class PendingReceive(Protocol):
 
 @dataclass(frozen=True)
 class Arrived:
-    """A message that needs no wait, such as a message between two stages of the same rank."""
+    """A message that is available at once, such as a message between two stages of the same rank."""
 
     message: torch.Tensor
 
@@ -64,19 +62,17 @@ class Communicator(Protocol):
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         """Start to send `tensor` to rank `destination`; return at once."""
-        ...
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
         """Post the receive of the next message from rank `source`; return at once."""
-        ...
 
 
 def channels(placement: Placement) -> list[tuple[int, int]]:
     """Return the (source, destination) pairs of ranks that exchange messages under `placement`.
 
     All ranks open the channels in the order of the returned pairs. The channels between ranks 0 and 1, 2 and 3, ...
-    come first, and are opened at the same time, because they have no rank in common. The channels between ranks 1 and
-    2, 3 and 4, ... follow.
+    precede the channels between ranks 1 and 2, 3 and 4, ..., because channels without a common rank open at the same
+    time.
     """
     pairs = set()
     for stage in range(placement.num_stages - 1):
@@ -86,55 +82,26 @@ def channels(placement: Placement) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda ends: (min(ends) % 2, ends))
 
 
-_SOURCE, _DESTINATION = 0, 1
-"""Ranks of the sender and the receiver within a channel's group."""
-
-
-class PairGroup(Protocol):
-    """The interface of a channel's process group, which has two ranks; torch.distributed's backends implement it."""
-
-    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Any: ...
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any: ...
-
-    def shutdown(self) -> None: ...
-
-
-class Mark(Protocol):
-    """A point in the work queued on a device; a process can wait until the device has reached this point."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has reached this point in its queued work."""
-        ...
+_RUN_AHEAD = 8
+"""Largest number of posted messages that a GPU has not reached; with 8, the GPU has work while the process waits."""
 
 
 class RunAhead:
-    """Keeps the process that launches work on a GPU at most `limit` messages ahead of the GPU.
+    """Keeps the process that launches work on a GPU at most `_RUN_AHEAD` messages ahead of the GPU.
 
     A posted message takes memory at once, although the GPU uses this memory only after all work launched earlier.
     Without a limit the process would post all messages of a step within the time of a few operations.
-
-    Args:
-        new_mark: function that queues a mark on the GPU after all work launched so far.
-        limit: largest number of posted messages that the GPU has not reached. With a limit of 8 messages, the GPU still
-            has operations to compute while the process waits for the GPU.
     """
 
-    def __init__(self, new_mark: Callable[[], Mark], limit: int = 8) -> None:
-        self._new_mark, self._limit = new_mark, limit
-        self._marks: deque[Mark] = deque()
+    def __init__(self) -> None:
+        self._marks: deque[torch.cuda.Event] = deque()
 
     def before_message(self) -> None:
-        """Before the process posts message n, wait until the GPU has reached message n - `limit`."""
-        if len(self._marks) == self._limit:
+        """Before the process posts message n, wait until the GPU has reached message n - `_RUN_AHEAD`."""
+        if len(self._marks) == _RUN_AHEAD:
             self._marks.popleft().synchronize()
-        self._marks.append(self._new_mark())
-
-
-def _cuda_mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)
-    event.record()
-    return event
+        self._marks.append(torch.cuda.Event(blocking=True))
+        self._marks[-1].record()
 
 
 class TorchCommunicator:
@@ -150,9 +117,8 @@ class TorchCommunicator:
         placement: assigns stages to ranks, and so determines which ranks exchange messages.
         device: device of the messages.
         timeout: time after which a send or receive fails if the other rank does not take part.
-        connect: function that makes the process group of a channel on one of the channel's two ranks; by default the
-            group is a backend of torch.distributed.
-        run_ahead: limits how far the process runs ahead of the device; by default there is a limit only on a GPU.
+        connect: creates the process group of a channel on one of the channel's two ranks; by default, a
+            `ProcessGroupNCCL` or `ProcessGroupGloo`.
     """
 
     def __init__(
@@ -162,12 +128,11 @@ class TorchCommunicator:
         placement: Placement,
         device: torch.device,
         timeout: timedelta,
-        connect: Callable[[Membership], PairGroup] | None = None,
-        run_ahead: RunAhead | None = None,
+        connect: Callable[[Membership], Any] | None = None,
     ) -> None:
         self._rank = rank
-        self._run_ahead = run_ahead or (RunAhead(_cuda_mark) if device.type == "cuda" else None)
-        self._groups: dict[tuple[int, int], PairGroup] = {}
+        self._run_ahead = RunAhead() if device.type == "cuda" else None
+        self._groups: dict[tuple[int, int], Any] = {}
         connect = connect or connect_group
         for ends in channels(placement):
             if rank in ends:
@@ -177,10 +142,10 @@ class TorchCommunicator:
         self._open(device)
 
     def _open(self, device: torch.device) -> None:
-        """Send one number through every channel, so that no channel is connected in the middle of a step.
+        """Send one number through every channel, because NCCL connects two ranks only at their first message.
 
-        NCCL connects two ranks at their first message, and blocks both ranks until they are connected. All ranks go
-        through their channels in the same order, so that ranks cannot wait for each other in a circle.
+        NCCL blocks both ranks until they are connected. All ranks go through their channels in the same order, so that
+        ranks cannot wait for each other in a circle.
         """
         for source, destination in self._groups:
             probe = torch.full((1,), float(source), device=device)
@@ -191,29 +156,28 @@ class TorchCommunicator:
                 assert arrived.item() == source, f"channel {source}->{destination} is crossed with another"
 
     def close(self) -> None:
-        """Shut the channels down; no message may be under way. NCCL warns at exit about channels still open."""
+        """Close the channels. No message may be in flight. NCCL warns at exit about channels that are still open."""
         for group in self._groups.values():
             group.shutdown()
         self._groups = {}
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
-        self._hold_back()
+        if self._run_ahead is not None:
+            self._run_ahead.before_message()
         # The result of `Tensor.conj` is lazy: its memory holds values that are not conjugated yet.
         is_sent_as_it_is = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         message = tensor if is_sent_as_it_is else tensor.detach().resolve_conj().resolve_neg().contiguous()
-        work = self._groups[self._rank, destination].send([message], _DESTINATION, 0)
+        # In the process group of a channel, the sender has rank 0 and the receiver has rank 1.
+        work = self._groups[self._rank, destination].send([message], 1, 0)
         # A detached tensor keeps the message alive although the caller may free the values of `tensor`. The tensor is
         # detached only after the send is posted, because the receiver waits for the send.
         return _TorchSend(work, message.detach())
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
-        self._hold_back()
-        buffer = spec.empty()
-        return _TorchReceive(self._groups[source, self._rank].recv([buffer], _SOURCE, 0), buffer)
-
-    def _hold_back(self) -> None:
         if self._run_ahead is not None:
             self._run_ahead.before_message()
+        buffer = spec.empty()
+        return _TorchReceive(self._groups[source, self._rank].recv([buffer], 0, 0), buffer)
 
 
 @dataclass(frozen=True)
@@ -240,15 +204,12 @@ class _TorchReceive:
         return self.buffer
 
 
-_HOST = torch.device("cpu")
-
-
-class HostCommunicator:
+class HostCommunicator(TorchCommunicator):
     """Copies each message to host memory, which is pinned for a GPU, and sends the copy over gloo.
 
-    `send` waits until the device has computed the message, and a receive's `wait` copies the message to the device.
-    Because no work on the device waits for another rank, a valid schedule always runs to its end, even with one
-    hardware queue, or if other code synchronises the device. A `HostCommunicator` is slow and meant for finding faults.
+    `send` waits until the device has computed the message, and `PendingReceive.wait` copies the message to the device.
+    No work on the device waits for another rank. Therefore a valid schedule always runs to its end, even with one
+    hardware queue, or if other code synchronises the device. A `HostCommunicator` is slow and meant for debugging.
 
     The arguments of `HostCommunicator` are the first five arguments of `TorchCommunicator`.
     """
@@ -261,25 +222,21 @@ class HostCommunicator:
         device: torch.device,
         timeout: timedelta,
     ) -> None:
-        self._channels = TorchCommunicator(pipeline_ranks, rank, placement, _HOST, timeout)
-
-    def close(self) -> None:
-        """Shut the channels down; no message may be under way."""
-        self._channels.close()
+        super().__init__(pipeline_ranks, rank, placement, torch.device("cpu"), timeout)
 
     def send(self, tensor: torch.Tensor, destination: int) -> PendingSend:
         message = _HostSpec(tuple(tensor.shape), tensor.dtype, tensor.device).empty()
         message.copy_(tensor.detach())
-        return self._channels.send(message, destination)
+        return super().send(message, destination)
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
         host = _HostSpec(spec.shape, spec.dtype, spec.device)
-        return _HostReceive(self._channels.receive(source, host), spec.device)
+        return _HostReceive(super().receive(source, host), spec.device)
 
 
 @dataclass(frozen=True)
 class _HostSpec(TensorSpec):
-    """Spec of a message from or to `device` whose buffer is in host memory; the buffer is pinned for a GPU."""
+    """Shape and type of a message from or to `device` whose buffer is in host memory, which is pinned for a GPU."""
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, pin_memory=self.device.type == "cuda")

@@ -11,27 +11,22 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-_PROBE, _PROBES = 2**24, 5
-"""Bytes of each copy with which `link_rate` measures a host link, and number of these copies in each direction."""
-
 
 class CopyPair(NamedTuple):
-    """A tensor and the tensor of the same size to which it is copied."""
+    """A source tensor, and a target tensor of the same size for the copy."""
 
     source: torch.Tensor
     target: torch.Tensor
 
 
 class PendingCopy(Protocol):
-    """Queued copies between a device and its host."""
+    """Queued copies between a device and host memory, which may not have ended yet."""
 
     def wait(self) -> None:
-        """Make all later computation of this process wait until the copies have ended."""
-        ...
+        """Make all computation that this process launches later wait until the copies have ended."""
 
     def seconds(self) -> float:
         """Wait until the copies have ended, and return the seconds that the copies took."""
-        ...
 
 
 class CopyLane(Protocol):
@@ -39,15 +34,13 @@ class CopyLane(Protocol):
 
     def start(self, pairs: Sequence[CopyPair]) -> PendingCopy:
         """Queue copies, which begin when all computation launched so far is complete."""
-        ...
 
     def host_tensor(self, num_bytes: int) -> torch.Tensor:
         """Allocate a byte tensor in host memory."""
-        ...
 
 
 class ThreadLink:
-    """The emulated host link of a CPU: one thread makes the copies, within host memory.
+    """Emulates the host link of a GPU on a CPU: one thread copies tensors within host memory.
 
     Args:
         bytes_per_second: the rate of the emulated link; None lets the thread copy at full speed.
@@ -73,15 +66,14 @@ class ThreadLink:
         return time.perf_counter() - begin
 
 
-class _ThreadCopy:
-    def __init__(self, future: Future[float]) -> None:
-        self._future = future
+class _ThreadCopy(NamedTuple):
+    future: Future[float]
 
     def wait(self) -> None:
-        self._future.result()
+        self.future.result()
 
     def seconds(self) -> float:
-        return self._future.result()
+        return self.future.result()
 
 
 class StreamLink:
@@ -104,16 +96,16 @@ class StreamLink:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-class _StreamCopy:
-    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self._begin, self._end = begin, end
+class _StreamCopy(NamedTuple):
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._end)
+        torch.cuda.current_stream().wait_event(self.end)
 
     def seconds(self) -> float:
-        self._end.synchronize()
-        return self._begin.elapsed_time(self._end) / 1000.0
+        self.end.synchronize()
+        return self.begin.elapsed_time(self.end) / 1000.0
 
 
 def copy_lane(device: torch.device) -> CopyLane:
@@ -122,25 +114,25 @@ def copy_lane(device: torch.device) -> CopyLane:
 
 
 def link_rate(lane: CopyLane, device: torch.device) -> float:
-    """Measure the rate of a host link in its slower direction, in bytes per millisecond."""
-    on_device = torch.zeros(_PROBE, dtype=torch.uint8, device=device)
-    on_host = lane.host_tensor(_PROBE)
+    """Measure the rate of a host link in the slower direction, in bytes per millisecond."""
+    num_bytes = 2**24
+    on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    on_host = lane.host_tensor(num_bytes)
     copies = [CopyPair(on_device, on_host), CopyPair(on_host, on_device)]
-    seconds = median(max(lane.start([copy]).seconds() for copy in copies) for _ in range(_PROBES))
-    return _PROBE / seconds / 1000.0
+    seconds = median(max(lane.start([copy]).seconds() for copy in copies) for _ in range(5))
+    return num_bytes / seconds / 1000.0
 
 
 class HostBuffers:
-    """Buffers in host memory for copies of tensors; a later copy of the same size reuses a free buffer.
+    """Buffers in host memory, of `num_bytes` in total; a later copy of the same size reuses a free buffer.
 
-    A copy may reuse a buffer as soon as `give_back` has freed the buffer, because copies run in the order of queueing.
+    A copy may reuse a buffer as soon as `give_back` has freed the buffer, because queued copies run in order.
     """
 
     def __init__(self, lane: CopyLane) -> None:
         self._lane = lane
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.num_bytes = 0
-        """Bytes of host memory that have been allocated."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return a buffer of `num_bytes` bytes in host memory.
@@ -148,9 +140,8 @@ class HostBuffers:
         Raises:
             HostMemoryError: the host has no memory for the buffer.
         """
-        free = self._free[num_bytes]
-        if free:
-            return free.pop()
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
         try:
             buffer = self._lane.host_tensor(num_bytes)
         except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""The device of this process, and the part of the device's memory that operations may use."""
+"""Finds the device of this process, and the part of the device's memory that operations may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 
 
 def own_device() -> torch.device:
@@ -21,7 +22,7 @@ MARGIN = 0.9
 
 
 def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
-    """Return, for each rank, its memory limit minus the temporary memory of one operation, but at least 1 byte.
+    """Return, for each rank, the rank's memory limit minus the temporary memory of one operation, or at least 1 byte.
 
     Args:
         in_bytes: rank -> memory limit for activations and temporary memory, in bytes.
@@ -32,18 +33,17 @@ def limits_of_ranks(in_bytes: Sequence[float], inside: Sequence[float]) -> tuple
 
 
 def least_free_bytes(device: torch.device) -> float:
-    """Return the bytes that can still be allocated on the job's fullest device; a collective call of all ranks."""
+    """Return the memory in bytes that every GPU of the job can still allocate; a collective call of all ranks."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    available = torch.tensor([float(free + unused)], dtype=torch.float64, device=device)
-    dist.all_reduce(available, op=dist.ReduceOp.MIN)
-    return available.item()
+    return min(from_all_ranks(float(free + unused)))
 
 
 def return_free_heap() -> None:
     """Return the free memory of the C library's heap to the operating system.
 
-    The heap of glibc keeps free memory that lies below memory in use. Other C libraries have no `malloc_trim` function.
+    glibc keeps free memory that lies below memory in use, until `malloc_trim` is called. Other C libraries have no
+    `malloc_trim`.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Runs the collectives of vocabulary shards one after the other, beside the computation."""
+"""Runs the collectives of vocabulary shards one after the other, in parallel with the computation."""
 
 from __future__ import annotations
 
@@ -22,29 +22,24 @@ class PendingExchange(Protocol):
     """A collective that was submitted and may not be complete yet."""
 
     def failure(self) -> BaseException | None:
-        """Return the error of the collective, or None if the collective has not failed so far; do not wait."""
-        ...
+        """Return, without waiting, the error of the collective; None if the collective has not failed so far."""
 
     def wait(self) -> None:
-        """Make all later computation wait for the collective; raise the collective's error if the collective failed."""
-        ...
+        """Make all later computation wait for the collective; raise the error of a collective that has failed."""
 
 
 class ExchangeLane(Protocol):
-    """Runs collectives in the order of submission, without autograd, each after all computation launched before it."""
+    """Runs collectives without autograd in the order of submission, after all computation launched earlier."""
 
     @property
     def waits_in_thread(self) -> bool:
-        """Whether a collective waits for other ranks without delaying computation, and may thus be submitted early."""
-        ...
+        """Whether a submitted collective waits for other ranks without delaying computation."""
 
     def submit(self, exchange: Callable[[], None]) -> PendingExchange:
         """Queue `exchange` to run after all collectives submitted earlier; return at once."""
-        ...
 
     def close(self) -> None:
         """Wait for all submitted work; no more work can be submitted afterwards."""
-        ...
 
 
 def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
@@ -55,9 +50,9 @@ def new_lane(device: torch.device, leave: Callable[[], None]) -> ExchangeLane:
 class ThreadLane:
     """An `ExchangeLane` for a CPU: one thread runs the collectives, and blocks until each collective is complete.
 
-    No collective runs after a failed collective, because this rank is then out of step with the other ranks. After a
-    failure the rank leaves the process groups of the collectives, so that no other rank waits for this rank. The thread
-    logs the error of a collective at once, because the main thread may wait for another rank until that rank has ended.
+    After a collective has failed, the thread runs no later collective, because the ranks would run different
+    collectives. After a failure, the rank leaves the process groups of the collectives, so that no other rank waits for
+    this rank. The thread logs the error of a collective at once, because the main thread may wait for another rank.
 
     Args:
         leave: function that leaves the process groups of the collectives (`Collectives.close`).
@@ -85,21 +80,17 @@ class ThreadLane:
     def _run(self) -> None:
         failure: BaseException | None = None
         while (pending := self._submitted.get()) is not None:
-            if failure is None:
-                failure = self._run_one(pending.exchange)
+            try:
+                if failure is None:
+                    pending.exchange()
+            except Exception as error:
+                _logger.error("a collective of the vocabulary shards failed: %s: %s", type(error).__name__, error)
+                self._leave()
+                failure = error
             if failure is None:
                 pending.end.set_result(None)
             else:
                 pending.end.set_exception(failure)
-
-    def _run_one(self, exchange: Callable[[], None]) -> BaseException | None:
-        try:
-            exchange()
-        except Exception as error:
-            _logger.error("a collective of the vocabulary shards failed: %s: %s", type(error).__name__, error)
-            self._leave()
-            return error
-        return None
 
 
 class _ThreadExchange(NamedTuple):
@@ -114,9 +105,9 @@ class _ThreadExchange(NamedTuple):
 
 
 class StreamLane:
-    """An `ExchangeLane` for a GPU: one stream, with priority over computation because other ranks wait for collectives.
+    """An `ExchangeLane` for a GPU: a stream with priority over computation, because other ranks wait for collectives.
 
-    On a GPU, a collective occupies multiprocessors while it waits for other ranks. With one hardware queue, a waiting
+    On a GPU, a collective occupies multiprocessors while waiting for other ranks. With one hardware queue, a waiting
     collective also delays all work that is launched after the collective.
     """
 
@@ -152,7 +143,7 @@ class Exchanges:
     """The collectives that one rank has started and that no operation has waited for yet.
 
     Args:
-        schedule: says which operation of the rank waits for which collective.
+        schedule: determines which operation of the rank waits for which collective.
         rank: this process's pipeline rank.
         lane: runs the collectives; None if the schedule has no collectives.
     """
@@ -162,28 +153,25 @@ class Exchanges:
         self._pending: dict[Op, PendingExchange] = {}
 
     def start(self, op: Op, exchange: Callable[[], None]) -> None:
-        """Queue `exchange`, which runs the collective `op` beside the computation; return at once."""
+        """Queue `exchange`, which runs the collective `op` in parallel with the computation; return at once."""
         assert self._lane is not None, f"{op} needs a lane for exchanges"
         self._pending[op] = self._lane.submit(exchange)
 
     def wait_before(self, op: Op) -> None:
-        """Wait for the collective that produces the input of `op`, if there is such a collective."""
+        """If a collective produces the input of `op`, wait for this collective."""
         exchange = exchange_before(self._schedule, self._rank, op)
         if exchange is not None:
             self._pending.pop(exchange).wait()
 
     def finish(self) -> list[Op]:
-        """Wait for all collectives and forget them; return the collectives whose results the rank failed to use."""
+        """Wait for all pending collectives; return the collectives whose results this rank should have used."""
         pending, self._pending = self._pending, {}
         for exchange in pending.values():
             exchange.wait()
-        return [op for op in pending if self._is_used_here(op)]
+        users = {op: Op(COLLECTIVES[op.kind].user, op.microbatch) for op in pending}
+        return [op for op, user in users.items() if exchange_before(self._schedule, self._rank, user) == op]
 
     def forget(self) -> BaseException | None:
-        """Forget all collectives of a failed step without waiting; return the error of a failed collective, if any."""
+        """Drop the pending collectives of a failed step; return the error of the first failed collective, or None."""
         pending, self._pending = self._pending, {}
         return next((failure for exchange in pending.values() if (failure := exchange.failure()) is not None), None)
-
-    def _is_used_here(self, op: Op) -> bool:
-        user = Op(COLLECTIVES[op.kind].user, op.microbatch)
-        return exchange_before(self._schedule, self._rank, user) == op

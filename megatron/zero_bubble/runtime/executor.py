@@ -1,6 +1,6 @@
-"""Runs any schedule: an `Executor` runs its rank's operations in order.
+"""Runs schedules: an `Executor` runs the operations of one rank in the order of a schedule.
 
-The executor does not depend on the model: a `Stage` computes F and B, and the schedule says when F and B run.
+The executor does not depend on the model: a `Stage` computes F and B, and the schedule determines when F and B run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.zero_bubble.runtime.communicator import Communicator
 from megatron.zero_bubble.runtime.copy_lane import ThreadLink
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane, Exchanges
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
-from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore, untimed
+from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import OpRecorder
 from megatron.zero_bubble.runtime.stage import Stage, SteppingStage, VocabularyStage
 from megatron.zero_bubble.runtime.stage_messages import StageMessages
@@ -30,15 +30,11 @@ from megatron.zero_bubble.schedule.tail import run_together
 
 
 class LeftoverError(RuntimeError):
-    """Raised if a message, activation or W is left unused at the end of a step: a bug in a schedule or the runtime."""
-
-
-_BackwardInputs = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-"""The inputs of a backward: the input and the output of its forward, and the gradient of the output."""
+    """Raised if a bug in a schedule or the runtime leaves a message, an activation or a W unused after a step."""
 
 
 class Executor:
-    """Runs one rank's operations of a lowered schedule.
+    """Runs the operations of one rank, from a schedule that contains sends and receives.
 
     Args:
         schedule: a lowered schedule (see `schedule.lower`), which is valid (see `schedule.validate`).
@@ -98,8 +94,8 @@ class Executor:
             OpKind.H: self._copy_back,
             OpKind.SEND_FORWARD: self._send,
             OpKind.SEND_BACKWARD: self._send,
-            OpKind.RECV_FORWARD: self._receive,
-            OpKind.RECV_BACKWARD: self._receive,
+            OpKind.RECV_FORWARD: self._messages.receive,
+            OpKind.RECV_BACKWARD: self._messages.receive,
             OpKind.STEP: self._step,
             OpKind.VALIDATE: self._validate,
             **dict.fromkeys(VOCABULARY, self._on_shard),
@@ -114,10 +110,10 @@ class Executor:
         """Run all operations of one step; `recorder` records when each operation computes.
 
         Raises:
-            LeftoverError: a pending W, a message, an activation or a collective's result is left at the end.
+            LeftoverError: a W, a message, an activation or the result of a collective is unused at the end of the step.
         """
         self._recorder = recorder
-        self._recomputation.timed = untimed if recorder is None or max(self._groups) == 1 else recorder.timed_within
+        self._recomputation.timed = nullcontext if recorder is None or max(self._groups) == 1 else recorder.timed_within
         self._range = new_range()
         self._progress.start(recorder)
         try:
@@ -145,11 +141,11 @@ class Executor:
 
     @property
     def num_live_activations(self) -> int:
-        """Count the forwards, over all chunks, whose activations are in memory, kept by F or restored by R."""
+        """Number of forwards whose activations are in memory, because F kept them or R restored them."""
         return len(self._activations) - len(self._recomputation.dropped())
 
     def position(self) -> tuple[int, bool]:
-        """Return the index of the current operation, and whether its inputs have arrived (see `StepProgress`)."""
+        """Return the index of the current operation, and whether the inputs of this operation have arrived."""
         return self._progress.reached()
 
     def _forward(self, stage: Stage, op: Op) -> None:
@@ -158,17 +154,14 @@ class Executor:
         drops = (op.chunk, op.microbatch) in self._recomputed
         groups = self._groups[op.chunk]
         recomputing = self._recomputation.forward(op.chunk, op.microbatch, drops=drops, num_groups=groups)
-        with self._offloading(op, input_tensor), recomputing:
+        offloading: AbstractContextManager[None] = nullcontext()
+        if (op.chunk, op.microbatch) in self._offloaded:
+            # Between stages of plain PyTorch layers, one message may contain several tensors.
+            kept = getattr(input_tensor, "tensors", (input_tensor,))
+            offloading = self._offload.forward(op.chunk, op.microbatch, kept)
+        with offloading, recomputing:
             output = stage.forward(op.microbatch, op.chunk, input_tensor)
         self._end_forward(stage, op, input_tensor, output)
-
-    def _offloading(self, op: Op, input_tensor: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return a context that copies a forward's activations to the host if the schedule offloads them."""
-        if (op.chunk, op.microbatch) not in self._offloaded:
-            return nullcontext()
-        # Between stages of plain PyTorch layers, one message may contain several tensors.
-        kept = getattr(input_tensor, "tensors", (input_tensor,))
-        return self._offload.forward(op.chunk, op.microbatch, kept)
 
     def _input_of_forward(self, stage: Stage, op: Op) -> torch.Tensor | None:
         """Wait for the input of a forward, and return it; None on the first stage."""
@@ -187,13 +180,9 @@ class Executor:
             stage.release_output(output)
 
     def _pair(self, stage: Stage, forward: Op, backward: Op) -> None:
-        """Run a forward and a backward as one operation, or in sequence on a stage without `forward_backward`.
-
-        The rank waits for the inputs of the forward and the backward before the rank runs either operation. After the
-        backward, the rank passes on the forward's output, and then the backward's input gradient.
-        """
+        """Run a forward and a backward as one operation, or in sequence on a stage without `forward_backward`."""
         input_tensor = self._input_of_forward(stage, forward)
-        inputs = self._inputs_of_backward(stage, backward)
+        inputs = self._backward_inputs(stage, backward)
         self._begin(forward)
         as_one = getattr(stage, "forward_backward", None)
         output = None if as_one else stage.forward(forward.microbatch, forward.chunk, input_tensor)
@@ -226,7 +215,7 @@ class Executor:
         self._recomputation.recompute(op.chunk, op.microbatch)
 
     def _copy_out(self, stage: Stage, op: Op) -> None:
-        self._offload.wait_until_copied(op.chunk, op.microbatch)
+        self._offload.wait(op.chunk, op.microbatch)
         self._begin(op)
         self._offload.release(op.chunk, op.microbatch)
 
@@ -235,7 +224,7 @@ class Executor:
         self._offload.bring_back(op.chunk, op.microbatch)
 
     def _backward(self, stage: Stage, op: Op) -> None:
-        inputs = self._inputs_of_backward(stage, op)
+        inputs = self._backward_inputs(stage, op)
         del self._activations[op.chunk, op.microbatch]
         self._begin(op)
         stage.before_gradients(op)
@@ -243,11 +232,11 @@ class Executor:
         self._offload.forget(op.chunk, op.microbatch)
         self._messages.hand_on(op, input_grad, is_forward=False)
 
-    def _inputs_of_backward(self, stage: Stage, op: Op) -> _BackwardInputs:
-        """Wait for a backward's inputs: the output's gradient (except on the last stage) and offloaded activations."""
+    def _backward_inputs(self, stage: Stage, op: Op) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """Wait until a backward can start; return the forward's input and output, and the output's gradient."""
         stage.before_inputs(op)
         output_grad = self._messages.input_of(op, is_forward=False)
-        self._offload.wait_until_back(op.chunk, op.microbatch)
+        self._offload.wait(op.chunk, op.microbatch)
         return (*self._activations[op.chunk, op.microbatch], output_grad)
 
     def _backward_input(self, stage: Stage, op: Op) -> None:
@@ -273,16 +262,15 @@ class Executor:
         cast(SteppingStage, stage).step()
 
     def _validate(self, given: Stage, op: Op) -> None:
-        """Validate the last optimizer step; if the step was wrong, every rank repeats all operations that precede `op`.
+        """Validate the last optimizer step; if the step is amended, all ranks repeat the operations that precede `op`.
 
-        Before a rank repeats operations, it receives the outstanding messages that other ranks sent before they
-        validated the step. A channel delivers messages in order, and the repeated operations send these messages again.
+        Before a rank repeats operations, the rank receives all messages that other ranks sent before the validation. A
+        channel delivers messages in order, and the repeated operations send the same messages again.
         """
         stage = cast(SteppingStage, given)
-        is_wrong = stage.validate()
-        if is_wrong:
+        if stage.validate():
             for receive in self._stale:
-                self._receive(stage, receive)
+                self._messages.receive(stage, receive)
             self._messages.drop_received()
             self._exchanges.finish()
             self._activations.clear()
@@ -303,9 +291,6 @@ class Executor:
         tensor = self._messages.send(op)
         if op.kind is OpKind.SEND_FORWARD and self._runs_backward:
             stage.release_output(tensor)
-
-    def _receive(self, stage: Stage, op: Op) -> None:
-        self._messages.receive(stage, op)
 
     def _check_nothing_left(self, unused_exchanges: Sequence[Op]) -> None:
         left = [f"W{microbatch} of chunk {chunk} is pending" for chunk, microbatch in self._store.pending()]

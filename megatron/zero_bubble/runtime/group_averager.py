@@ -1,4 +1,4 @@
-"""Averages tensors over groups of replicas, after the iterations that a `Hierarchy` specifies."""
+"""Averages tensors over groups of pipeline replicas, after the iterations that a `Hierarchy` specifies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def groups_of_replicas(
 ) -> dict[int, dist.ProcessGroup]:
     """Return this rank's process group of replicas for each group size; a collective call of all ranks of the job.
 
-    With several pipelines, the ranks at the same place in each pipeline are replicas of each other.
+    With several pipelines, the ranks at the same position in each pipeline are replicas of each other.
 
     Args:
-        places: for each place in a pipeline, the global ranks of the replicas at this place, in the same order on all
-            ranks.
+        places: for each rank of a pipeline, the global ranks of all replicas of this rank; the same on all ranks.
         sizes: sizes of the groups; each size divides the number of replicas.
     """
     own: dict[int, dist.ProcessGroup] = {}
@@ -41,14 +40,14 @@ class GroupAverager:
     """Averages this rank's tensors, in place, with the tensors of the same shapes on other replicas.
 
     Args:
-        groups: this rank's process group of each size in the hierarchy.
+        groups: group size -> this rank's process group of this size, for each size in the hierarchy.
     """
 
     def __init__(self, hierarchy: Hierarchy, groups: Mapping[int, dist.ProcessGroup]) -> None:
         self._hierarchy, self._groups = hierarchy, groups
 
     def average(self, tensors: Iterable[torch.Tensor], iteration: int) -> None:
-        """Average `tensors` over the largest group whose period divides `iteration`, if there is such a group."""
+        """Average `tensors` over the largest group whose averaging period divides `iteration`, if any."""
         size = self._hierarchy.group_size_after(iteration)
         if size is not None:
             _average(tensors, self._groups[size])
@@ -60,7 +59,7 @@ class GroupAverager:
 
 @torch.no_grad()
 def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Replace tensors by their means over a group: divide by the group's size, then sum, as torch's averagers do."""
+    """Replace tensors by their means over a group; as in torch's averagers, the division precedes the sum."""
     for part in _parts(tensors):
         mean = torch.cat([tensor.reshape(-1) for tensor in part]).div_(group.size())
         dist.all_reduce(mean, group=group)
@@ -69,7 +68,7 @@ def _average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Split tensors into lists that are averaged one by one, so that the copy of a list takes little memory."""
+    """Split tensors into lists of limited size, because averaging a list needs a copy of the list."""
     part: list[torch.Tensor] = []
     num_elements = 0
     for tensor in tensors:

@@ -18,9 +18,9 @@ def jointly(action: Callable[[], T]) -> T:
     """Run `action` on every rank and return this rank's result; a collective call of all ranks.
 
     Raises:
-        ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank raises the error, so that no
-            rank waits for a failed rank. If `action` fails on several ranks, every rank raises the error of the lowest
-            failed rank.
+        ValueError: `action` raised a `ValueError` or an `OSError` on some rank. Every rank raises this error, so that
+            no rank waits for a failed rank. If `action` fails on several ranks, every rank raises the error of the
+            lowest failed rank.
     """
     outcome, error = attempt(action)
     raise_first(from_all_ranks(error), error)
@@ -35,7 +35,7 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def on_rank(rank: int, action: Callable[[], T]) -> T:
-    """Run `action` on `rank` alone, then return the result or raise the error on every rank; a collective call."""
+    """Run `action` on one `rank`; all ranks return the result or raise the error of `action`. A collective call."""
     outcome: list[Any] = [attempt(action) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(outcome, src=rank)
     value, error = outcome[0]
@@ -52,7 +52,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def raise_first(errors: Iterable[Exception | None], own: Exception | None) -> None:
-    """Raise the first error in `errors`, if any, with the cause of `own`: ranks do not send the causes of errors."""
+    """Raise the first error in `errors`, if any, with the cause of `own`, because ranks do not send causes."""
     for error in errors:
         if error is not None:
             raise error from (own and own.__cause__)

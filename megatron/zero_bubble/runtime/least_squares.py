@@ -1,4 +1,4 @@
-"""Least squares with non-negative solutions, to derive costs from measurements."""
+"""Solves least-squares problems with non-negative solutions, to derive costs from measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Solve a least-squares problem; while the solution has a negative entry, fix its lowest entry at 0 and repeat.
+    """Solve a least-squares problem; while an entry of the solution is negative, fix the lowest at 0 and repeat.
 
     Args:
         matrix: of shape [equations, unknowns].

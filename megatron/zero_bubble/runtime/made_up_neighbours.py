@@ -1,15 +1,12 @@
-"""Stands in for the neighbours of a pipeline rank, so that one process runs one stage as in training."""
+"""Replaces the neighbours of a pipeline rank, so that a single process runs one stage as in training."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from megatron.zero_bubble.runtime.communicator import Arrived, PendingReceive, PendingSend, TensorSpec
 
 
-@dataclass(frozen=True)
 class Delivered:
     """A send that is complete at once."""
 
@@ -30,8 +27,4 @@ class MadeUpNeighbours:
         return Delivered()
 
     def receive(self, source: int, spec: TensorSpec) -> PendingReceive:
-        return Arrived(spec.empty().normal_(std=_SCALE))
-
-
-_SCALE = 0.1
-"""Standard deviation of the random tensors that `MadeUpNeighbours` returns as messages."""
+        return Arrived(spec.empty().normal_(std=0.1))

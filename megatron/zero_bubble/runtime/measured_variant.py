@@ -1,4 +1,4 @@
-"""Changes a schedule so that a training step measures all costs that a later plan needs."""
+"""Changes a schedule so that a training step measures all costs that planning needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from megatron.zero_bubble.schedule.recomputation import Recompute, with_recomput
 
 
 def measured_variant(schedule: Schedule, plan: RunSchedules) -> Schedule:
-    """Return the variant of a schedule of `plan` that measures all costs.
+    """Return a variant of `schedule` in which a training step measures all costs that planning needs.
 
     In the variant, every stage recomputes if the plan allows recomputation, and every stage copies activations to the
     host if the plan allows offload. If `schedule` runs forwards and backwards as pairs, the variant runs some forwards
-    and backwards of every chunk separately. Otherwise, if the plan is `auto`, the variant fuses some backwards.
+    and backwards of every chunk separately. If `schedule` has no pairs and was planned by `auto`, the variant fuses
+    some backwards.
     """
     if not schedule.kinds.isdisjoint(PAIRED):
         schedule = half_apart(schedule)

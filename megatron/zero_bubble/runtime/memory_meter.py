@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -26,6 +27,8 @@ class SavedTensorMeter:
     activations that a schedule offloads, `offload` counts the bytes on the device.
     """
 
+    inside = 0  # the peak inside an operation cannot be measured on a CPU
+
     def __init__(
         self,
         store: WeightGradStore,
@@ -39,7 +42,7 @@ class SavedTensorMeter:
         self._saved: dict[tuple[int, int], list[weakref.ref[torch.Tensor]]] = {}
         """(chunk, microbatch) -> the tensors that autograd has saved in F and R."""
         self._held: dict[tuple[int, int], int] = {}
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._hooks = ExitStack()
 
     def begin(self, op: Op) -> None:
         if op.kind in VOCABULARY:
@@ -49,18 +52,15 @@ class SavedTensorMeter:
         key = (op.chunk, op.microbatch)
         if op.kind is OpKind.F:
             self._saved[key], self._held[key] = [], 0
-        saved = self._saved[key]
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(partial(_record_saved, saved), lambda tensor: tensor)
-        self._hooks.__enter__()
+        record = partial(_record_saved, self._saved[key])
+        self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor))
 
     def end(self, op: Op) -> int:
         if op.kind in VOCABULARY:
             return self._kept_by_shard(op.microbatch) - self._kept_before
+        self._hooks.close()
         key = (op.chunk, op.microbatch)
         held = 0
-        if op.kind in _SAVES:
-            assert self._hooks is not None
-            self._hooks.__exit__(None, None, None)
         if op.kind in _SAVES | COPIES:
             held = _held_bytes(self._saved[key])
             held += 0 if self._offload is None else self._offload.device_bytes(*key)
@@ -70,13 +70,9 @@ class SavedTensorMeter:
         self._held[key] = held
         return change
 
-    def inside(self) -> int:
-        """Return 0, because the peak inside an operation cannot be measured on a CPU."""
-        return 0
-
 
 def _record_saved(saved: list[weakref.ref[torch.Tensor]], tensor: torch.Tensor) -> torch.Tensor:
-    """Record a tensor that autograd saves, unless the tensor is a parameter; return the tensor for autograd to save."""
+    """Record a tensor that autograd saves, unless the tensor is a parameter; return the tensor that autograd keeps."""
     # A transposed weight is a view whose base is the parameter.
     if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
         return tensor
@@ -101,7 +97,7 @@ class CudaMeter:
     """Measures memory on a GPU as the bytes that torch's allocator has allocated, message buffers included."""
 
     def __init__(self) -> None:
-        self._before = self._inside = 0
+        self._before = self.inside = 0
 
     def begin(self, op: Op) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -109,11 +105,8 @@ class CudaMeter:
 
     def end(self, op: Op) -> int:
         after = torch.cuda.memory_allocated()
-        self._inside = torch.cuda.max_memory_allocated() - max(self._before, after)
+        self.inside = torch.cuda.max_memory_allocated() - max(self._before, after)
         return after - self._before
-
-    def inside(self) -> int:
-        return self._inside
 
 
 def memory_meter(
@@ -122,5 +115,5 @@ def memory_meter(
     kept_by_shard: Callable[[int], int] | None = None,
     offload: OffloadStore | None = None,
 ) -> MemoryMeter:
-    """Return the memory meter for `device`; the other arguments are the arguments of `SavedTensorMeter`."""
+    """Return a memory meter for `device`; `SavedTensorMeter` describes the other arguments."""
     return CudaMeter() if device.type == "cuda" else SavedTensorMeter(store, kept_by_shard, offload)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from megatron.zero_bubble.runtime.collectives import Collectives
-from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec
+from megatron.zero_bubble.runtime.communicator import Communicator, TensorSpec, channels
 from megatron.zero_bubble.runtime.exchange_lane import ExchangeLane
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule import Placement
@@ -22,8 +25,7 @@ _IDLE_TRIPS = 7
 _BUSY_TRIPS = 16
 """Number of messages that each rank sends while it computes; the mean of the messages' times is used."""
 _COLLECTIVES = 16
-"""Least number of measured collectives. In a pipeline with more than `_COLLECTIVES` ranks, one collective is measured
-for each rank."""
+"""Least number of measured collectives; in a pipeline with more ranks, one collective is measured for each rank."""
 _PRODUCTS = 1000
 """Number of small matrix products that keep a rank busy during a measurement: about 5 ms on a CPU core."""
 
@@ -33,37 +35,42 @@ def measure_edges(
 ) -> dict[int, float]:
     """Measure the milliseconds of one message between a stage of this rank and each neighbouring stage.
 
-    `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` joins stages `s` and `s + 1`. The returned
-    times leave out edges within one rank, and all edges between the same two ranks share one measurement. Disjoint
-    pairs of ranks measure at the same time.
+    `measure_edges` is a collective call of all ranks of a pipeline. Edge `s` connects stages `s` and `s + 1`. The
+    result has no entry for an edge between two stages of the same rank. Edges between the same two ranks share one
+    measurement. Disjoint pairs of ranks measure at the same time.
 
     Args:
-        while_computing: whether the sender computes while its message is under way, as in training.
+        while_computing: whether the sender computes while its message is in flight, as in training.
     """
-    edges_of: dict[tuple[int, int], list[int]] = {}
-    for edge in range(placement.num_stages - 1):
-        here, there = placement.rank_of(edge), placement.rank_of(edge + 1)
-        if here != there:
-            edges_of.setdefault((min(here, there), max(here, there)), []).append(edge)
     measured = {}
-    # All ranks measure the pairs in the same order, so that ranks never wait for each other in a circle: first the
-    # pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), .... In a linear pipeline, the pairs of each half are disjoint.
-    for ends, edges in sorted(edges_of.items(), key=lambda item: (item[0][0] % 2, item[0])):
-        if rank in ends:
-            peer = ends[1] if rank == ends[0] else ends[0]
-            time_of_message = _message_time(communicator, peer, spec, begins=rank == ends[0], busy=while_computing)
-            measured.update(dict.fromkeys(edges, time_of_message))
+    # All ranks go through the pairs in the order of the channels, so that ranks never wait for each other in a circle.
+    for low, high in channels(placement):
+        if low < high and rank in (low, high):
+            time_of_message = _message_time(
+                communicator, low + high - rank, spec, begins=rank == low, busy=while_computing
+            )
+            for edge in range(placement.num_stages - 1):
+                if {placement.rank_of(edge), placement.rank_of(edge + 1)} == {low, high}:
+                    measured[edge] = time_of_message
     return measured
 
 
 def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, begins: bool, busy: bool) -> float:
-    """Measure the milliseconds of a message between this rank and `peer`; both ranks call this function."""
+    """Measure the milliseconds of a message between this rank and `peer`, while `peer` makes the same call."""
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-    trips = [_round_trip(communicator, peer, message, spec, begins=begins) for _ in range(_IDLE_TRIPS)]
+    trips: list[float] = []
+    waits: list[float] = []
+    for _ in range(_IDLE_TRIPS):
+        answer = communicator.receive(peer, spec)
+        with _timed(trips, spec.device):
+            if begins:
+                communicator.send(message, peer).wait()
+            answer.wait()
+            if not begins:
+                communicator.send(message, peer).wait()
     idle = statistics.median(trips) / 2
     if not busy:
         return idle
-    waits = []
     for number in range(2 * _BUSY_TRIPS):
         if begins is (number % 2 == 0):
             communicator.receive(peer, spec).wait()
@@ -72,32 +79,23 @@ def _message_time(communicator: Communicator, peer: int, spec: TensorSpec, *, be
             pending.wait()
         else:
             answer = communicator.receive(peer, spec)
-            start = time.perf_counter()
-            communicator.send(message, peer).wait()
-            answer.wait()
-            _synchronize(spec.device)
-            waits.append((time.perf_counter() - start) * 1e3)
+            with _timed(waits, spec.device):
+                communicator.send(message, peer).wait()
+                answer.wait()
     return max(idle, statistics.fmean(waits) - idle)
 
 
-def _round_trip(
-    communicator: Communicator, peer: int, message: torch.Tensor, spec: TensorSpec, *, begins: bool
-) -> float:
-    """Measure the milliseconds of a round trip between this rank and `peer`; if `begins`, this rank sends first."""
-    answer = communicator.receive(peer, spec)
+@contextmanager
+def _timed(times: list[float], device: torch.device) -> Iterator[None]:
+    """Append the milliseconds of the `with` block to `times`."""
     start = time.perf_counter()
-    if begins:
-        communicator.send(message, peer).wait()
-        answer.wait()
-    else:
-        answer.wait()
-        communicator.send(message, peer).wait()
-    _synchronize(spec.device)
-    return (time.perf_counter() - start) * 1e3
+    yield
+    _synchronize(device)
+    times.append((time.perf_counter() - start) * 1e3)
 
 
 def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: TensorSpec) -> float:
-    """Measure how many milliseconds a rank waits for the collective that follows the softmax S on vocabulary shards.
+    """Measure how many milliseconds a rank waits for the collective after the softmax (S) on vocabulary shards.
 
     All ranks of the job call `measure_collective`, and get the same result. The measured collective gathers three
     numbers per token and then sums a message over the ranks. As in training, collectives run in an `ExchangeLane`.
@@ -109,7 +107,7 @@ def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: Tenso
     message = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
     numbers = torch.zeros(3, message.numel() // spec.shape[-1], device=spec.device)
     gathered = numbers.new_empty(collectives.size, *numbers.shape)
-    waits = []
+    waits: list[float] = []
 
     def exchange(root: int) -> None:
         collectives.gather_all(numbers, gathered)
@@ -119,14 +117,10 @@ def measure_collective(collectives: Collectives, lane: ExchangeLane, spec: Tenso
         root = number % collectives.size
         lane.submit(lambda: collectives.gather_all(numbers, gathered)).wait()
         _synchronize(spec.device)
-        start = time.perf_counter()
-        pending = lane.submit(lambda root=root: exchange(root))  # type: ignore[misc]
-        if collectives.rank == root:
-            pending.wait()
-            _synchronize(spec.device)
-            waits.append((time.perf_counter() - start) * 1e3)
-        else:
-            _compute(spec.device)
+        with _timed(waits if collectives.rank == root else [], spec.device):
+            pending = lane.submit(partial(exchange, root))
+            if collectives.rank != root:
+                _compute(spec.device)
             pending.wait()
     return statistics.fmean(wait for each in from_all_ranks(waits) for wait in each)
 

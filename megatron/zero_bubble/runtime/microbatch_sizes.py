@@ -1,4 +1,4 @@
-"""Finds the size of a microbatch in its data."""
+"""Reads the size of a microbatch from the data of the microbatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TOKENS = ("tokens", "input_ids", "text", "labels", "position_ids")
 
 
 def size_of(item: Any) -> MicrobatchSize | None:
-    """Return the size of a microbatch; None if its data has no known field.
+    """Return the size of a microbatch; None if the microbatch has no known field.
 
     The lengths of packed sequences come from `cu_seqlens`. With an `attention_mask` of shape `[batch, sequence]`,
     padding is not part of the size. With neither `cu_seqlens` nor a two-dimensional mask, the size is the shape

@@ -1,38 +1,35 @@
-"""Collects the measured operations of each step on one rank and passes these operations to given functions."""
+"""Collects the measured operations of each step on one rank, and passes the operations to registered functions."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from megatron.zero_bubble.runtime.recorder import Clock, MeasuredOp, MemoryMeter, OpRecorder, StepTime, step_time
-
-Sink = Callable[[int, Sequence[MeasuredOp]], None]
-"""A function that takes the number of a step and the measured operations of this step."""
 
 
 class StepObserver:
     """Gives the executor a recorder for every training step, and passes the step's measured operations to `sinks`.
 
-    A GPU runs behind the process that launches its work. If the process waited for the GPU between two steps, the GPU
-    would idle. To keep the GPU busy, the observer reads the times of a step during the next step: after each operation,
-    the observer checks whether the GPU has finished the previous step.
+    A GPU executes operations some time after the process has launched the operations. If the process waited for the
+    GPU between two steps, the GPU would idle. The observer therefore reads the times of a step during the next step:
+    after each operation, the observer checks whether the GPU has finished the previous step.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._running: _RecordedStep | None = None
-        self._ended: deque[_RecordedStep] = deque()
+        self._running: tuple[int, OpRecorder] | None = None
+        self._ended: deque[tuple[int, OpRecorder]] = deque()
         self._times: list[StepTime] = []
-        self.sinks: list[Sink] = []
+        self.sinks: list[Callable[[int, Sequence[MeasuredOp]], None]] = []
+        """Functions that are called with the number of each step and the measured operations of the step."""
 
     def start(self, step: int, meter: MemoryMeter | None = None) -> OpRecorder:
         """Return the recorder for `step`; with a `meter`, the recorder also measures memory."""
         self.stop()
-        self._take_in_what_is_over()
-        recorder = OpRecorder(self._clock, meter, self._take_in_what_is_over)
-        self._running = _RecordedStep(step, recorder)
+        self._take_finished()
+        recorder = OpRecorder(self._clock, meter, self._take_finished)
+        self._running = step, recorder
         return recorder
 
     def stop(self) -> None:
@@ -42,12 +39,12 @@ class StepObserver:
             self._running = None
 
     def flush(self) -> None:
-        """Wait for the GPU to finish all ended steps, and pass the operations of these steps to the sinks."""
+        """Wait until the GPU has finished all ended steps, and pass the operations of these steps to the sinks."""
         while self._ended:
-            self._take_in()
+            self._take()
 
     def take_mean(self) -> StepTime:
-        """Wait for the GPU; return the mean time of the steps since the last call, or zeros if there were no steps."""
+        """Wait for the GPU; return the mean time of the steps since the last call, or 0 if there were no steps."""
         self.flush()
         times, self._times = self._times, []
         count = max(1, len(times))
@@ -58,19 +55,14 @@ class StepObserver:
         self.flush()
         return self._clock.lag()
 
-    def _take_in_what_is_over(self) -> None:
-        while self._ended and self._ended[0].recorder.is_over():
-            self._take_in()
+    def _take_finished(self) -> None:
+        while self._ended and self._ended[0][1].is_over():
+            self._take()
 
-    def _take_in(self) -> None:
+    def _take(self) -> None:
         step, recorder = self._ended.popleft()
         ops = recorder.take()
         if ops:
             self._times.append(step_time(ops))
             for sink in self.sinks:
                 sink(step, ops)
-
-
-class _RecordedStep(NamedTuple):
-    number: int
-    recorder: OpRecorder

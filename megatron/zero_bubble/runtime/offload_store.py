@@ -21,13 +21,13 @@ _SAMPLES = 256
 
 
 class OffloadStore:
-    """The activations that the schedule of one pipeline rank offloads, by model chunk and microbatch.
+    """Holds the activations that one pipeline rank offloads, by model chunk and microbatch.
 
-    Within `forward`, autograd's saved tensors are replaced by entries of this store. A storage that several saved
+    Within `forward`, entries of this store replace the tensors that autograd saves. A storage that several saved
     tensors share is copied once. Parameters, other tensors that collect a gradient, tensors that the caller keeps
     anyway, and small tensors stay on the device. `release` frees the storages on the device, and `bring_back` allocates
-    new storages. After `wait_until_back`, a backward gets every released tensor as a view of a new storage, with the
-    size and the strides that the tensor had in the forward.
+    new storages. A backward gets every released tensor as a view of a new storage, with the size and the strides
+    that the tensor had in the forward.
 
     Args:
         lane: the host link.
@@ -35,18 +35,13 @@ class OffloadStore:
 
     def __init__(self, lane: CopyLane) -> None:
         self._lane = lane
-        self._buffers = HostBuffers(lane)
+        self.buffers = HostBuffers(lane)
         self._bundles: dict[tuple[int, int], _Bundle] = {}
         self._copies: dict[tuple[OpKind, int], deque[PendingCopy]] = defaultdict(lambda: deque(maxlen=_SAMPLES))
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that have been allocated so far."""
-        return self._buffers.num_bytes
-
     @contextmanager
     def forward(self, chunk: int, microbatch: int, kept: Sequence[torch.Tensor | None] = ()) -> Iterator[None]:
-        """Collect the tensors that autograd saves while the `with` block runs one F, then queue copies of the tensors.
+        """Collect the tensors that autograd saves while the `with` block runs one F, then queue copies to the host.
 
         Args:
             kept: tensors that the caller keeps on the device, such as the input of the F.
@@ -58,22 +53,24 @@ class OffloadStore:
         pairs = []
         for storage in bundle.storages:
             assert storage.device is not None
-            storage.host = self._buffers.take(storage.device.nbytes)
+            storage.host = self.buffers.take(storage.device.nbytes)
             pairs.append(CopyPair(storage.device, storage.host))
         bundle.copy = self._start(OpKind.D, chunk, pairs)
 
-    def wait_until_copied(self, chunk: int, microbatch: int) -> None:
-        """Wait until the activations of a microbatch are on the host."""
-        self._wait(self._bundles[chunk, microbatch])
+    def wait(self, chunk: int, microbatch: int) -> None:
+        """If the activations of a microbatch are offloaded, wait for their most recent copy, to the host or back."""
+        bundle = self._bundles.get((chunk, microbatch))
+        if bundle is not None and bundle.copy is not None:
+            bundle.copy.wait()
 
     def release(self, chunk: int, microbatch: int) -> None:
-        """Release a microbatch's activations on the device, except storages that are used outside of this store."""
+        """Free a microbatch's activations on the device, except storages that are in use outside of this store."""
         for storage in self._bundles[chunk, microbatch].storages:
             if not storage.release():
                 self._give_back(storage)
 
     def bring_back(self, chunk: int, microbatch: int) -> None:
-        """Allocate the released storages on the device again, and queue the copies from the host."""
+        """Allocate the freed storages of a microbatch on the device again, and queue the copies from the host."""
         bundle, pairs = self._bundles[chunk, microbatch], []
         for storage in bundle.storages:
             if storage.device is None:
@@ -84,26 +81,17 @@ class OffloadStore:
                 self._give_back(storage)
         bundle.copy = self._start(OpKind.H, chunk, pairs)
 
-    def wait_until_back(self, chunk: int, microbatch: int) -> None:
-        """If the activations of a microbatch were offloaded, wait until these activations are on the device again."""
-        bundle = self._bundles.get((chunk, microbatch))
-        if bundle is not None:
-            self._wait(bundle)
-
     def forget(self, chunk: int, microbatch: int) -> None:
-        """Forget the activations of a microbatch after the microbatch's backward has run."""
+        """Drop the activations of a microbatch whose backward has run."""
         self._bundles.pop((chunk, microbatch), None)
 
     def device_bytes(self, chunk: int, microbatch: int) -> int:
-        """Return how many bytes of the tensors saved by this microbatch's F are on the device.
-
-        A storage that several tensors share counts once.
-        """
+        """Return the bytes on the device of all storages that autograd saved in this microbatch's F."""
         bundle = self._bundles.get((chunk, microbatch))
         return 0 if bundle is None else bundle.device_bytes()
 
     def times(self, kind: OpKind, chunk: int) -> list[float]:
-        """Return the seconds of the recent copies of `chunk` by operations of `kind`: D to the host, or H back."""
+        """Return the seconds of recent copies of the activations of `chunk`, to the host (D) or back (H)."""
         return [copy.seconds() for copy in self._copies[kind, chunk]]
 
     def left(self) -> list[tuple[int, int]]:
@@ -111,9 +99,9 @@ class OffloadStore:
         return list(self._bundles)
 
     def clear(self) -> None:
-        """Forget all activations, for example if the step runs again."""
-        for bundle in self._bundles.values():
-            self._wait(bundle)
+        """Drop all activations, for example if the step runs again."""
+        for key, bundle in self._bundles.items():
+            self.wait(*key)
             for storage in bundle.storages:
                 self._give_back(storage)
         self._bundles.clear()
@@ -125,14 +113,8 @@ class OffloadStore:
 
     def _give_back(self, storage: _Storage) -> None:
         if storage.host is not None:
-            self._buffers.give_back(storage.host)
+            self.buffers.give_back(storage.host)
             storage.host = None
-
-    @staticmethod
-    def _wait(bundle: _Bundle) -> None:
-        if bundle.copy is not None:
-            bundle.copy.wait()
-            bundle.copy = None
 
 
 class _Storage:
@@ -165,17 +147,17 @@ class _Saved(NamedTuple):
 
 
 class _Bundle:
-    """The storages that the F of one microbatch has saved."""
+    """The storages that autograd has saved in the F of one microbatch."""
 
     def __init__(self, kept: Sequence[torch.Tensor | None]) -> None:
         self.storages: list[_Storage] = []
-        """The storages that the offload operation D frees on the device; the list is empty until F has ended."""
+        """The storages that D frees on the device; the list is empty until F has ended."""
         self.copy: PendingCopy | None = None
-        """The most recent copy of the storages; None once the rank has waited for this copy."""
+        """The most recent copy of the storages."""
         self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept if tensor is not None)
         self._collected: dict[int, weakref.ref[_Storage]] = {}
         self._staying: dict[int, tuple[StorageWeakRef, int]] = {}
-        """Identifier of each storage that stays on the device -> (reference to the storage, bytes of the storage)."""
+        """Identifier of each storage that stays on the device -> (reference to the storage, number of bytes)."""
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         """Return the object that autograd saves instead of `tensor`."""
@@ -202,7 +184,7 @@ class _Bundle:
         return _Saved(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def close(self) -> None:
-        """Find the storages that autograd still holds at the end of F; autograd holds none if F needs no gradient."""
+        """List the storages that autograd still holds at the end of F; without gradients, autograd holds none."""
         self.storages = [entry for known in self._collected.values() if (entry := known()) is not None]
         self._collected.clear()
 

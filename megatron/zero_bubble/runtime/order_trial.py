@@ -12,16 +12,15 @@ from megatron.zero_bubble.schedule import ScheduleError, StageCosts
 SMALL_GAIN = 1.05
 """Predicted speedup over megatron-core's order below which a run also tries megatron-core's order."""
 WORTHWHILE = 1.005
-"""Least speedup with which a new plan from corrected costs replaces the running plan, or with which a run keeps the
-planned order after a trial of megatron-core's order."""
+"""Least speedup for which a run replaces its plan, or keeps the planned order instead of megatron-core's order."""
 
 
 @dataclass(frozen=True)
 class OrderTrial:
-    """A trial of megatron-core's own order for a few steps; the run then continues with the faster order.
+    """A trial of megatron-core's own order for a few steps, after which the run continues with the faster order.
 
-    The planned order runs before and after megatron-core's order, so that a machine that slowly becomes faster or
-    slower favours neither order.
+    The planned order runs before and after megatron-core's order, so that a slow change of the machine's speed favours
+    neither order.
 
     Attributes:
         num_microbatches: number of microbatches in each step before the trial.
@@ -39,11 +38,6 @@ class OrderTrial:
     own_span: float | None = None
     own_costs: StageCosts | None = None
 
-    def result(self, span_after: float) -> TrialResult:
-        """Return the result of a trial after which a step took `span_after` milliseconds in the planned order."""
-        assert self.own_span is not None, "megatron-core's order is not measured yet"
-        return TrialResult(self.own.name, self.own_span, (self.span_before + span_after) / 2)
-
 
 @dataclass(frozen=True)
 class TrialResult:
@@ -55,11 +49,11 @@ class TrialResult:
 
     @property
     def keeps_planned(self) -> bool:
-        """Whether the planned order is faster by at least the factor `WORTHWHILE`."""
+        """Whether the planned order is faster than megatron-core's order by at least the factor `WORTHWHILE`."""
         return self.planned_span * WORTHWHILE <= self.own_span
 
     def megatrons_time(self, milliseconds: float, costs: StageCosts) -> MegatronsTime:
-        """Return megatron-core's step time: `milliseconds` of the planned order, times the ratio of measured times."""
+        """Return megatron-core's step time: scale a step time of the planned order by the ratio of measured times."""
         own = milliseconds * self.own_span / self.planned_span
         return MegatronsTime(own, work_of_stages(costs), is_same_layout=True)
 
@@ -72,8 +66,8 @@ def own_order(plan: RunSchedules, num_microbatches: int) -> RunSchedules | None:
     """Return the schedules of megatron-core's own order for the layout of a plan.
 
     Returns:
-        The schedules. None if the plan's schedule was read from a file, if megatron-core has no order for this layout,
-        or if megatron-core's order exceeds the plan's memory limit.
+        The schedules. The result is None if the plan's schedule was read from a file, if megatron-core has no order for
+        the layout, or if megatron-core's order exceeds the plan's memory limit.
     """
     request = in_megatrons_order(plan.request)
     if plan.given is not None or request is None:

@@ -2,8 +2,8 @@
 
 If a forward and a backward run as one operation (a *pair*), exchanges of tokens between experts can overlap with
 computation on a GPU, because a GPU runs exchanges and computation on separate streams. On a CPU, exchanges take
-processor time and cannot overlap with computation. The time that a pair saves is the sum of the measured separate
-durations of the forward and the backward, minus the measured duration of the pair.
+processor time and cannot overlap with computation. The saved time is the sum of the separate
+durations of the forward and the backward, minus the duration of the pair.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.zero_bubble.schedule import OpKind
 from megatron.zero_bubble.schedule.kinds import BACKWARDS, KINDS
 from megatron.zero_bubble.schedule.pairs import pairs
 
-LEAST_GAIN = 0.02
+_LEAST_GAIN = 0.02
 """Least saving of a pair that counts, as a share of the time of F and B run one after the other."""
 
 _Times = Mapping[tuple[int, OpKind], float]
@@ -25,38 +25,31 @@ _Times = Mapping[tuple[int, OpKind], float]
 
 
 class PairTime(NamedTuple):
-    """Durations of all pairs of F and B that contain an operation of a chunk, and of the same F and B run alone."""
+    """Durations of the pairs of F and B that contain an operation of a given chunk.
+
+    `together` is the sum of the pairs' milliseconds, over all combinations of chunks and kind of backward. `apart` is
+    the sum of the milliseconds of the same F and B run one after the other. `hidden` is the mean share, from 0 to 1, of
+    the time of token exchanges that overlaps with computation in the pairs.
+    """
 
     hidden: float = 0.0
-    """Mean share of the time of token exchanges that overlaps with computation if F and B run as a pair, from 0 to
-    1."""
     together: float = 0.0
-    """Milliseconds of F and B run as a pair, summed over all combinations of chunks and kind of backward."""
     apart: float = 0.0
-    """Milliseconds of F and B run one after the other, summed over all combinations of chunks and kind of backward."""
 
 
 NO_PAIRS = PairTime()
 
 
-def hidden_share(apart: float, together: float, exchanged: float) -> float:
-    """Return the share of the time of token exchanges that overlaps with computation if F and B run as a pair.
-
-    The share is a number from 0 to 1.
-
-    Args:
-        apart: milliseconds of the forward and the backward, run one after the other.
-        together: milliseconds of the forward and the backward, run as one operation.
-        exchanged: the milliseconds of `apart` in which experts exchange tokens.
-    """
+def _hidden_share(apart: float, together: float, exchanged: float) -> float:
+    """Return the share, from 0 to 1, of the time of token exchanges that overlaps with computation in a pair."""
     hidden, most = apart - together, min(exchanged, apart - exchanged)
-    if most <= 0 or hidden < LEAST_GAIN * apart:
+    if most <= 0 or hidden < _LEAST_GAIN * apart:
         return 0.0
     return min(1.0, hidden / most)
 
 
 class PairTimes:
-    """Collects the durations of operations in which one rank runs F and B as a pair, over several steps."""
+    """Collects the durations of the pairs of F and B that one rank runs, over several steps."""
 
     def __init__(self) -> None:
         self._samples: dict[tuple[int, int, OpKind], list[float]] = defaultdict(list)
@@ -71,10 +64,10 @@ class PairTimes:
     def of_chunk(
         self, chunk: int, times: _Times, exchanged: _Times, center: Callable[[Sequence[float]], float]
     ) -> PairTime:
-        """Compare the durations of the pairs of a chunk with the durations of the same operations run alone.
+        """Compare the durations of the pairs of a chunk with the durations of the same operations run separately.
 
         Args:
-            times: times of the operations that ran alone.
+            times: times of the operations that ran outside of pairs.
             exchanged: the parts of `times` in which experts exchange tokens.
             center: computes one time from several samples, for example the median.
         """
@@ -84,19 +77,19 @@ class PairTimes:
             if chunk not in (forward, backward) or len(parts) == 1 or parts[0] not in times:
                 continue
             sum_apart, pair = sum(times[part] for part in parts), center(samples)
-            shares.append(hidden_share(sum_apart, pair, sum(exchanged.get(part, 0.0) for part in parts)))
+            shares.append(_hidden_share(sum_apart, pair, sum(exchanged.get(part, 0.0) for part in parts)))
             together, apart = together + pair, apart + sum_apart
         return PairTime(sum(shares) / len(shares), together, apart) if shares else NO_PAIRS
 
 
 def _alone(chunk: int, kind: OpKind, times: _Times) -> list[tuple[int, OpKind]]:
-    """Return measured operations outside of pairs that together compute the same gradients as `kind`; [] if none."""
+    """Return the separately measured operations that together compute the gradients of `kind`; [] if none."""
     results = KINDS[kind].makes
     same = [(chunk, alone) for alone in BACKWARDS if KINDS[alone].makes == results and (chunk, alone) in times]
     return same[:1] or [(chunk, result) for result in results if all((chunk, each) in times for each in results)]
 
 
 def duration_ratio(measured: Sequence[PairTime]) -> float | None:
-    """Return the time of pairs divided by the time of the same operations run alone; None without measured pairs."""
+    """Return the time of pairs divided by the time of the same operations run separately; None without any pairs."""
     apart = sum(each.apart for each in measured)
     return sum(each.together for each in measured) / apart if apart else None

@@ -1,13 +1,14 @@
-"""Compares the costs from which a plan was made with measured steps of this plan, and corrects the costs."""
+"""Corrects the costs from which a schedule was planned, by comparison with measured steps."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import add
 from typing import NamedTuple
 
-from megatron.zero_bubble.schedule import OpKind, Placement, Schedule, StageCosts, simulate
+from megatron.zero_bubble.schedule import OpKind, Schedule, StageCosts, simulate
 from megatron.zero_bubble.schedule.kinds import TIMES
 
 TOLERANCE = 0.05
@@ -17,12 +18,11 @@ SPAN_TOLERANCE = 0.02
 _MATTERS = 0.02
 """Share of a microbatch's computing time below which a difference of planned and measured times is ignored."""
 _PARTS = 1024
-"""Number of equally spaced candidates for the time that is added to every message. A bisection finds the shortest time
-with which a simulated step takes as long as a measured step."""
+"""Number of equally spaced candidates for the time that is added to every message, among which a bisection chooses."""
 
 
 class Difference(NamedTuple):
-    """A time in the costs of a plan that differs from the measured time; both times in milliseconds."""
+    """A planned time that differs from the measured time; both times are in milliseconds."""
 
     subject: str
     planned: float
@@ -35,13 +35,14 @@ class Difference(NamedTuple):
 def with_measured_times(planned: StageCosts, measured: StageCosts, schedule: Schedule) -> StageCosts:
     """Return the planned costs with the measured times of operations, but with the planned memory and message times.
 
-    A kind of operation that did not run keeps its planned time, except R, whose time changes in proportion to F's time.
-    If a stage ran BW only, the times of B and W and the time that BW saves keep their planned proportions.
+    A kind of operation that did not run keeps its planned time. If R did not run, the time of R changes in proportion
+    to the time of F. If a stage ran BW only, the times of B and W and the time that BW saves keep their planned
+    proportions.
 
     Args:
         planned: the costs from which the schedule was planned.
         measured: costs that were measured while the schedule ran.
-        schedule: the schedule.
+        schedule: the schedule that ran.
     """
     measured = _in_planned_proportions(planned, measured, schedule)
     times = {
@@ -61,7 +62,7 @@ def with_measured_times(planned: StageCosts, measured: StageCosts, schedule: Sch
 
 
 def _in_planned_proportions(planned: StageCosts, measured: StageCosts, schedule: Schedule) -> StageCosts:
-    """Split the BW time of every stage that ran no separate B into B and W, in the planned proportions."""
+    """If a stage ran BW but no B, split the measured time of BW into B and W in the planned proportions."""
     lanes = enumerate(schedule.ops)
     ran = {(schedule.placement.stage_of(rank, op.chunk), op.kind) for rank, lane in lanes for op in lane}
     times = {name: list(getattr(measured, name)) for name in ("time_b", "time_w", "saved_bw")}
@@ -77,11 +78,11 @@ def _in_planned_proportions(planned: StageCosts, measured: StageCosts, schedule:
 def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> StageCosts:
     """Increase the times of messages and collectives in `costs` until the simulated schedule takes the measured `span`.
 
-    Messages of busy ranks are slower than messages of idle ranks. If operations vary in duration, ranks also wait for
-    each other, and waits between ranks look like slower messages.
+    Messages of busy ranks are slower than messages of idle ranks. Variations in the duration of operations also make
+    ranks wait for each other, as if messages were slower.
 
     Args:
-        costs: the costs, with the measured times of operations.
+        costs: costs with the measured times of operations.
         schedule: the schedule that ran.
         span: measured milliseconds from the start of the first operation to the end of the last operation on the
             slowest rank.
@@ -90,27 +91,25 @@ def with_measured_span(costs: StageCosts, schedule: Schedule, span: float) -> St
     if missing <= 0 or placement.num_ranks == 1:
         return costs
 
-    def slower(part: int) -> StageCosts:
-        return _with_messages(costs, placement, missing * part / _PARTS)
-
-    part = bisect_left(range(_PARTS), span, key=lambda part: simulate(schedule, slower(part)).cost)
-    return slower(part)
-
-
-def _with_messages(costs: StageCosts, placement: Placement, added: float) -> StageCosts:
     edges = range(placement.num_stages - 1)
     crosses = [placement.rank_of(edge) != placement.rank_of(edge + 1) for edge in edges]
-    return replace(
-        costs,
-        time_comm=tuple(time + added * is_far for time, is_far in zip(costs.time_comm, crosses, strict=True)),
-        latency_collective=tuple(time and time + added for time in costs.latency_collective),
-    )
+
+    def slower(part: int) -> StageCosts:
+        added = missing * part / _PARTS
+        return replace(
+            costs,
+            time_comm=tuple(time + added * is_far for time, is_far in zip(costs.time_comm, crosses, strict=True)),
+            latency_collective=tuple(time and time + added for time in costs.latency_collective),
+        )
+
+    return slower(bisect_left(range(_PARTS), span, key=lambda part: simulate(schedule, slower(part)).cost))
 
 
 def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Difference]:
-    """Yield the largest error of a planned time for each kind of operation, and the mean error for messages.
+    """Yield the largest error of the planned times of each kind of operation, and the mean error of message times.
 
-    Errors of at most `TOLERANCE`, and errors that are a negligible part of a microbatch's computing time, are left out.
+    `differences` ignores relative errors of at most `TOLERANCE`, and errors that are negligible relative to the
+    computing time of a microbatch.
     """
     matters = _MATTERS * sum(map(planned.work, range(planned.num_stages)))
     for name, kind in TIMES.items():
@@ -126,8 +125,5 @@ def differences(planned: StageCosts, corrected: StageCosts) -> Iterator[Differen
 
 def largest_change(old: StageCosts, new: StageCosts) -> float:
     """Return the largest relative change, over all stages, of the sum of the times of F, B, W and R of a stage."""
-
-    def work(costs: StageCosts, stage: int) -> float:
-        return costs.work(stage) + costs.time_r[stage]
-
-    return max(abs(work(new, stage) / work(old, stage) - 1.0) for stage in range(old.num_stages))
+    before, after = (map(add, map(costs.work, range(costs.num_stages)), costs.time_r) for costs in (old, new))
+    return max(abs(now / then - 1.0) for then, now in zip(before, after, strict=True))

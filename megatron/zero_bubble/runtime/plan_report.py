@@ -1,4 +1,4 @@
-"""The settings for planning in a run, and the reports about the run's plans."""
+"""Settings of a run for planning schedules, and reports about the planned schedules."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from megatron.zero_bubble.runtime.order_trial import TrialResult
 from megatron.zero_bubble.runtime.plan_check import Difference
 from megatron.zero_bubble.schedule.formats import Profile, Setting
 
-ModelDescription = Mapping[str, Setting]
-
 
 @dataclass(frozen=True)
 class PlanningOptions:
     """Settings of a run's profiling and planning.
 
     Attributes:
-        first_step, last_step: the first and the last step to be profiled, unless `profile` is given.
+        first_step: the first step that is profiled, unless `profile` is given.
+        last_step: the last step that is profiled.
         model: the settings of the model that determine the costs.
         memory_limit: the memory limit of the run; None for the schedule's own limit.
-        profile: the profile from whose costs the run plans before the first step.
-        threshold: relative change of a stage's time above which the run plans again; 0 for never.
+        profile: measured costs from which the run plans before the first step.
+        threshold: relative change of the time of a stage above which the run plans again; 0 for never.
         limits: memory limit of each rank in bytes, if the layout was chosen under memory limits per rank. `limits`
             override `memory_limit`.
-        megatrons: the step time with Megatron's split of layers; reports compare this time with the step time of the
-            chosen layout.
-        tries_own_order: whether the run compares the planned order with megatron-core's own order by measured times,
-            if the predicted gain of the planned order is small.
+        megatrons: the step time with Megatron's split of layers, to which reports compare the step time of the chosen
+            layout.
+        tries_own_order: whether the run also measures megatron-core's own order of operations, if the predicted gain
+            of the planned order is small.
     """
 
     first_step: int
     last_step: int
-    model: ModelDescription
+    model: Mapping[str, Setting]
     memory_limit: MemoryLimit | None = None
     profile: Profile | None = None
     threshold: float = 0.0
@@ -50,7 +49,7 @@ class PlanningOptions:
 
 @dataclass(frozen=True)
 class Report:
-    """One decision of the `Replanner`, for the log."""
+    """A decision of the `Replanner` about the plan of a run, for the run's log."""
 
     prediction: Prediction
     is_new_plan: bool

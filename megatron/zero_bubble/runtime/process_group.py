@@ -1,4 +1,4 @@
-"""Creates a process group of some ranks of a job, without a call on the other ranks."""
+"""Creates a process group of some ranks of a job, without a call by the other ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-MAX_BLOCKS = 4
-"""Largest number of thread blocks that a message occupies on a GPU.
-
-A posted receive occupies its thread blocks until the message has arrived.
-"""
 
 
 @dataclass(frozen=True)
@@ -33,9 +27,9 @@ def connect(membership: Membership) -> Any:
     """Create a member's `ProcessGroupNCCL` or `ProcessGroupGloo`; the members find each other in the job's store.
 
     `connect` does not use `dist.new_group`, which every rank of the job would have to call for every group. With
-    `use_local_synchronization`, only the members call `dist.new_group`, but the group's name contains the number of
-    groups that the caller has created. Members that have created different numbers of groups would use different names,
-    and wait for each other forever.
+    `use_local_synchronization`, only the members call `dist.new_group`, but torch puts the number of groups that the
+    caller has created into the name of the group. Members that have created different numbers of groups would use
+    different names, and would wait for each other forever.
     """
     rank, size = membership.rank, len(membership.members)
     store = dist.PrefixStore(membership.name, dist.distributed_c10d._get_default_store())
@@ -48,13 +42,11 @@ def connect(membership: Membership) -> Any:
 
 
 def _nccl_options(membership: Membership) -> Any:
-    """Return NCCL options: few thread blocks, to leave the GPU to layers, and high priority, because other ranks wait.
-
-    The options contain the name and the ranks under which PyTorch's flight recorder shows the group.
-    """
+    # A posted receive occupies its thread blocks until the message arrives: few blocks leave the GPU to the layers. The
+    # priority is high, because other ranks wait. The flight recorder of PyTorch shows the name and the ranks.
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = membership.timeout
-    options.config.max_ctas = MAX_BLOCKS
+    options.config.max_ctas = 4
     options.group_name = membership.name
     options.global_ranks_in_group = list(membership.members)
     return options

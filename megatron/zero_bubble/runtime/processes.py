@@ -1,7 +1,7 @@
-"""Makes the processes that a rank starts (loader workers, checkpoint writers) end with the rank, however the rank ends.
+"""Makes the child processes of a rank (loader workers, checkpoint writers) end together with the rank.
 
-By itself, Python ends child processes only at a regular exit, and then waits for them without limit. A killed rank
-would leave its children behind, and a child that ignores SIGTERM would keep its rank from ending.
+Without this module, Python ends child processes only at a regular exit, and then waits for them without limit. A killed
+rank would leave its children behind, and a child that ignores SIGTERM would prevent the exit of its rank.
 """
 
 from __future__ import annotations
@@ -14,24 +14,21 @@ import sys
 import threading
 import time
 
-_PR_SET_PDEATHSIG = 1
-"""The option of prctl(2) that sets the signal for a process whose parent dies."""
-
 
 def end_with_parent(death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send `death_signal` to this process once the thread that started the process has ended.
+    """Make Linux send `death_signal` to this process as soon as the thread that has forked the process ends.
 
-    On systems other than Linux, the call does nothing.
+    On other operating systems, the call does nothing.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, death_signal)
+        ctypes.CDLL(None).prctl(1, death_signal)  # 1 is PR_SET_PDEATHSIG
 
 
 def tie_children() -> None:
     """Make every process that the main thread forks from now on end as soon as this process ends.
 
-    Children that other threads fork are left alone, because the kernel would end such a child as soon as the thread
-    that forked the child ends.
+    Children that other threads fork are not affected, because the kernel would end each of these children as soon as
+    the thread that has forked the child ends.
     """
     is_main_thread = False
 
@@ -47,10 +44,10 @@ def tie_children() -> None:
 
 
 def end_children(patience: float = 2.0) -> None:
-    """End the daemonic children of `multiprocessing`; at exit, Python would wait for them without limit.
+    """End the daemonic children of `multiprocessing`, for which Python would wait without limit at exit.
 
     Args:
-        patience: seconds between SIGTERM and SIGKILL, in total for all children.
+        patience: total number of seconds between the first SIGTERM and SIGKILL.
     """
     children = [child for child in multiprocessing.active_children() if child.daemon]
     # torch's SIGCHLD handler raises an error in this process when a loader worker that it counts as working ends.

@@ -1,4 +1,4 @@
-"""Holds the blocks of layers whose activations F has dropped, until R or B runs the forward of the blocks again."""
+"""Holds the blocks of layers whose activations F has dropped, until R or B runs the forward of these blocks again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ Recomputation = Callable[[], None]
 """Function that repeats the forward of one block of layers under autograd, and keeps the result for the backward."""
 
 
-def untimed(kind: OpKind) -> AbstractContextManager[None]:
-    """Return a context that measures nothing."""
-    return nullcontext()
-
-
 class ForwardMode(Enum):
     """Whether a forward keeps or drops the activations of a block of layers."""
 
@@ -36,38 +31,35 @@ class RecomputationStore:
     """The blocks of layers of one pipeline rank whose activations F has dropped, by model chunk and microbatch.
 
     The executor runs each F inside `forward`, whose arguments decide whether the F drops its activations. The executor
-    runs R with `recompute`. Outside of an F, `mode` is None, and a block runs as if there were no store.
+    runs R with `recompute`. Outside of an F, the store does not affect blocks of layers.
 
     The blocks of layers of a chunk may form several groups. R restores the activations of the chunk's last group of
-    blocks; in a schedule without R, F keeps these activations. B restores the activations of each earlier group of
-    blocks right before the group's backward. B computes the weight gradients of all groups of blocks except the first,
-    so that the activations of at most one group are in memory at a time.
-
-    Args:
-        weights: holds the deferred weight gradients of the blocks.
+    blocks. In a schedule without R, F keeps the activations of the last group. B restores the activations of each
+    earlier group of blocks right before the group's backward. B also computes the weight gradients of all groups of
+    blocks except the first, so that the activations of at most one group are in memory at a time.
     """
 
-    def __init__(self, weights: WeightGradStore | None = None) -> None:
-        self.weights = weights or WeightGradStore()
+    def __init__(self) -> None:
+        self.weights = WeightGradStore()
+        """Holds the deferred weight gradients of the blocks; the executor replaces it by the rank's store."""
         self.num_blocks: dict[int, int] = {}
         """Chunk -> number of blocks in an F; known once an F of the chunk has run."""
         self.bytes_outside: dict[int, int] = {}
         """Chunk -> bytes that layers outside of recomputed blocks keep for W; known once a B of the chunk has run."""
         self.bytes_of_blocks = 0
         """Bytes that are kept for W by the blocks whose backward has run in the current B."""
-        self.timed: Callable[[OpKind], AbstractContextManager[None]] = untimed
+        self.timed: Callable[[OpKind], AbstractContextManager[Any]] = nullcontext
         """Makes a context that measures a recomputation, or the weight gradients of a block, within B."""
         self._dropped: dict[tuple[int, int], _Blocks] = {}
         self._current: _Blocks | None = None
-        self._is_suspended = False
 
     @contextmanager
     def forward(self, chunk: int, microbatch: int, *, drops: bool, num_groups: int = 1) -> Iterator[None]:
-        """Decide which blocks of layers drop their activations in the F that runs inside the `with` statement.
+        """Decide which blocks of layers drop their activations in the F that runs inside the `with` block.
 
         Args:
             drops: whether the schedule has an R for the microbatch.
-            num_groups: number of groups into which the chunk's blocks are divided; at most the number of blocks.
+            num_groups: number of groups into which the chunk's blocks are divided.
         """
         assert self._current is None, "an F inside an F"
         self._current = blocks = _Blocks(self, num_groups, self.num_blocks.get(chunk), has_r=drops)
@@ -82,10 +74,10 @@ class RecomputationStore:
     @property
     def mode(self) -> ForwardMode | None:
         """Whether the next block of the current F keeps or drops its activations; None outside of an F."""
-        return None if self._current is None or self._is_suspended else self._current.mode
+        return None if self._current is None else self._current.mode
 
     def put(self, recomputation: Recomputation) -> Callable[[], AbstractContextManager[None]]:
-        """Store the recomputation of one block; return a function that makes the context for the block's backward."""
+        """Store the recomputation of one block; return a function that makes a context for the block's backward."""
         assert self.mode is ForwardMode.DROP, "put() outside of an F that drops its activations"
         assert self._current is not None
         return self._current.put(recomputation)
@@ -98,34 +90,31 @@ class RecomputationStore:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside the `with` block, let torch run checkpointed blocks, without this store.
-
-        `suspended` is for checkpointed blocks inside a block that is recomputed as a whole.
-        """
-        before, self._is_suspended = self._is_suspended, True
+        """Disable this store inside the `with` block, which runs a block of layers that is recomputed as a whole."""
+        before, self._current = self._current, None
         try:
             yield
         finally:
-            self._is_suspended = before
+            self._current = before
 
     def recompute(self, chunk: int, microbatch: int) -> None:
-        """Run the forwards again for the last group of blocks whose activations this microbatch's F has dropped."""
+        """Restore the dropped activations of the last group of blocks, for one microbatch."""
         self._dropped.pop((chunk, microbatch)).restore_group()
 
     @contextmanager
     def backward(self, chunk: int) -> Iterator[None]:
-        """Count the bytes that layers outside of recomputed blocks keep for W; the `with` block runs one B."""
+        """Count the bytes that layers outside of recomputed blocks keep for W, in the B that the `with` block runs."""
         self.bytes_of_blocks = 0
         yield
         outside = self.weights.flushed_bytes - self.bytes_of_blocks
         self.bytes_outside[chunk] = max(0, min(outside, self.bytes_outside.get(chunk, outside)))
 
     def dropped(self) -> list[tuple[int, int]]:
-        """Return (chunk, microbatch) of every F that has dropped its activations and whose R has not run."""
+        """Return (chunk, microbatch) of every F that has dropped activations and whose R has not run."""
         return list(self._dropped)
 
     def clear(self) -> None:
-        """Forget all blocks whose activations were dropped, without recomputing these activations."""
+        """Remove all blocks from the store without recomputing their activations."""
         self._dropped.clear()
 
 
@@ -182,14 +171,14 @@ class _Blocks:
         self._leave(number)
 
     def restore_group(self) -> None:
-        """Restore the last group with dropped activations: run the forwards of the group's blocks again, in order."""
+        """Run the forwards of the blocks again, in order, for the last group whose activations are dropped."""
         last = max(self._dropped, default=0)
         first = max(start for start in self._starts(self.number) if start <= last)
         for number in sorted(number for number in self._dropped if number >= first):
             self._dropped.pop(number)()
 
     def _starts(self, number: int) -> list[int]:
-        """Return, for each group of blocks, the index of the group's first block; a chunk has `number` blocks."""
+        """Return the index of each group's first block, if a chunk has `number` blocks."""
         groups = max(1, min(self._num_groups, number))
         return [number * group // groups for group in range(groups)]
 
@@ -217,7 +206,7 @@ class _Blocks:
 
 
 def _call_with_gradient(tensors: Sequence[Any], function: Callable[[torch.Tensor], None]) -> None:
-    """Call `function` with the complete gradient of the first tensor in `tensors` that requires a gradient."""
+    """Register `function` as a gradient hook of the first tensor in `tensors` that requires a gradient."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(function)

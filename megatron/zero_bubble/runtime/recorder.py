@@ -1,4 +1,4 @@
-"""Records the operations that one rank runs, and the time of each operation."""
+"""Records the time and the memory of each operation that a rank runs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,22 @@ from megatron.zero_bubble.schedule.pairs import PAIRED
 
 
 class Clock(Protocol):
-    """Marks points in the computation without waiting for the computation, and later turns the marks into seconds."""
+    """Places marks in the computation without waiting, and later converts the marks into times in seconds."""
 
     def mark(self) -> Any: ...
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Return the time at which each mark was reached; this call may wait until all marks are reached."""
-        ...
+        """Return the time at which the device reached each mark; the call may wait for the device."""
 
     def lag(self) -> float:
-        """Return the seconds by which this clock lags behind the host's clock; this call may wait for the device."""
-        ...
+        """Return the seconds by which this clock lags behind the host's clock; the call may wait for the device."""
 
     def num_reached(self, marks: Sequence[Any]) -> int | None:
-        """Count the marks that the device has reached, without waiting; None if marks are always reached at once."""
-        ...
+        """Count the marks that the device has reached, without waiting; None if computation is synchronous."""
 
 
 class HostClock:
-    """A clock for a CPU, where a call returns only after the call's work is done."""
+    """A clock for a CPU, where computation is synchronous."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -51,7 +48,7 @@ class HostClock:
 
 
 class CudaClock:
-    """A clock for a GPU. Marks are CUDA events on the current stream, so that no launch of an operation has to wait.
+    """A clock for a GPU. Marks are CUDA events on the current stream, so that the process never waits for the GPU.
 
     CUDA returns the time between two events in milliseconds as a float32, whose resolution is 8 ms after a day. To keep
     a higher resolution, the clock adds up the times between successive marks in a Python float.
@@ -92,10 +89,10 @@ def device_clock(device: torch.device) -> Clock:
 class MeasuredOp:
     """One operation that a rank ran, from `start` to `end` in seconds, without the wait for the operation's inputs.
 
-    `held` is the memory after the operation minus the memory before it, in bytes; None unless memory was measured.
-    `inside` is the operation's temporary memory: the peak beyond the memory in use before and after the operation.
-    `exchanged` is the time in seconds of token exchanges between experts. `within` holds the seconds of the
-    recomputations and weight gradients of blocks that ran within the operation.
+    `held` is the change of the memory in use by the operation, in bytes; None unless memory was measured. `inside` is
+    the operation's temporary memory: the peak beyond the memory in use before and after the operation. `exchanged` is
+    the time in seconds of token exchanges between experts. `within` contains (kind, seconds) of the recomputations and
+    weight gradients that ran within the operation.
     """
 
     op: Op
@@ -114,24 +111,17 @@ class MemoryMeter(Protocol):
 
     def end(self, op: Op) -> int:
         """Return the change of memory since `begin`, in bytes."""
-        ...
 
+    @property
     def inside(self) -> int:
-        """Return the temporary bytes of the last operation: the peak beyond the memory at `begin` and at `end`."""
-        ...
-
-
-class _MemoryUse(NamedTuple):
-    """The memory of one operation, or of several operations run as one; `MeasuredOp` describes the fields."""
-
-    held: int | None
-    inside: int = 0
+        """Temporary memory of the last operation in bytes: the peak beyond the memory at `begin` and at `end`."""
 
 
 class OpRecorder:
-    """Records the operations of one step: the executor calls `begin` and `end`, and the recorder's owner calls `take`.
+    """Records the operations of one step, between the calls of `begin` and `end` by the executor.
 
-    `after_op` is called after each recorded operation.
+    Args:
+        after_op: called after each recorded operation.
     """
 
     def __init__(
@@ -141,13 +131,11 @@ class OpRecorder:
         self._meter = meter
         self._after_op = after_op
         self._begun: Any = None
-        self._ops: list[tuple[tuple[Op, ...], _MemoryUse]] = []
+        self._ops: list[tuple[tuple[Op, ...], int | None, int]] = []
+        """Operations that ran as one, and their `MeasuredOp.held` and `MeasuredOp.inside`."""
         self._marks: list[Any] = []
         self._parts: list[tuple[int, OpKind | None, Any, Any]] = []
-        """(number of the operation, kind of the part, mark at its start, mark at its end) of each timed part.
-
-        If the timed part of an operation is an exchange of tokens between experts, the kind is None.
-        """
+        """(number of the operation, kind, mark at the start, mark at the end) of each part; see `timed_within`."""
 
     def begin(self, op: Op) -> None:
         """Record that the inputs of `op` have arrived and that `op` starts to compute."""
@@ -156,43 +144,38 @@ class OpRecorder:
         self._begun = self._clock.mark()
 
     def end(self, *ops: Op) -> None:
-        """Record that `ops` are complete (on a GPU: launched); `ops` are one operation or several that run as one."""
+        """Record that an operation, or several operations that run as one, are complete or, on a GPU, launched."""
         self._marks += (self._begun, self._clock.mark())
-        metered = self._meter is not None and ops[0].kind not in POST_VALIDATION
-        self._ops.append((ops, self._memory_use(ops, self._meter) if self._meter and metered else _MemoryUse(None)))
+        held, inside = None, 0
+        if self._meter is not None and ops[0].kind not in POST_VALIDATION:
+            held, inside = self._meter.end(ops[0]), self._meter.inside
+            for op in ops[1:]:
+                self._meter.begin(op)
+                held += self._meter.end(op)
+        self._ops.append((ops, held, inside))
         self._after_op()
 
     def timed_exchange(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that exchanges tokens between experts, to time it as a part of the calling operation."""
-
-        def run(*arguments: Any) -> Any:
-            begin = self._clock.mark()
-            result = function(*arguments)
-            self._parts.append((len(self._ops), None, begin, self._clock.mark()))
-            return result
-
-        return run
+        """Wrap a function that exchanges tokens between experts, to time the function as a part of an operation."""
+        return self.timed_within(None)(function)
 
     @contextmanager
-    def timed_within(self, kind: OpKind) -> Iterator[None]:
-        """Time the `with` block, which does work of kind `kind`, as a part of the current operation."""
+    def timed_within(self, kind: OpKind | None) -> Iterator[None]:
+        """Time a part of the current operation: an operation of `kind`, or an exchange of tokens if `kind` is None."""
         begin = self._clock.mark()
         yield
         self._parts.append((len(self._ops), kind, begin, self._clock.mark()))
 
     def num_reached(self) -> int | None:
-        """Count the starts and ends of operations that a GPU has reached; None without a GPU.
-
-        Any thread may call `num_reached`.
-        """
+        """Count the starts and ends of operations that a GPU has reached; None without a GPU. Thread-safe."""
         return self._clock.num_reached(self._marks) if self._marks else None
 
     def is_over(self) -> bool:
-        """Return whether all recorded operations are complete; `take` then returns without waiting."""
+        """Return whether all recorded operations are complete."""
         return not self._marks or self._clock.num_reached(self._marks[-1:]) != 0
 
     def take(self) -> list[MeasuredOp]:
-        """Wait until all operations recorded since the last call are complete, and return these operations."""
+        """Wait until all operations recorded since the last call of `take` are complete; return these operations."""
         seconds = self._clock.seconds(self._marks)
         intervals = zip(seconds[::2], seconds[1::2], strict=True)
         parts: dict[int, dict[OpKind | None, float]] = defaultdict(lambda: defaultdict(float))
@@ -201,19 +184,11 @@ class OpRecorder:
             parts[number][kind] += end - begin
         measured = [
             _with_parts(op, dict(parts[number])) if number in parts else op
-            for number, ((ops, memory), times) in enumerate(zip(self._ops, intervals, strict=True))
-            for op in _share(ops, *times, memory)
+            for number, ((ops, held, inside), times) in enumerate(zip(self._ops, intervals, strict=True))
+            for op in _share(ops, *times, held, inside)
         ]
         self._ops, self._marks, self._parts = [], [], []
         return measured
-
-    @staticmethod
-    def _memory_use(ops: Sequence[Op], meter: MemoryMeter) -> _MemoryUse:
-        held, inside = meter.end(ops[0]), meter.inside()
-        for op in ops[1:]:
-            meter.begin(op)
-            held += meter.end(op)
-        return _MemoryUse(held, inside)
 
 
 def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp:
@@ -221,28 +196,27 @@ def _with_parts(op: MeasuredOp, parts: dict[OpKind | None, float]) -> MeasuredOp
     return replace(op, exchanged=exchanged, within=tuple((kind, time) for kind, time in parts.items() if kind))
 
 
-def _share(ops: Sequence[Op], start: float, end: float, memory: _MemoryUse) -> Iterator[MeasuredOp]:
-    """Split the time and the memory of operations that ran as one equally among these operations.
+def _share(ops: Sequence[Op], start: float, end: float, held: int | None, inside: int) -> Iterator[MeasuredOp]:
+    """Divide the time and the change of memory of operations that ran as one equally among these operations.
 
-    The temporary memory, `MeasuredOp.inside`, is not split: every operation gets the same value. If a forward and a
-    backward ran as a pair, the backward gets all of the time, as in a simulation, and the forward gets all of the
-    memory.
+    In a pair of a forward and a backward, the backward gets all of the time, as in a simulation, and the forward gets
+    all of the memory.
     """
     if ops[-1].kind in PAIRED:
         forward, backward = ops
-        yield MeasuredOp(forward, start, start, memory.held, memory.inside)
-        yield MeasuredOp(backward, start, end, None if memory.held is None else 0, memory.inside)
+        yield MeasuredOp(forward, start, start, held, inside)
+        yield MeasuredOp(backward, start, end, None if held is None else 0, inside)
         return
     each = (end - start) / len(ops)
-    share = None if memory.held is None else round(memory.held / len(ops))
+    share = None if held is None else round(held / len(ops))
     for k, op in enumerate(ops):
         last = end if k + 1 == len(ops) else start + (k + 1) * each
-        yield MeasuredOp(op, start + k * each, last, share, memory.inside)
+        yield MeasuredOp(op, start + k * each, last, share, inside)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds that one step took on one rank."""
+    """Duration of one step on one rank, in seconds."""
 
     span: float
     """Time from the start of the first operation to the end of the last operation."""
@@ -253,7 +227,7 @@ class StepTime:
 def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
     """Compute the `StepTime` of a step that ran at least one operation.
 
-    The span and the work of the step exclude the optimizer's work. An operation that ran again after a failed
+    The span and the work exclude the operations of post-validation. An operation that ran again after a failed
     validation counts as work only once.
     """
     computed = {measured.op: measured for measured in ops if measured.op.kind not in POST_VALIDATION}
@@ -263,7 +237,7 @@ def step_time(ops: Sequence[MeasuredOp]) -> StepTime:
 
 
 class PipelineTime(NamedTuple):
-    """The time of one step of a pipeline, over all ranks."""
+    """The duration of one step of a pipeline, and the idle share of the pipeline's ranks."""
 
     milliseconds: float
     """The longest `StepTime.span` of all ranks, in milliseconds."""
@@ -271,5 +245,5 @@ class PipelineTime(NamedTuple):
 
 
 def idle_share(steps: Sequence[StepTime]) -> Idle:
-    """Compute the idle share of a pipeline from its ranks' step times, with the same formula as `simulate`."""
+    """Compute the idle share of a pipeline from the step times of all ranks, with the same formula as `simulate`."""
     return Idle.of([step.span for step in steps], [step.work for step in steps])

@@ -1,4 +1,4 @@
-"""Plans a schedule from costs measured over some steps of a run, and plans again if the costs prove wrong."""
+"""Plans the schedule of a run from costs that some steps have measured, and plans again if these costs are wrong."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Replanner:
     """Decides between two steps of a run whether a new plan replaces the current plan.
 
     Args:
-        plan: the plan that the run starts with. If the schedules of `plan` depend on costs, a plan from measured costs
-            later replaces `plan`.
+        plan: the first plan of the run. If the schedules of `plan` depend on costs, a plan from measured costs later
+            replaces `plan`.
         measured: the measured costs of the run.
-        report: called with each decision, on every rank.
-        device: this rank's device; the least free memory of all ranks' devices determines the memory limit `auto`.
+        report: called on every rank with each decision.
+        device: this rank's device, whose free memory is measured if the memory limit is `auto`.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class Replanner:
         self._groups: dict[int, tuple[int, ...]] = {}
         """Number of microbatches -> number of groups of layers of each stage, in the schedule that runs."""
         self._trial: OrderTrial | None = None
-        measured.send_steps_to(self._collect)
+        measured.observer.sinks.append(self._collect)
 
     @property
     def profile(self) -> Profile | None:
-        """The costs from which the present plan was made; None if the plan was made without costs."""
+        """The measured costs from which the current plan was made, or None."""
         return self._profile if self._planned_for else None
 
     def let_microbatches_differ(self) -> None:
-        """Plan from the means of measured costs, and never try megatron-core's own order; for varying microbatches."""
+        """Adapt to microbatches of different sizes: plan from mean costs, and never try megatron-core's own order."""
         self._measured.center = statistics.fmean
         self._options = replace(self._options, tries_own_order=False)
 
@@ -95,19 +95,15 @@ class Replanner:
         return self._profile is None and self._options.first_step <= step <= self._options.last_step
 
     def to_measure(self, schedule: Schedule) -> Schedule:
-        """Return the variant of `schedule` that measures all costs, or `schedule` itself once the costs are known.
-
-        `to_measure` is called for every schedule that runs.
-        """
+        """Return a variant of the next `schedule` that measures all costs, or `schedule` itself if costs are known."""
         self._groups[schedule.num_microbatches] = schedule.groups
         return schedule if self._profile is not None else measured_variant(schedule, self._plan)
 
     def before_step(self, num_microbatches: int) -> RunSchedules | None:
-        """Return a new plan if no plan for `num_microbatches` was made from the present profile, else None.
+        """Return a new plan if measured costs are known, but no plan for `num_microbatches` was made from the costs.
 
-        `before_step` is a collective call. Each number of microbatches needs a plan of its own, because the memory
-        limit may depend on this number. If the user gives a profile, the first plan is made from this profile before
-        the first step.
+        `before_step` is a collective call. Each number of microbatches needs its own plan, because the memory limit may
+        depend on this number. If the user gives a profile, the plan for the first step is made from this profile.
         """
         if self._profile is None or num_microbatches in self._planned_for:
             return None
@@ -132,43 +128,42 @@ class Replanner:
             if self._trial is not None:
                 return self._continue_trial(self._trial)
             if self._checked_numbers == {num_microbatches}:
-                return self._check(num_microbatches)
+                new, span = self._corrected(self._measured.add_checked(self._checked), num_microbatches)
+                return self._begin_trial(span, num_microbatches) or new
         if self._trial is None and self._profile is not None and options.threshold > 0 and step % _DRIFT_STEPS == 0:
             return self._look_for_drift(step, num_microbatches)
         return None
 
     def _collect(self, step: int, ops: Sequence[MeasuredOp]) -> None:
-        """Keep the measured operations of a step that is needed for a profile or for a comparison with the plan."""
-        options = self._options
-        is_profiled = self._profile is None and options.first_step <= step <= options.last_step
+        """Keep the operations of a step that is measured for a profile or for a comparison with the plan."""
         if self._is_checked(step):
             self._checked.append(ops)
-        elif is_profiled or (self._profile is not None and options.threshold > 0):
+        elif self.measures_memory(step) or (self._profile is not None and self._options.threshold > 0):
             self._measured.add(ops)
 
     def _is_checked(self, step: int) -> bool:
         return self._check_at - CHECK_AFTER + _UNSETTLED < step <= self._check_at
 
     def _measure(self, num_microbatches: int, center: Callable[[Sequence[float]], float] | None = None) -> Profile:
-        """Make a profile of the steps measured since the last profile; a collective call."""
+        """Make a profile from the steps measured since the last profile; a collective call."""
         return self._measured.profile(self._options.model, self._groups.get(num_microbatches, ()), center)
 
     def _decide(self, num_microbatches: int) -> RunSchedules | None:
-        """Make and report a plan from the present profile; return the plan, or None if the run keeps its plan."""
+        """Make and report a plan from the current profile; return the plan, or None if the run keeps its plan."""
         plan, limit = self._planned(num_microbatches)
-        self._adopt(plan, num_microbatches)
+        self._current = plan
+        self._planned_for.add(num_microbatches)
         schedule = plan.schedule(num_microbatches)
         ratio = self._measured.ratio_of_pairs
         self._report(Report(self.predict(schedule), self._plan.adapts, limit, self._step, ratio_of_pairs=ratio))
         # A plan that does not adapt continues, but without the variant of its schedule that measured the costs.
-        measured_another = self._plan.recompute is not Recompute.NONE or self._plan.offloads
-        measured_another = measured_another or not schedule.kinds.isdisjoint(PAIRED)
+        is_paired = not schedule.kinds.isdisjoint(PAIRED)
+        measured_another = is_paired or self._plan.recompute is not Recompute.NONE or self._plan.offloads
         return plan if self._plan.adapts or measured_another else None
 
     def _planned(self, num_microbatches: int) -> tuple[RunSchedules, tuple[float, ...] | None]:
-        """Make a plan from the present profile; return the plan and the ranks' memory limits. A collective call."""
-        profile = self._profile
-        assert profile is not None
+        """Make a plan from the current profile, in a collective call; return the plan and the ranks' memory limits."""
+        profile = self._known_profile()
         in_bytes = self._limits_in_bytes(profile, num_microbatches)
         limit = None if in_bytes is None else limits_of_ranks(in_bytes, profile.inside_ranks)
         plan = self._plan
@@ -186,32 +181,13 @@ class Replanner:
                 smallest,
             ) from error
 
-    def _adopt(self, plan: RunSchedules, num_microbatches: int) -> None:
-        self._current = plan
-        self._planned_for.add(num_microbatches)
-
-    def _check(self, num_microbatches: int) -> RunSchedules | None:
-        """Compare the plan with measured steps, and correct the plan; a collective call.
-
-        A trial of megatron-core's own order begins only if that order may be faster than the plan.
-        """
-        span = self._measured.add_checked(self._checked)
-        new, span = self._corrected(span, num_microbatches)
-        return self._begin_trial(span, num_microbatches) or new
+    def _known_profile(self) -> Profile:
+        assert self._profile is not None
+        return self._profile
 
     def _corrected(self, span: float, num_microbatches: int) -> tuple[RunSchedules | None, float]:
-        """Correct the wrong times in the plan's costs, and plan again; a collective call.
-
-        The running plan stays unless the new plan is faster with the corrected costs.
-
-        Args:
-            span: measured milliseconds of a step.
-
-        Returns:
-            The new plan (None if the running plan stays), and the expected milliseconds of a step with the chosen plan.
-        """
-        old, running = self._profile, self._current.schedule(num_microbatches)
-        assert old is not None
+        """Correct the costs and plan again; return the new plan if it is faster, and the milliseconds of a step."""
+        old, running = self._known_profile(), self._current.schedule(num_microbatches)
         measured = self._measure(num_microbatches, statistics.fmean)
         costs = with_measured_times(old.costs, measured.costs, running)
         if span > simulate(running, costs).cost * (1 + SPAN_TOLERANCE):
@@ -220,23 +196,21 @@ class Replanner:
         if not changes:
             return None, span
         self._profile, self._step = replace(old, costs=costs, noise=measured.noise), self._check_at
-        self._planned_for = set()
         plan, limit = self._planned(num_microbatches)
+        self._planned_for = {num_microbatches}
         before, after = (
             expected_time(plan.request, simulate(schedule, costs))
             for schedule in (running, plan.schedule(num_microbatches))
         )
         is_new = self._plan.adapts and before > after * WORTHWHILE
-        self._adopt(plan if is_new else self._current, num_microbatches)
+        if is_new:
+            self._current = plan
         prediction = self.predict(self._current.schedule(num_microbatches))
         self._report(Report(prediction, is_new, limit, self._step, changes))
         return (plan, span * after / before) if is_new else (None, span)
 
     def _begin_trial(self, span: float, num_microbatches: int) -> RunSchedules | None:
-        """Begin a trial of megatron-core's own order and return that order; None if the trial is not worthwhile.
-
-        A step with the current plan takes `span` milliseconds.
-        """
+        """Begin a trial of megatron-core's own order and return this order; None if the gain of the plan is large."""
         planned = self._current
         if not self._options.tries_own_order or not planned.adapts or self._options.megatrons is not None:
             return None
@@ -250,10 +224,7 @@ class Replanner:
         return own
 
     def _continue_trial(self, trial: OrderTrial) -> RunSchedules | None:
-        """Return the schedules of the next steps, or None if the order of operations stays; a collective call.
-
-        A trial whose steps differ in the number of microbatches ends without a result.
-        """
+        """Return the schedules of the next steps, or None to keep the order of operations; a collective call."""
         if self._checked_numbers != {trial.num_microbatches}:
             self._trial = None
             self._checked.clear()
@@ -261,15 +232,15 @@ class Replanner:
         span = self._measured.add_checked(self._checked)
         measured = self._measure(trial.num_microbatches, statistics.fmean)  # later profiles begin anew
         if trial.own_span is not None:
-            return self._end_trial(trial, trial.result(span))
+            planned_span = (trial.span_before + span) / 2
+            return self._end_trial(trial, TrialResult(trial.own.name, trial.own_span, planned_span))
         self._trial = replace(trial, own_span=span, own_costs=measured.costs)
         self._check_at += CHECK_AFTER
         self._checked_numbers.clear()
         return trial.planned
 
     def _end_trial(self, trial: OrderTrial, result: TrialResult) -> RunSchedules | None:
-        old, self._trial, self._step = self._profile, None, self._check_at
-        assert old is not None
+        old, self._trial, self._step = self._known_profile(), None, self._check_at
         if not result.keeps_planned:
             assert trial.own_costs is not None
             own = trial.own.schedule(trial.num_microbatches)
@@ -283,14 +254,12 @@ class Replanner:
         return None if result.keeps_planned else trial.own
 
     def predict(self, schedule: Schedule) -> Prediction:
-        """Predict the time and the memory of a schedule from the costs of the present profile."""
-        assert self._profile is not None
-        return Prediction(self._profile, schedule, self._plan.recompute, self._megatrons)
+        """Predict the time and the memory of a schedule from the current profile."""
+        return Prediction(self._known_profile(), schedule, self._plan.recompute, self._megatrons)
 
     def _look_for_drift(self, step: int, num_microbatches: int) -> RunSchedules | None:
-        """Measure the times again, and plan again if the times have changed by more than the threshold."""
-        old, new = self._profile, self._measure(num_microbatches)
-        assert old is not None
+        """Measure the times of operations again, and plan again if a change exceeds the threshold."""
+        old, new = self._known_profile(), self._measure(num_microbatches)
         # Memory and messages do not drift and are measured only once.
         costs = with_measured_times(old.costs, new.costs, self._current.schedule(num_microbatches))
         if largest_change(old.costs, costs) <= self._options.threshold:
@@ -300,13 +269,11 @@ class Replanner:
         return self._decide(num_microbatches)
 
     def _limits_in_bytes(self, profile: Profile, num_microbatches: int) -> tuple[float, ...] | None:
-        """Return the memory limit of every rank, in bytes; None for the schedule's own limit."""
+        """Return the memory limit of each rank in bytes; None if the schedule determines its own limit."""
         limit = self._options.memory_limit
         if self._options.limits is not None or limit is None:
             return self._options.limits
-        free = None
-        if limit.is_auto:
-            free = int(MARGIN * least_free_bytes(self._device))
+        free = int(MARGIN * least_free_bytes(self._device)) if limit.is_auto else None
         in_bytes = limit.in_bytes(
             profile.placement, profile.costs, num_microbatches, free, profile.inside_ranks, self._plan.recompute
         )

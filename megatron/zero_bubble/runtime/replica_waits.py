@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.recorder import Clock
 
 
@@ -21,26 +21,27 @@ class Waits:
 
     @property
     def slowest(self) -> int:
-        """Index of the slowest replica, which is the replica that waited least."""
+        """Index of the slowest replica: the replica that waited for the shortest time."""
         return self.seconds.index(min(self.seconds))
 
 
 class ReplicaWaits:
     """Measures the time that this rank spends in reductions with its replicas.
 
-    The rank that begins a reduction last does not wait, so this rank's time in the reduction is the communication time
-    of all ranks. The waiting time of a rank is the rank's time in the reduction minus the communication time.
+    The last rank to begin a reduction does not wait. The time that the last rank spends in the reduction is therefore
+    the communication time of all ranks. The waiting time of a rank is the rank's time in the reduction minus the
+    communication time.
 
     Args:
-        group: this rank and the ranks at the same place in the other replicas of the pipeline.
+        group: this rank and the ranks at the same position in the other replicas of the pipeline.
         clock: the clock of the rank's device.
     """
 
-    def __init__(self, group: dist.ProcessGroup, clock: Clock, device: torch.device) -> None:
-        self._group, self._clock, self._device = group, clock, device
+    def __init__(self, group: dist.ProcessGroup, clock: Clock) -> None:
+        self._group, self._clock = group, clock
         self._marks: list[Any] = []
-        self._num_marks: list[int] = []
-        self._group_sizes: list[int] = []
+        self._iterations: list[tuple[list[Any], int]] = []
+        """The marks at the start and the end of each reduction in an iteration, and the `group_size`."""
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -51,31 +52,26 @@ class ReplicaWaits:
 
     def end_iteration(self, group_size: int) -> None:
         """End an iteration in which groups of `group_size` consecutive replicas waited for each other."""
-        self._num_marks.append(len(self._marks) - sum(self._num_marks))
-        self._group_sizes.append(group_size)
+        self._iterations.append((self._marks, group_size))
+        self._marks = []
 
     def take(self) -> Waits | None:
-        """Return the waits since the last call; None if no iteration has ended. All replicas call `take` together."""
-        counts, sizes = self._num_marks, self._group_sizes
-        # The marks of an unfinished iteration may be included.
-        marks, self._marks = self._marks[: sum(counts)], self._marks[sum(counts) :]
-        self._num_marks, self._group_sizes = [], []
-        if not sizes:
+        """Return the waits since the last call; None if no iteration has ended. All replicas make this call."""
+        iterations, self._iterations = self._iterations, []
+        if not iterations:
             return None
-        times = iter(self._clock.seconds(marks))
-        # Marks come in pairs: one at the beginning and one at the end of a reduction.
-        spent = [sum(next(times) * sign for sign in (-1, 1) * (count // 2)) for count in counts]
-        own = torch.tensor(spent, dtype=torch.float64, device=self._device)
-        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(gathered, own, group=self._group)
-        return mean_waits([each.tolist() for each in gathered], sizes)
+        spent = []
+        for marks, _ in iterations:
+            times = self._clock.seconds(marks)
+            spent.append(sum(end - start for start, end in zip(times[::2], times[1::2], strict=True)))
+        return mean_waits(from_all_ranks(spent, self._group), [size for _, size in iterations])
 
 
 def mean_waits(spent: Sequence[Sequence[float]], group_sizes: Sequence[int]) -> Waits:
-    """Compute the mean waits of replicas.
+    """Compute the mean waiting time of each replica per iteration.
 
     Args:
-        spent: for each replica, its seconds in reductions in each iteration.
+        spent: for each replica, the seconds of reductions in each iteration.
         group_sizes: for each iteration, the number of consecutive replicas that waited for each other.
     """
     totals = [0.0] * len(spent)

@@ -1,4 +1,4 @@
-"""Undoes an optimizer step, either bitwise from a copy or approximately by inverting AdamW in place."""
+"""Undoes an optimizer step, either exactly from a copy or approximately by inverting AdamW in place."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ class Rollback(Protocol):
     """Undoes one step of a rank's torch optimizers."""
 
     def prepare(self) -> None:
-        """Begin to copy the parameters and optimizer states, which stay unchanged until the next step."""
-        ...
+        """Begin to copy the parameters and optimizer states, which do not change before the next step."""
+        return
 
     def before_step(self) -> None:
-        """Complete the copy of the parameters and optimizer states; called right before the optimizer's step."""
-        ...
+        """Complete the copy of the parameters and optimizer states, right before the optimizer's step."""
+        return
 
     def undo(self) -> None:
-        """Restore the parameters, optimizer states and settings of parameter groups to their values at `before_step`.
+        """Restore the values that parameters, optimizer states and settings of parameter groups had at `before_step`.
 
         The gradients of the undone step must still be in memory.
         """
-        ...
 
 
 def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: bool = False) -> Rollback:
@@ -36,10 +35,10 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
 
     Args:
         optimizers: optimizers of torch, apex or Transformer Engine, whose fp32 parameters the rollback restores.
-        on_host: whether the copy is kept in pinned host memory.
+        on_host: whether the copy is in pinned host memory.
 
     Raises:
-        ValueError: `kind` is `inverse`, and either `on_host` is set or an optimizer is not AdamW.
+        ValueError: `kind` is `inverse`, and either `on_host` is True or an optimizer is not AdamW.
     """
     if kind == "snapshot":
         return Snapshot(optimizers, on_host=on_host)
@@ -48,15 +47,8 @@ def make_rollback(kind: RollbackKind, optimizers: Sequence[Any], *, on_host: boo
     return Inverse(optimizers)
 
 
-def _grouped_parameters(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield (parameter group, parameter) for every parameter of an optimizer."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield group, parameter
-
-
 class _Tensor(NamedTuple):
-    """A tensor that an optimizer step may change or replace, and a copy of the tensor made before the step."""
+    """A tensor that an optimizer step may change or replace, and a copy of the tensor from before the step."""
 
     tensor: torch.Tensor
     contents: torch.Tensor
@@ -73,10 +65,10 @@ _Values = dict[str, Any]
 class Snapshot:
     """Undoes a step by restoring copies of the parameters, the optimizer states and the parameter groups' settings.
 
-    The copy contains all optimizer states: moments, sums, and step counts (tensors or numbers). Before the first
-    optimizer step, the copy contains no optimizer states. The copy takes as much memory as the parameters and states:
-    with Adam, 12 bytes for each parameter of this rank's shard. The buffers of the copy are allocated once. On a GPU, a
-    separate stream copies the values while the device computes the iteration after the last validation.
+    The copy contains all optimizer states, such as moments and step counts. Before the first optimizer step, there are
+    no optimizer states to copy. The copy takes as much memory as the parameters and the optimizer states: with Adam, 12
+    bytes for each parameter of this rank's shard. The buffers of the copy are allocated once. On a GPU, a separate
+    stream copies the values while the device computes the iteration after the last validation.
     """
 
     def __init__(self, optimizers: Sequence[Any], *, on_host: bool = False) -> None:
@@ -112,15 +104,11 @@ class Snapshot:
 
     @torch.no_grad()
     def _copy_states(self) -> None:
-        self._parameters = [
-            self._copy((o, parameter), parameter.data)
-            for o, optimizer in enumerate(self._optimizers)
-            for _, parameter in _grouped_parameters(optimizer)
-        ]
-        self._states = [
-            {key: self._copies((o, key), state) for key, state in optimizer.state.items()}
-            for o, optimizer in enumerate(self._optimizers)
-        ]
+        self._parameters, self._states = [], []
+        for o, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                self._parameters += [self._copy((o, parameter), parameter.data) for parameter in group["params"]]
+            self._states.append({key: self._copies((o, key), state) for key, state in optimizer.state.items()})
 
     def _copies(self, place: Hashable, values: Mapping[str, Any], leave_out: Collection[str] = ()) -> _Values:
         return {
@@ -155,18 +143,18 @@ def _restore(now: dict[str, Any], before: _Values) -> None:
         now[name] = value.restore() if isinstance(value, _Tensor) else value
 
 
-class Inverse:
-    """Undoes a step of AdamW without extra memory: solves AdamW's equations for the values before the step.
+class Inverse(Rollback):
+    """Undoes a step of AdamW without extra memory, by solving AdamW's equations for the values before the step.
 
-    The following equations compute the parameter theta, the moments m and v, and the step count t before a step from
-    their values after the step and from the gradient g, with c1 = 1 - beta1^t and c2 = 1 - beta2^t. The equations are
-    in the appendix of Qi et al. 2024 on rolling back AdamW (https://openreview.net/forum?id=tuzTN0eIO5):
+    `Inverse` computes the parameter theta, the moments m and v, and the step count t before the step. The equations use
+    the values after the step and the gradient g, with c1 = 1 - beta1^t and c2 = 1 - beta2^t. The equations are in the
+    appendix of Qi et al. 2024 on rolling back AdamW (https://openreview.net/forum?id=tuzTN0eIO5):
 
         theta <- (theta + lr (m / c1) / (sqrt(v / c2) + eps)) / (1 - lr weight_decay)
         m <- (m - (1 - beta1) g) / beta1,   v <- (v - (1 - beta2) g^2) / beta2,   t <- t - 1
 
-    The inversion is not exact: the error of a value is a few rounding errors of the largest value in its equation. If
-    the computed v is slightly negative, `Inverse` sets v to 0.
+    The inversion is not exact: the error of a value is a few rounding errors of the largest value in the equation. If
+    rounding makes the computed v negative, `Inverse` sets v to 0.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -176,37 +164,23 @@ class Inverse:
                 raise ValueError(f"only AdamW can be inverted, and the optimizer is {type(optimizer).__name__}")
         self._optimizers = optimizers
 
-    def prepare(self) -> None:
-        return
-
-    def before_step(self) -> None:
-        return
-
     @torch.no_grad()
     def undo(self) -> None:
         for optimizer in self._optimizers:
-            for group, parameter in _grouped_parameters(optimizer):
-                if parameter.grad is None:
-                    continue
-                state = optimizer.state[parameter]
-                step = int(group["step"] if "step" in group else state["step"])
-                _invert(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], step, group)
-                if "step" in state:
-                    state["step"] -= 1
             for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        _invert(parameter, optimizer.state[parameter], group)
                 if "step" in group:
                     group["step"] -= 1
 
 
-def _invert(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    step: int,
-    group: dict[str, Any],
-) -> None:
-    """Undo step number `step` of one parameter in place, given the step's gradient and settings; steps start at 1."""
+def _invert(parameter: torch.nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Undo the last step of one parameter in place, from the parameter's gradient and optimizer state."""
+    gradient, exp_avg, exp_avg_sq = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+    step = int(group["step"] if "step" in group else state["step"])
+    if "step" in state:
+        state["step"] -= 1
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     c1, c2 = 1 - beta1**step, 1 - beta2**step
     denominator = exp_avg_sq.div(c2).sqrt_().add_(group["eps"])
@@ -223,7 +197,7 @@ def _invert(
 def settings_of(groups: Sequence[dict[str, Any]], names: Collection[str] | None = None) -> list[dict[str, Any]]:
     """Return the settings `names`, by default all settings, of each parameter group.
 
-    Tensors are copied, because a scheduler may change them.
+    Settings that are tensors are copied, because a learning-rate scheduler may change the tensors in place.
     """
     return [
         {name: _clone_of_tensor(group[name]) for name in names or group.keys() - {"params"} if name in group}
@@ -243,25 +217,20 @@ def _differ(value: Any, other: Any) -> bool:
 
 @contextmanager
 def with_settings(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Inside the `with` block, give parameter groups an earlier step's settings instead of their present settings.
+    """Inside the `with` block, replace the settings of parameter groups by the `settings` of an earlier step.
 
-    A setting whose present value equals the earlier step's value is neither replaced nor restored, because the
-    optimizer may change the setting inside the `with` block.
+    A setting whose value equals the value in the earlier step is neither replaced nor restored, because the optimizer
+    may change the setting inside the `with` block.
     """
-    changed = [
-        {name: value for name, value in earlier.items() if _differ(group[name], value)}
-        for group, earlier in zip(groups, settings, strict=True)
-    ]
-    now = [
-        {name: (group[name], _clone_of_tensor(group[name])) for name in names}
-        for group, names in zip(groups, changed, strict=True)
-    ]
-    for group, earlier in zip(groups, changed, strict=True):
-        group.update(earlier)
+    replaced = []
+    for group, earlier in zip(groups, settings, strict=True):
+        for name, value in earlier.items():
+            if _differ(group[name], value):
+                replaced.append((group, name, group[name], _clone_of_tensor(group[name])))
+                group[name] = value
     try:
         yield
     finally:
-        for group, present in zip(groups, now, strict=True):
-            for name, (value, contents) in present.items():
-                # Undoing the step in the block may have changed this tensor.
-                group[name] = value.copy_(contents) if isinstance(value, torch.Tensor) else value
+        for group, name, value, contents in replaced:
+            # Undoing the step in the block may have changed this tensor.
+            group[name] = value.copy_(contents) if isinstance(value, torch.Tensor) else value

@@ -6,13 +6,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
-
-from megatron.zero_bubble.runtime.device import own_device
-from megatron.zero_bubble.runtime.observer import Sink, StepObserver
+from megatron.zero_bubble.runtime.joint import from_all_ranks
+from megatron.zero_bubble.runtime.observer import StepObserver
 from megatron.zero_bubble.runtime.offload_store import OffloadStore
-from megatron.zero_bubble.runtime.profiler import Profiler, gather_costs
+from megatron.zero_bubble.runtime.profiler import Profiler, combine_costs
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
 from megatron.zero_bubble.runtime.recorder import MeasuredOp, step_time
 from megatron.zero_bubble.schedule import Placement
@@ -21,14 +18,14 @@ from megatron.zero_bubble.schedule.formats import Profile, Setting
 
 
 class RunCosts:
-    """Measures the costs of a run; each rank measures the costs of its stages.
+    """Measures the costs of pipeline stages during a run; each rank measures its own stages.
 
     Args:
-        placement: placement of the run's stages.
+        placement: assigns stages to ranks.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
-        measure_messages: collective function that returns two measurements: the time of a message for each stage
-            boundary of this rank, and the time of a collective of vocabulary shards (0 without shards).
+        measure_messages: measures, on all ranks together, the time of a message for each stage boundary of this rank,
+            and the time of a collective of vocabulary shards (0 without shards).
         recomputation: counts the blocks of layers that this rank recomputes; None if nothing is recomputed.
         offload: measures the copies to the host and back; None if nothing is offloaded.
     """
@@ -43,7 +40,7 @@ class RunCosts:
         offload: OffloadStore | None = None,
     ) -> None:
         self._placement, self._rank = placement, rank
-        self._observer, self._measure_messages = observer, measure_messages
+        self.observer, self._measure_messages = observer, measure_messages
         self._recomputation, self._offload = recomputation, offload
         self._profiler = Profiler(placement, rank)
         self._edges: Mapping[int, float] = {}
@@ -53,16 +50,12 @@ class RunCosts:
         self.ratio_of_pairs: float | None = None
         """In the last profile, the time of F and B as a pair, divided by the time of F and B one after the other."""
 
-    def send_steps_to(self, sink: Sink) -> None:
-        """Call `sink` with the measured operations of every step."""
-        self._observer.sinks.append(sink)
-
     def add(self, ops: Sequence[MeasuredOp]) -> None:
         """Add the operations of one step to the next profile."""
         self._profiler.add(ops)
 
     def measure_messages(self) -> None:
-        """Measure the times of messages and collectives, for all later profiles; a collective call."""
+        """Measure the times of messages and collectives for all later profiles; a collective call."""
         self._edges, self._collective = self._measure_messages()
 
     def profile(
@@ -71,34 +64,33 @@ class RunCosts:
         groups: Sequence[int],
         center: Callable[[Sequence[float]], float] | None = None,
     ) -> Profile:
-        """Make a profile of the steps that all ranks have added since the last profile; a collective call.
+        """Make a profile from the steps that all ranks have added since the last profile; a collective call.
 
         Args:
             model: the settings of the model that determine the costs.
-            groups: for each stage, the number of groups of layers in the schedule that has run.
+            groups: for each stage, the number of groups of layers in the schedule that ran.
             center: computes one time from the samples of an operation; `RunCosts.center` by default.
         """
-        self._observer.flush()
+        self.observer.flush()
         chunks = self._profiler.costs(center or self.center, self._recomputation, self._offload)
-        costs, noise, inside, self.ratio_of_pairs = gather_costs(self._placement, chunks, self._edges)
+        gathered = from_all_ranks((chunks, self._edges))
+        costs, noise, inside, self.ratio_of_pairs = combine_costs(self._placement, gathered)
         self._profiler = Profiler(self._placement, self._rank)
         if costs.has_vocabulary:
             others = self._placement.num_stages - self._placement.num_ranks
-            latency = (self._collective,) * self._placement.num_ranks + (0.0,) * others
-            costs = replace(costs, latency_collective=latency)
+            costs = replace(costs, latency_collective=(self._collective,) * self._placement.num_ranks + (0.0,) * others)
         return Profile(self._placement, with_memory_of_all_groups(costs, groups), noise, model, inside)
 
     def add_checked(self, steps: list[Sequence[MeasuredOp]]) -> float:
-        """Make the next profile contain `steps` only; return the mean milliseconds of a step on the slowest rank.
+        """Restrict the next profile to `steps`; return the mean milliseconds of a step on the slowest rank.
 
-        `add_checked` is a collective call. `add_checked` returns a mean rather than a median, because unusually long
-        operations are part of the steps. Each rank leaves out its slowest step, which another process may have
-        interrupted.
+        `add_checked` is a collective call. The result is a mean rather than a median, so that unusually long operations
+        count. Each rank leaves out its slowest step, which another process may have interrupted.
 
         Args:
             steps: the measured operations of each step; the call empties this list.
         """
-        self._observer.flush()
+        self.observer.flush()
         self._profiler = Profiler(self._placement, self._rank)
         spans = [step_time(ops).span * 1000.0 for ops in steps]
         slowest = spans.index(max(spans))
@@ -106,6 +98,4 @@ class RunCosts:
         for ops in steps:
             self.add(ops)
         steps.clear()
-        longest = torch.tensor([statistics.fmean(spans)], dtype=torch.float64, device=own_device())
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        return longest.item()
+        return max(from_all_ranks(statistics.fmean(spans)))

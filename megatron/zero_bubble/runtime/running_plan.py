@@ -1,4 +1,4 @@
-"""The current plan of a run, and the executors of the plan's schedules."""
+"""Holds the current plan of a run, and an executor for each of the plan's schedules."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class MakeExecutor(Protocol):
 
 
 class RunningPlan:
-    """Holds the plan of a run, which may change between two steps, and an executor for each of the plan's schedules.
+    """Holds the plan of a run, which may change between two steps, and the executors of the plan's schedules.
 
     Args:
-        plan: the plan that the run starts with.
-        replanner: chooses the next plans; without a replanner, the run keeps the first plan.
+        plan: the first plan of the run.
+        replanner: chooses later plans; without a replanner, the run keeps the first plan.
         post_validation: whether the schedules contain the optimizer's steps (STEP and VALIDATE).
     """
 
@@ -47,7 +47,7 @@ class RunningPlan:
 
     @property
     def profile(self) -> Profile | None:
-        """The costs from which the plan was made; None if the plan was made without costs."""
+        """The measured costs from which the current plan was made, or None."""
         return self._replanner.profile if self._replanner is not None else None
 
     def before_step(self, num_microbatches: int) -> None:
@@ -66,12 +66,12 @@ class RunningPlan:
             self.drop_executors()
 
     def after_step(self, step: int, num_microbatches: int) -> None:
-        """Let the replanner decide on the next plan; a collective call after every training step."""
+        """Let the replanner choose the next plan; a collective call after every training step."""
         if self._replanner is not None:
             self._next_plan = self._replanner.after_step(step, num_microbatches)
 
     def let_microbatches_differ(self) -> None:
-        """From now on, plan for the mean of the measured costs, because the shapes of microbatches vary."""
+        """Plan from the means of measured costs, because the shapes of microbatches vary."""
         if self._replanner is not None:
             self._replanner.let_microbatches_differ()
 
@@ -92,9 +92,9 @@ class RunningPlan:
 
         Args:
             mixes_backwards: whether a step may have both fused and separate backwards. FSDP sums the gradients of fused
-                and of separate backwards in different places, and adding both sums would change a gradient's last bits.
-            less_memory: (level, schedule for less memory) of a step whose microbatches do not fit in memory with the
-                run's own schedule; see `StepDecision.level`.
+                and of separate backwards separately, and adding both sums would change a gradient's last bits.
+            less_memory: `StepDecision.level` and `StepDecision.schedule` of a step whose microbatches do not fit in
+                memory with the run's own schedule.
         """
         level = less_memory[0] if less_memory else 0
         key = (num_microbatches, forward_only, level)
@@ -122,15 +122,15 @@ class RunningPlan:
         return self._executors[key]
 
     def drop_executors(self) -> None:
-        """Drop all executors, and thereby the executors' references to the channels."""
+        """Drop all executors, which refer to the connections between ranks."""
         self._executors = {}
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of the last training step with this many microbatches."""
+        """Return the schedule of the last training step with `num_microbatches` microbatches."""
         return self._executors[num_microbatches, False, self._levels[num_microbatches]].schedule
 
     def prediction(self, num_microbatches: int) -> Prediction | None:
-        """Predict the current schedule's time and memory from the plan's costs; None if the plan has no costs."""
+        """Predict the time and the memory of the current schedule; None if the plan was made without measured costs."""
         if self._replanner is None or self.profile is None:
             return None
         key = num_microbatches, self._levels[num_microbatches]

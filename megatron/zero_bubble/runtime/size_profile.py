@@ -1,9 +1,9 @@
-"""Fits curves to the measured times and memory of operations, as functions of the size of a microbatch."""
+"""Fits curves to measured times and memory of operations, as functions of the size of a microbatch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
 from typing import NamedTuple
@@ -33,13 +33,15 @@ class _Sample(NamedTuple):
 
 _Samples = dict[tuple[int, OpKind], list[_Sample]]
 """(stage, kind of operation) -> the measured operations."""
+_Points = list[tuple[MicrobatchSize, float]]
+"""(size of a microbatch, measured time or memory of an operation) pairs, to which a curve is fitted."""
 
 
 class SizeProfile:
     """The measured operations of a rank, each with the size of its microbatch.
 
     Args:
-        placement: placement of the schedule.
+        placement: assigns stages to ranks.
         rank: this process's pipeline rank.
     """
 
@@ -75,11 +77,11 @@ class SizeProfile:
         """Fit curves to the samples of all ranks; a collective call of these ranks, with the same result on each rank.
 
         Args:
-            usual: the costs of the mean microbatch, used for costs without samples.
+            usual: the costs of the mean microbatch, for costs without samples.
             gather: returns the samples of all ranks.
 
         Returns:
-            The fitted costs; None if no rank has samples.
+            The fitted costs, or None if no rank has samples.
         """
         together: _Samples = defaultdict(list)
         for samples in gather(self._samples):
@@ -89,7 +91,7 @@ class SizeProfile:
 
 
 def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: StageCosts) -> SizedCosts | None:
-    """Fit one curve to the samples of each stage and kind of operation; BW counts half as B and half as W.
+    """Fit a curve to the samples of each stage and kind of operation; BW counts half as B and half as W.
 
     A cost for which a stage has no samples is proportional to the number of tokens.
     """
@@ -102,14 +104,9 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
     }
     times = {kind: name for name, kind in TIMES.items()}
     for stage in range(usual.num_stages):
-        measured = {kind: values for (of, kind), values in samples.items() if of == stage}
-        of_times = {kind: [(each.size, each.milliseconds) for each in values] for kind, values in measured.items()}
-        of_memory = {
-            kind: [(each.size, each.held) for each in values if each.held is not None]
-            for kind, values in measured.items()
-        }
-        for by_kind, names in ((of_times, times), (of_memory, _MEMORY)):
-            for kind, curve in _curves_by_result(by_kind).items():
+        for field, names in (("milliseconds", times), ("held", _MEMORY)):
+            measured = {kind: _points(values, field) for (of, kind), values in samples.items() if of == stage}
+            for kind, curve in _curves_by_result(measured).items():
                 if kind in names:
                     curves[names[kind]][stage] = curve
     return SizedCosts(
@@ -118,32 +115,29 @@ def sized_costs(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], usual: 
 
 
 def _inside(samples: Mapping[tuple[int, OpKind], Sequence[_Sample]], num_stages: int) -> tuple[Curve, ...]:
-    """For each stage, fit a curve to the temporary memory of the operation kind with the most temporary memory."""
+    """Fit a curve for each stage to the samples of the kind of operation with the most temporary memory."""
     curves = [Curve(0.0, 0.0, 0.0)] * num_stages
     most = [0.0] * num_stages
     for (stage, _), values in samples.items():
-        measured = [(each.size, each.inside) for each in values if each.inside is not None]
+        measured = _points(values, "inside")
         if measured and (largest := max(inside for _, inside in measured)) > most[stage]:
             curves[stage], most[stage] = _fit(measured), largest
     return tuple(curves)
 
 
-def _curves_by_result(samples: Mapping[OpKind, Sequence[tuple[MicrobatchSize, float]]]) -> dict[OpKind, Curve]:
-    """Fit a curve for each kind of operation: its measured time or memory as a function of the microbatch size.
+def _points(samples: Iterable[_Sample], field: str) -> _Points:
+    return [(each.size, getattr(each, field)) for each in samples if getattr(each, field) is not None]
 
-    The curve of a fused backward is divided equally between B and W. If B and W were also measured separately, the
-    curves of B and of W fit their own samples.
-    """
+
+def _curves_by_result(samples: Mapping[OpKind, _Points]) -> dict[OpKind, Curve]:
+    """Fit a curve for each kind of operation; if B and W have no samples, each gets half of the curve of BW."""
     fitted = {kind: _fit(values) for kind, values in samples.items() if values}
     parts = [by_result({kind: curve[part] for kind, curve in fitted.items()}) for part in range(len(Curve._fields))]
     return {kind: Curve(*(part[kind] for part in parts)) for kind in parts[0]}
 
 
-def _fit(samples: Sequence[tuple[MicrobatchSize, float]]) -> Curve:
-    """Return the least-squares curve whose coefficients all have the sign of the samples' mean.
-
-    If several curves fit nearly equally well, the curve with the fewest terms is returned.
-    """
+def _fit(samples: _Points) -> Curve:
+    """Return the least-squares curve with coefficients of one sign; fewer terms win if the fit is nearly as good."""
     sign = -1.0 if fmean(value for _, value in samples) < 0 else 1.0
     features = np.array([(1.0, size.tokens, size.squares) for size, _ in samples])
     values = np.array([sign * value for _, value in samples])

@@ -1,4 +1,4 @@
-"""The interface with which an `Executor` runs the computation of its rank's stages."""
+"""Defines the interface with which an `Executor` runs the computation of pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.zero_bubble.schedule import Op
 
 
 class Stage(Protocol):
-    """The computation of one rank's model chunks in one step."""
+    """Computes the model chunks of one rank in one step."""
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        """Run the forward of one microbatch; `input_tensor` is None on the first stage.
+        """Run the forward of one microbatch, with None as `input_tensor` on the first stage.
 
-        Returns the message for the next stage; on the last stage, the loss.
+        Returns:
+            The output for the next stage; on the last stage, the loss.
         """
-        ...
 
     def backward(
         self,
@@ -28,41 +28,37 @@ class Stage(Protocol):
         output_tensor: torch.Tensor,
         output_grad: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run the backward of one microbatch; `output_grad` is None on the last stage.
+        """Run the backward of one microbatch, with None as `output_grad` on the last stage.
 
-        Returns the gradient of `input_tensor`, or None on the first stage.
+        Returns:
+            The gradient of `input_tensor`, or None on the first stage.
         """
-        ...
 
     def release_output(self, output_tensor: torch.Tensor) -> None:
-        """Free the values of an output that was passed on; the backward needs only the output's autograd node.
+        """Free the values of an output that was passed on, because the backward needs only the output's autograd node.
 
-        `release_output` is optional.
+        A stage need not implement `release_output`.
         """
         return
 
     def before_inputs(self, op: Op) -> None:
-        """Prepare for an F, B or BW whose input may still be under way. `before_inputs` is optional."""
+        """Prepare for an F, B or BW before its inputs arrive. A stage need not implement `before_inputs`."""
         return
 
     def before_gradients(self, op: Op) -> None:
         """Prepare for an operation that adds to the gradients of parameters, such as a B, W or BW.
 
-        If the W of several microbatches run as one, `before_gradients` is called for each microbatch of each parameter.
-        `before_gradients` is optional.
+        If the W of several microbatches run as one operation, `before_gradients` is called for each microbatch of each
+        parameter. A stage need not implement `before_gradients`.
         """
         return
 
     def message_spec(self, op: Op) -> TensorSpec:
-        """Return the shape, type and device of the message that the receive operation `op` receives."""
-        ...
+        """Return the shape, type and device of the message that the operation `op` receives."""
 
 
 class PairingStage(Stage, Protocol):
-    """A stage that runs a forward and a backward as one operation, so that token exchanges overlap with computation.
-
-    A stage without `forward_backward` runs the forward and the backward of a pair one after the other.
-    """
+    """A stage that runs a forward and a backward as one operation, so that token exchanges overlap with computation."""
 
     def forward_backward(
         self,
@@ -75,9 +71,8 @@ class PairingStage(Stage, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a forward and the backward of another microbatch or chunk as one operation.
 
-        The arguments and results are the same as in `Stage.forward` and `Stage.backward`.
+        `Stage.forward` and `Stage.backward` describe the arguments and the results.
         """
-        ...
 
 
 class SteppingStage(Stage, Protocol):
@@ -85,38 +80,30 @@ class SteppingStage(Stage, Protocol):
 
     def step(self) -> None:
         """Run the optimizer's step with this rank's complete gradients, before the norm of all gradients is known."""
-        ...
 
     def validate(self) -> bool:
-        """Confirm or amend the last optimizer step; return whether forwards must run again.
-
-        `validate` returns the same value on all ranks.
-        """
-        ...
+        """Confirm or amend the last optimizer step; return, equally on all ranks, whether forwards must run again."""
 
     def restart(self) -> None:
-        """Undo the forwards of the current step, which will run again on the same data in the same order."""
-        ...
+        """Discard the forwards of the current step, which will run again on the same data in the same order."""
 
 
 class VocabularyStage(Stage, Protocol):
     """A stage whose rank also has a vocabulary shard, for schedules with operations on shards.
 
     The forward of the first stage starts from the embeddings, which the operation E computes and the collective
-    EMBEDDED sums. The backward of the last stage starts from the gradient that the loss operation L computes. For each
-    microbatch, the stage keeps the intermediate results that operations on shards pass to each other.
+    EMBEDDED sums over ranks. The backward of the last stage starts from the gradient that the loss operation L
+    computes. For each microbatch, the stage keeps the results that operations on shards pass to later operations.
     """
 
     def run_on_shard(self, op: Op) -> None:
-        """Run this rank's operation `op` on the shard (E, EW, S, L or T), whose inputs have arrived."""
-        ...
+        """Run the operation `op` (E, EW, S, L or T) on this rank's vocabulary shard."""
 
     def exchange(self, op: Op) -> None:
-        """Take part in a collective operation of all ranks, such as HIDDEN, the broadcast of the last stage's output.
+        """Take part in a collective of all ranks, such as HIDDEN, the broadcast of the last stage's output.
 
         An `ExchangeLane` calls `exchange` while the rank computes: on a GPU in a stream that has waited for all earlier
         operations, on a CPU in a thread. Any operation may use and free the results of `exchange`, because the next
-        call of `exchange` waits for all computation launched before the call. A tensor that `exchange` reads must not
-        be freed until this rank has waited for a later exchange.
+        call of `exchange` waits for all computation launched earlier. A tensor that `exchange` reads must not be freed
+        until this rank has waited for a later collective.
         """
-        ...

@@ -1,4 +1,4 @@
-"""The tensors that the stages of one rank exchange with their neighbours during a step."""
+"""Passes tensors between the stages of one rank and the neighbouring stages during a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StageMessages:
     """Passes outputs and gradients between neighbouring stages: through channels, or directly on the same rank.
 
     Args:
-        schedule: the schedule, whose placement assigns stages to ranks.
+        schedule: a schedule, whose placement assigns stages to ranks.
         rank: this process's pipeline rank.
         communicator: the channels to the neighbouring ranks.
     """
@@ -35,17 +35,17 @@ class StageMessages:
         self._sends: deque[PendingSend] = deque()
 
     def input_of(self, op: Op, *, is_forward: bool) -> torch.Tensor | None:
-        """Wait for the received input of an F, or output gradient of a B, and return it; None if no stage sends it."""
+        """Wait for the input that `op` needs from a neighbouring stage; return None at the first or last stage."""
         edge = 0 if is_forward else self._placement.num_stages - 1
         if self._stages[op.chunk] == edge:
             return None
         return self._incoming.pop((is_forward, op.chunk, op.microbatch)).wait()
 
     def hand_on(self, op: Op, tensor: torch.Tensor | None, *, is_forward: bool) -> bool:
-        """Pass `tensor`, the result of `op`, to a neighbouring stage: at once on the same rank, else by a later send.
+        """Pass the result of `op` to a stage on the same rank, or keep the result for a later send.
 
         Returns:
-            True if `tensor` has been passed on; False if `tensor` will be sent later, or if no stage needs `tensor`.
+            Whether a stage on the same rank has received `tensor`.
         """
         neighbour = self._stages[op.chunk] + (1 if is_forward else -1)
         if tensor is None or neighbour == self._placement.num_stages:
@@ -58,7 +58,7 @@ class StageMessages:
         return True
 
     def send(self, op: Op) -> torch.Tensor:
-        """Start to send the message of the send operation `op`, and return the message."""
+        """Start to send the message of the operation `op`, and return the message."""
         is_forward = op.kind is OpKind.SEND_FORWARD
         tensor = self._outgoing.pop((is_forward, op.chunk, op.microbatch))
         destination = self._placement.peer_of(self._rank, op)
@@ -68,13 +68,13 @@ class StageMessages:
         return tensor
 
     def receive(self, stage: Stage, op: Op) -> None:
-        """Start to receive the message of the receive operation `op`."""
+        """Start to receive the message of the operation `op`."""
         source = self._placement.peer_of(self._rank, op)
         key = (op.kind is OpKind.RECV_FORWARD, op.chunk, op.microbatch)
         self._incoming[key] = self._communicator.receive(source, stage.message_spec(op))
 
     def drop_received(self) -> None:
-        """Wait for all messages that no operation has used, and forget these messages."""
+        """Wait for all messages that no operation has used, and drop these messages."""
         for message in self._incoming.values():
             message.wait()
         self._incoming.clear()
@@ -90,7 +90,7 @@ class StageMessages:
         self._sends.clear()
 
     def left(self) -> Iterator[str]:
-        """Describe the messages that are left at the end of a step; a correct step leaves no messages."""
+        """Describe the messages that are unused or unsent at the end of a step; a correct step has none."""
         for words, messages in (("received, not used", self._incoming), ("computed, not sent", self._outgoing)):
             for _, chunk, microbatch in messages:
                 yield f"a message of microbatch {microbatch}, chunk {chunk} was {words}"

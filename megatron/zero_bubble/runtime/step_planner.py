@@ -1,4 +1,4 @@
-"""Plans each step whose microbatches differ in size, once costs have been fitted to microbatch sizes."""
+"""Plans each training step whose microbatches differ in size, from costs that depend on the microbatch sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from operator import add
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from megatron.zero_bubble.planner import step_worker
@@ -36,24 +35,21 @@ ReadSizes = Callable[[], Sequence[MicrobatchSize | None]]
 
 
 class Peers(Protocol):
-    """Communication with the ranks that run the same steps."""
+    """Communicates with the ranks that run the same steps."""
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on a pipeline's first rank; all ranks of the pipeline get the result or raise `Infeasible`."""
-        ...
+        """Run `action` on a pipeline's first rank, and return its result or raise its `Infeasible` on all ranks."""
 
     def gather(self, value: T) -> list[T]:
-        """Return the `value` of each rank whose measurements are fitted together with this rank's measurements."""
-        ...
+        """Return the `value` of every rank whose measurements are fitted together."""
 
     def highest(self, level: int) -> int:
         """Return the highest `StepDecision.level` of all pipelines; called on the first rank of each pipeline."""
-        ...
 
 
 @dataclass
 class OrderTimes:
-    """Number of planned steps since the last report, and sums of their times in milliseconds."""
+    """Number of planned steps since the last report, and sums of the steps' times in milliseconds."""
 
     num_steps: int = 0
     predicted: float = 0.0
@@ -68,7 +64,7 @@ class OrderTimes:
 
 
 class StepDecision(NamedTuple):
-    """The order and the schedule that a pipeline's first rank has chosen for a step."""
+    """The order of microbatches and the schedule that a pipeline's first rank has chosen for a step."""
 
     sizes: list[MicrobatchSize] | None
     """Sizes of the microbatches in the order of the data; None if any size is unknown."""
@@ -88,20 +84,20 @@ class StepDecision(NamedTuple):
     """Whether the plan of the step was not ready, so that the step takes the order of an earlier step."""
 
     def in_data_order(self, results: list[Any]) -> list[Any]:
-        """Reorder `results` from the order of the schedule to the order of the data."""
+        """Reorder the `results` of microbatches from the order of the schedule to the order of the data."""
         if len(results) != len(self.places):
             return results
         return [result for _, result in sorted(zip(self.places, results, strict=True), key=lambda pair: pair[0])]
 
 
 class StepPlanner:
-    """Plans the steps of a run. Steps keep the order of the data while the costs or the microbatch sizes are unknown.
+    """Plans the steps of a run. Microbatches keep the order of the data until costs and microbatch sizes are known.
 
     Args:
-        placement: placement of the schedules.
+        placement: assigns stages to ranks.
         rank: this process's pipeline rank.
         observer: provides the measured operations of each step.
-        measured: the first and the last step to measure before the first fit.
+        measured: the first and the last step that are measured before the first fit of costs.
         peers: communicates with the other ranks.
     """
 
@@ -121,7 +117,7 @@ class StepPlanner:
         observer.sinks.append(self._profile.collect)
 
     def measures(self, step: int) -> bool:
-        """Return whether `step` is measured."""
+        """Return whether the training step number `step` is measured."""
         return self._first <= step <= max(self._fits_after)
 
     def take_times(self) -> OrderTimes:
@@ -141,19 +137,22 @@ class StepPlanner:
 
         Args:
             step: number of the step.
-            rules: rules that the plan follows.
+            rules: restrictions on the plan of the step.
             num_microbatches: number of microbatches of the step.
             read_sizes: returns the sizes of the step's microbatches; called on the first rank.
             read_next_sizes: returns the sizes of the next step's microbatches, or an empty sequence if the sizes are
-                unknown. If the sizes are known, the next step is planned while this step runs. `read_next_sizes` is
-                called on the first rank, after the other ranks have received the plan of the current step.
+                unknown. If the sizes are known, the next step is planned while the current step runs. `read_next_sizes`
+                is called on the first rank, after the other ranks have received the plan of the current step.
 
         Raises:
-            Infeasible: the memory limits are exceeded even if the microbatches run one after the other.
+            Infeasible: the step exceeds the memory limits even if the microbatches run one after the other.
         """
         decision = self._peers.on_first(lambda: self._decide(rules, num_microbatches, read_sizes()))
-        if self._decides:
-            self._plan_ahead(rules, num_microbatches, read_next_sizes())
+        if self._decides and (sizes := read_next_sizes()):
+            self._process = self._process or PlanningProcess()
+            problem = self._problem(rules, num_microbatches, sizes)
+            if problem is not None and not self._process.is_busy:
+                self._process.ask(problem)
         if decision.sizes is not None and self.measures(step):
             self._profile.note(step, [decision.sizes[number] for number in decision.places])
         if decision.order is not None:
@@ -167,7 +166,7 @@ class StepPlanner:
         return decision
 
     def close(self) -> None:
-        """End the process that plans ahead."""
+        """End the process that plans the next step."""
         if self._process is not None:
             self._process.close()
 
@@ -178,13 +177,6 @@ class StepPlanner:
             return None
         problem = StepProblem(rules, self._costs, known)
         return problem if problem.is_open else None
-
-    def _plan_ahead(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> None:
-        if sizes and self._process is None:
-            self._process = PlanningProcess()
-        problem = self._problem(rules, count, sizes)
-        if problem is not None and self._process is not None and not self._process.is_busy:
-            self._process.ask(problem)
 
     def _decide(self, rules: StepRules, count: int, sizes: Sequence[MicrobatchSize | None]) -> StepDecision:
         self._decides = True
@@ -210,16 +202,13 @@ class StepPlanner:
         return StepDecision(known, order.places, level, schedule if level else None, order, milliseconds, waited)
 
     def _is_late(self, problem: StepProblem) -> bool:
-        """Return whether the step takes the order of an earlier step, because the plan of the step is not ready.
-
-        With memory limits, the step waits for its own plan.
-        """
+        """Return whether the plan of a step is not ready and an earlier step's order may replace it."""
         process, rules = self._process, problem.rules
         is_planned = process is not None and process.is_busy and process.plans(problem)
         return is_planned and rules.limits is None and len(problem.sizes) in self._last_orders
 
     def _answer(self, problem: StepProblem) -> StepPlan | Infeasible:
-        """Return the plan that the `PlanningProcess` has made for `problem`; without such a plan, plan now."""
+        """Return the plan that the `PlanningProcess` has made for `problem`, or solve `problem` in this process."""
         if self._process is not None and self._process.plans(problem):
             answer = self._process.answer()
             if answer is not None:
@@ -230,27 +219,22 @@ class StepPlanner:
             return error
 
     def after_step(self, step: int, usual: Callable[[], StageCosts]) -> None:
-        """Fit costs as functions of microbatch sizes if `step` ends a series of measured steps.
+        """Fit costs as functions of microbatch sizes if `step` is the last of a series of measured steps.
 
         `after_step` is a collective call of the whole job.
 
         Args:
-            usual: function that returns the costs of the mean microbatch.
+            usual: returns the costs of the mean microbatch.
         """
         if step in self._fits_after:
             self._observer.flush()
             self._costs = self._profile.fit(usual(), self._peers.gather)
 
 
-def whole_limits(limits: Sequence[float], inside: Sequence[float]) -> tuple[float, ...]:
-    """Add each rank's temporary memory (`inside`) to its limit on memory in use between operations."""
-    return tuple(map(add, limits, inside))
-
-
 class PlanningProcess:
     """A process that plans one step at a time.
 
-    A planning thread would instead hold Python's interpreter lock, which the running step needs.
+    A thread would compete with the running step for Python's global interpreter lock.
     """
 
     def __init__(self) -> None:
@@ -271,7 +255,7 @@ class PlanningProcess:
         return self._asked is not None and not self._asked[1].done()
 
     def ask(self, problem: StepProblem) -> None:
-        """Begin to plan a step; the process must not be busy."""
+        """Begin to plan a step in the process, which must not be busy."""
         self._asked = problem, self._thread.submit(self._answer, problem)
 
     def _answer(self, problem: StepProblem) -> StepPlan | Infeasible:
@@ -279,11 +263,11 @@ class PlanningProcess:
         return cast("StepPlan | Infeasible", self._connection.recv())
 
     def plans(self, problem: StepProblem) -> bool:
-        """Return whether `problem` is the problem passed to the last `ask`."""
+        """Return whether the last call of `ask` had this `problem`."""
         return self._asked is not None and self._asked[0].is_as(problem)
 
     def answer(self) -> StepPlan | Infeasible | None:
-        """Wait for the plan of the problem passed to the last `ask`, and return it; None if the process has ended."""
+        """Wait for the plan of the last call of `ask`, and return the plan; None if the process has ended."""
         assert self._asked is not None
         try:
             return self._asked[1].result()

@@ -1,4 +1,4 @@
-"""The operations of one rank in the order of the executor, their profiler ranges, and the executor's progress."""
+"""Lists the operations of one rank in execution order, and tracks which operation the executor has reached."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def no_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def new_range() -> Range:
-    """Choose the kind of profiler range: torch's while torch's profiler runs, else NVTX on a GPU, for Nsight Systems.
+    """Choose a kind of profiler range: a range of torch while torch's profiler runs, else an NVTX range on a GPU.
 
-    For each operation, a profiler range of torch takes as much time as the rest of the executor, even if torch's
-    profiler is off. An NVTX range takes no time.
+    NVTX ranges are for Nsight Systems, and take no time. A range of torch takes as much time as the executor's own work
+    for an operation, even if torch's profiler is off.
     """
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 def steps_of(groups: Iterable[tuple[Op, ...]]) -> list[Step]:
-    """Return one `Step` for each group of operations that run as one, in the order of the groups."""
+    """Return a `Step` for each group of operations that run as one."""
     steps: list[Step] = []
     position = 0
     for together in groups:
@@ -54,7 +54,7 @@ def steps_of(groups: Iterable[tuple[Op, ...]]) -> list[Step]:
 
 
 class StepProgress:
-    """Records which operation of a step an executor has reached.
+    """Tracks which operation of a step an executor has reached.
 
     Args:
         steps: the operations in the order in which they run.
@@ -70,19 +70,20 @@ class StepProgress:
         self._recorder: OpRecorder | None = None
 
     def start(self, recorder: OpRecorder | None) -> None:
-        """Begin a step; `recorder`, if given, measures the step."""
+        """Begin a step, which `recorder` measures if it is not None."""
         self._recorder, self._marked, self._begun = recorder, [], -1
 
     def begin(self) -> None:
-        """Record that the inputs of the current operation have arrived, and that this operation starts to compute."""
+        """Record that the current operation has its inputs and starts to compute."""
         self._begun = self.position
         self._marked.append(self.position)
 
     def reached(self) -> tuple[int, bool]:
-        """Return the index of the current operation, and whether its inputs have arrived; callable from any thread.
+        """Return the index of the current operation, and whether its inputs have arrived. Thread-safe.
 
-        If a recorder measures the step on a GPU, the result is the GPU's position, because the process runs ahead of
-        the GPU. The position of the GPU is never a communication operation, because a recorder times only computation.
+        If a recorder measures the step on a GPU, the result is the operation that the GPU has reached, because the
+        process runs ahead of the GPU. The GPU's operation is never a send or receive, because a recorder times only
+        computation.
         """
         launched = self.position
         reached = self._recorder.num_reached() if self._recorder is not None else None

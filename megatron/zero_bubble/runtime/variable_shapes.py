@@ -1,11 +1,12 @@
 """Sends messages whose shapes the receiver does not know in advance.
 
-The sender announces a message of unknown shape with a header, which contains the shape. The sending process sends the
-headers over separate channels, in the order of the messages. After a header has arrived, the receiver posts the receive
-of the message.
+The sender announces a message of unknown shape with a header, which contains the shape. Headers have separate channels
+between the CPUs, and are sent in the order of the messages. The receiver posts the receive of a message after the
+message's header has arrived.
+
 Two kinds of messages need no header: messages of fixed shape, and answers to messages of the receiving rank. For
-example, the gradient of an activation is an answer: the rank that receives the gradient has sent the activation, and
-therefore knows the shape.
+example, the gradient of an activation is an answer, because the rank that receives the gradient has sent the activation
+and therefore knows the shape.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class AnnouncedSpec:
 
 @dataclass(frozen=True)
 class AnswerSpec:
-    """An answer to a message of this rank; the answer's shape is known as soon as this rank has sent that message."""
+    """Describes an answer to a message of this rank, whose shape is known as soon as this rank has sent the message."""
 
     find: Callable[[], TensorSpec | None]
     """Returns the shape and type of the answer to this rank's message; None as long as the shape is unknown."""
@@ -43,8 +44,8 @@ class AnswerSpec:
 def refuse_one_queue(device: torch.device) -> None:
     """Raise `ValueError` on a GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-    If the receiver posts a receive only when it needs the message, the sender waits. With one hardware queue, a waiting
-    send also delays all later work of the sending rank.
+    A receiver that waits for a header posts the receive of the message late, so that the sender waits. With one
+    hardware queue, a waiting send also delays all later work of the sending rank.
     """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError("shapes that vary need several hardware queues: unset CUDA_DEVICE_MAX_CONNECTIONS, which is 1")
@@ -64,13 +65,12 @@ class VariableCommunicator:
     """A `Communicator` that also receives messages of unknown shape.
 
     A rank waits for the header of a message only at the operation that uses the message. The rank posts the receive of
-    a message of unknown shape after all earlier receives of the channel, so that every channel keeps the schedule's
-    order.
+    a message of unknown shape after all earlier receives of the channel, so that receives keep the schedule's order.
 
     Args:
         messages: the channels of the messages.
-        headers: the channels of the headers, between the CPUs of the ranks. On a GPU, the process sends a header when
-            it launches the send of the message, even if the GPU has not computed the message yet.
+        headers: the channels of the headers, between the CPUs of the ranks. A header is sent when the process launches
+            the send of the message, even if a GPU has not computed the message yet.
     """
 
     def __init__(self, messages: Communicator, headers: Communicator) -> None:
@@ -78,7 +78,7 @@ class VariableCommunicator:
         self._channels: dict[int, deque[_Receive]] = defaultdict(deque)
 
     def announce(self, tensor: torch.Tensor, destination: int) -> PendingSend:
-        """Send a header with the shape of `tensor` to rank `destination`, before `tensor` itself is sent."""
+        """Send a header with the shape of `tensor` to rank `destination`, before the call of `send` with `tensor`."""
         header = torch.zeros(HEADER.shape, dtype=HEADER.dtype)
         header[: 1 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
         return self._headers.send(header, destination)
@@ -87,7 +87,7 @@ class VariableCommunicator:
         return self._messages.send(tensor, destination)
 
     def receive(self, source: int, spec: AnySpec) -> PendingReceive:
-        """Request the next message from rank `source`; post all requested receives up to the first unknown shape."""
+        """Request the next message from rank `source`; post the requested receives up to the first unknown shape."""
         header = self._headers.receive(source, HEADER) if isinstance(spec, AnnouncedSpec) else None
         receive = _Receive(self, source, spec, header)
         self._channels[source].append(receive)
@@ -95,7 +95,7 @@ class VariableCommunicator:
         return receive
 
     def post(self, receive: _Receive) -> PendingReceive:
-        """Post the channel's receives up to `receive` in order; wait for each unknown shape to arrive in a header."""
+        """Post the receives of a channel up to `receive`, in order; wait for the headers of unknown shapes."""
         channel = self._channels[receive.source]
         while receive.posted is None:
             first = channel.popleft()
@@ -104,7 +104,7 @@ class VariableCommunicator:
         return receive.posted
 
     def _post_known(self, source: int) -> None:
-        """Post a channel's receives in order, up to the first receive whose message has an unknown shape."""
+        """Post the receives of a channel in order, up to the first message of unknown shape."""
         channel = self._channels[source]
         while channel and (spec := channel[0].known()) is not None:
             channel.popleft().posted = self._messages.receive(source, spec)
@@ -112,7 +112,7 @@ class VariableCommunicator:
 
 @dataclass
 class _Receive:
-    """A requested message, whose receive may not be posted yet."""
+    """A message that was requested and whose receive may not be posted yet."""
 
     communicator: VariableCommunicator
     source: int
@@ -121,13 +121,13 @@ class _Receive:
     posted: PendingReceive | None = None
 
     def known(self) -> TensorSpec | None:
-        """Return the message's shape and type if this rank knows them without waiting."""
+        """Return the message's shape and type if this rank knows both without waiting, else None."""
         if isinstance(self.spec, AnswerSpec):
             return self.spec.find()
         return self.spec if isinstance(self.spec, TensorSpec) else None
 
     def shape(self) -> TensorSpec:
-        """Wait for the message's header, if there is one, and return the message's shape and type."""
+        """Wait for the header of a message of unknown shape; return the message's shape and type."""
         if isinstance(self.spec, AnnouncedSpec):
             assert self.header is not None
             dimensions, *sizes = self.header.wait().tolist()

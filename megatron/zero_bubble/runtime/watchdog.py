@@ -1,10 +1,10 @@
 """Detects a hung pipeline, and reports the current operation of each rank.
 
-A hung rank reports nothing by itself, and its neighbours wait for its messages. To detect a hung rank, each rank has a
-thread that regularly checks whether the rank has advanced. The first thread whose rank has not advanced within the
-timeout raises an alarm in the job's store. After an alarm every rank writes its position to the store, the rank that
-raised the alarm reports all positions, and all ranks exit. While the job runs, each check costs one small request to
-the store; the operations of the pipeline send no requests.
+A hung rank reports nothing, and its neighbours wait for messages of the hung rank. To detect a hung rank, each rank has
+a thread that regularly checks whether the rank has advanced to another operation. The first thread whose rank has not
+advanced within the timeout raises an alarm in the job's store. After an alarm, every rank writes its current operation
+to the store, the rank that raised the alarm reports these operations, and all ranks exit. A check costs one small
+request to the store.
 """
 
 from __future__ import annotations
@@ -26,18 +26,10 @@ from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.schedule import Schedule
 from megatron.zero_bubble.schedule.kinds import COMMUNICATION
 
-_LOOKS = 10
-"""Smallest number of checks of a rank's position within one timeout."""
-_LONGEST_PAUSE = 5.0
-"""Largest number of seconds between two checks.
-
-A report waits for the other ranks for at most one second plus twice the actual time between two checks.
-"""
-
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a rank in a step: at operation `index` of the rank in `schedule`, or after the last operation."""
+    """Position of a rank in a step: at operation number `index` of the rank, or after the last operation."""
 
     call: int
     """Number of calls of the forward-backward function so far, evaluations included; `step` counts only training."""
@@ -65,7 +57,7 @@ class Position:
 
 @dataclass(frozen=True)
 class RankState:
-    """The state that a rank reports about itself after an alarm."""
+    """The state of a rank, which the rank writes to the store after an alarm."""
 
     rank: int
     host: str
@@ -83,25 +75,26 @@ class RankState:
 
 @dataclass(frozen=True)
 class Stall:
-    """A hung pipeline: the rank that raised the alarm, and the state of each rank (None if the rank did not answer)."""
+    """Describes a hung pipeline: the rank that raised the alarm, and the state of each rank that answered."""
 
     schedule: str
     timeout: float
     raised_by: int
     states: tuple[RankState | None, ...]
+    """State of each rank; None if the rank did not answer."""
 
 
 class Watchdog:
     """Watches one rank of a job in a background thread, until `close` is called.
 
     Args:
-        store: the job's store, used through a separate connection; all ranks must create their watchdogs in the same
-            order.
-        position: returns the position of this rank, or None between two steps; called on the watchdog's thread.
+        store: the job's store, to which the watchdog opens a separate connection. All ranks must create their watchdogs
+            in the same order.
+        position: returns the position of this rank, or None between two steps; called in the watchdog's thread.
         timeout: seconds that a rank may spend at one operation before the watchdog raises an alarm.
-        report: function that reports a hung pipeline; called only on the rank that raised the alarm first.
+        report: reports a hung pipeline; called only on the rank that was the first to raise an alarm.
         leave: called on every rank after the report. `leave` should end the process, because a hung rank cannot exit
-            by itself.
+            on its own.
         host: name of this rank's machine.
     """
 
@@ -125,7 +118,8 @@ class Watchdog:
         self._position, self._timeout = position, timeout
         self._report, self._leave = report, leave
         self._host, self._device = host, own_device()
-        self._pause = min(_LONGEST_PAUSE, timeout / _LOOKS)
+        self._pause = min(5.0, timeout / 10)
+        """Seconds between two checks: a report waits for the other ranks for two pauses and one second."""
         self._seen: Position | None = None
         self._seen_at = time.monotonic()
         self._closed = threading.Event()
@@ -134,7 +128,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; the watchdog reports nothing afterwards."""
+        """Stop watching the rank."""
         self._closed.set()
         self._thread.join()
 
@@ -147,21 +141,23 @@ class Watchdog:
                 if position != self._seen:
                     self._seen, self._seen_at = position, time.monotonic()
                 is_late = position is not None and time.monotonic() - self._seen_at > self._timeout
-                if is_late and self._store.add("alarms", 1) == 1:
-                    self._raise_alarm()
-                if self._store.check(["alarm"]):
-                    self._answer()
+                raises_alarm = is_late and self._store.add("alarms", 1) == 1
+                if self._store.check(["alarms"]):
+                    self._publish()
+                    if raises_alarm:
+                        self._report_states()
+                    deadline = time.monotonic() + 4 * self._pause + 2.0
+                    while time.monotonic() < deadline and not self._store.check(["reported"]):
+                        time.sleep(0.05)
                     self._leave()
                     return
         except dist.DistError:
             # The store is gone, because the launcher is ending the job.
             return
 
-    def _raise_alarm(self) -> None:
-        """Request the states of all ranks, report the states, and then allow the ranks to exit."""
+    def _report_states(self) -> None:
+        """Wait for the states of all ranks, report the states, and then allow the ranks to exit."""
         assert self._seen is not None
-        self._store.set("alarm", str(self._rank))
-        self._publish()
         deadline = time.monotonic() + 2 * self._pause + 1.0
         ranks = range(self._world_size)
         while time.monotonic() < deadline and int(self._store.add("answers", 0)) < self._world_size:
@@ -170,13 +166,6 @@ class Watchdog:
         states = tuple(None if answer is None else RankState(**json.loads(answer)) for answer in answers)
         self._report(Stall(self._seen.schedule.name, self._timeout, self._rank, states))
         self._store.set("reported", "")
-
-    def _answer(self) -> None:
-        if not self._store.check([f"{self._rank}"]):
-            self._publish()
-        deadline = time.monotonic() + 4 * self._pause + 2.0
-        while time.monotonic() < deadline and not self._store.check(["reported"]):
-            time.sleep(0.05)
 
     def _publish(self) -> None:
         position = self._seen

@@ -30,10 +30,10 @@ _Bundle = list[_Deferred]
 class WeightGradStore:
     """Deferred weight gradients of one pipeline rank: one first-in-first-out queue per model chunk.
 
-    While a B runs inside `deferring()`, each layer hands over its weight gradient with `put`. `flush` queues the
-    collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk; `pop_by_parameter` runs
-    several W, parameter by parameter. Outside of `deferring()` a layer computes its weight gradient itself, fused with
-    B.
+    While a B runs inside `deferring()`, each layer passes the computation of its weight gradient to `put`. `flush`
+    queues the collected weight gradients as the W of a microbatch. `pop` runs the oldest W of a chunk, and
+    `pop_by_parameter` runs several W parameter by parameter. Outside of `deferring()`, a layer computes its weight
+    gradient within the backward.
     """
 
     def __init__(self, num_chunks: int = 1) -> None:
@@ -42,9 +42,9 @@ class WeightGradStore:
         self.is_deferring = False
         """Whether layers must hand over their weight gradients instead of computing them."""
         self.num_flushed = 0
-        """Number of calls of `flush` and `clear` so far; this number is constant during the B of one microbatch."""
+        """Number of calls of `flush` and `clear`, which is constant during the B of one microbatch."""
         self.flushed_bytes = 0
-        """Bytes of the tensors that were passed to `put` as `held` for the last flushed W; each storage counts once."""
+        """Bytes of the tensors that the last flushed W holds; each storage counts once."""
 
     @property
     def num_chunks(self) -> int:
@@ -72,8 +72,9 @@ class WeightGradStore:
         Args:
             weight_grad: computes the gradient.
             held: the tensors that `weight_grad` keeps alive until it has run.
-            parameter: identifies the parameter; the W of one parameter run in the order in which they were put.
-            start: starts background work for which `weight_grad` waits; called before the preceding W runs.
+            parameter: identifies the parameter. The weight gradients of one parameter run in the order of `put`.
+            start: starts background work for which `weight_grad` waits; called before the preceding
+                weight gradient runs.
         """
         assert self.is_deferring, "put() outside of deferring()"
         storages = [tensor.untyped_storage() for tensor in held]
@@ -81,23 +82,23 @@ class WeightGradStore:
         self._bundle.append(_Deferred(parameter, start, weight_grad, bytes_of))
 
     def flush(self, chunk: int, microbatch: int) -> None:
-        """Queue the weight gradients that `put` has collected since the last flush, as the W of `microbatch`."""
+        """Queue the weight gradients that `put` has collected since the last `flush` as the W of `microbatch`."""
         self._queues[chunk].append((microbatch, self._bundle))
         self.flushed_bytes = self.bytes_since(0)
         self._start_bundle()
 
     @property
     def num_put(self) -> int:
-        """Number of weight gradients that the current B has deferred so far and that have not run."""
+        """Number of weight gradients that the current B has deferred and that have not run."""
         return len(self._bundle)
 
     def run_since(self, num_put: int) -> None:
-        """Run the weight gradients that the current B has deferred, except the first `num_put`."""
+        """Run the weight gradients that the current B has deferred, except for the first `num_put`."""
         pending, self._bundle = self._bundle[num_put:], self._bundle[:num_put]
         _run_in_order([(0, deferred) for deferred in pending], lambda microbatch: None)
 
     def bytes_since(self, num_put: int) -> int:
-        """Return the bytes held by the weight gradients that the current B has deferred, except the first `num_put`."""
+        """Return the bytes that the current B's deferred weight gradients hold, except for the first `num_put`."""
         deferred = self._bundle[num_put:]
         return sum({cdata: size for gradient in deferred for cdata, size in gradient.held.items()}.values())
 
@@ -106,20 +107,20 @@ class WeightGradStore:
         self._bundle = []
 
     def pop(self, chunk: int, microbatch: int) -> None:
-        """Run the oldest W of `chunk`, which must be the W of `microbatch`, and release the tensors of this W."""
+        """Run the oldest pending W of `chunk`, which must be the W of `microbatch`, and release its tensors."""
         # W runs in the order of B, from the last layer to the first, as autograd would run it.
         _run_in_order([(microbatch, deferred) for deferred in self._take(chunk, microbatch)], lambda microbatch: None)
 
     def pop_by_parameter(self, chunk: int, microbatches: Sequence[int], before: Callable[[int], None]) -> None:
         """Run the W of `microbatches`, which must be the oldest pending W of `chunk`, parameter by parameter.
 
-        Parameters come in the order of B, from the last layer to the first, and the microbatches of each parameter come
-        in the given order. Before each W, `before` is called with the microbatch of this W.
+        Parameters come in the order of B, from the last layer to the first. The microbatches of each parameter come in
+        the given order. Before each weight gradient runs, `before` is called with the number of the microbatch.
         """
         _run_in_order(self._take_by_parameter(chunk, microbatches), before)
 
     def _take_by_parameter(self, chunk: int, microbatches: Sequence[int]) -> list[tuple[int, _Deferred]]:
-        """Remove the W of `microbatches` from the queue, and return them parameter by parameter."""
+        """Remove the W of `microbatches` from the queue; return the weight gradients parameter by parameter."""
         by_parameter: dict[Hashable, list[tuple[int, _Deferred]]] = {}
         for microbatch in microbatches:
             for deferred in self._take(chunk, microbatch):
@@ -138,14 +139,14 @@ class WeightGradStore:
         return [(chunk, microbatch) for chunk, bundles in enumerate(self._queues) for microbatch, _ in bundles]
 
     def clear(self) -> None:
-        """Drop all pending W without running them."""
+        """Discard all pending W."""
         for bundles in self._queues:
             bundles.clear()
         self._start_bundle()
 
 
 def _run_in_order(pending: list[tuple[int, _Deferred]], before: Callable[[int], None]) -> None:
-    """Run weight gradients in order; the `start` of each is called before the preceding weight gradient runs."""
+    """Run weight gradients in order; call the `start` of each before the preceding weight gradient runs."""
     pending.reverse()
     if pending:
         pending[-1][1].start()

@@ -23,7 +23,6 @@ from megatron.zero_bubble.mcore.replica_averaging import ReplicaAveraging
 from megatron.zero_bubble.mcore.schedule_runner import ForwardBackward
 from megatron.zero_bubble.mcore.unit_costs import SECONDS, count_states, measure_model
 from megatron.zero_bubble.planner.run_schedules import RunSchedules
-from megatron.zero_bubble.runtime.channel_memory import ChannelCommunicator
 from megatron.zero_bubble.runtime.communicator import HostCommunicator, TensorSpec, TorchCommunicator
 from megatron.zero_bubble.runtime.device import own_device
 from megatron.zero_bubble.runtime.plan_report import Report
@@ -98,7 +97,7 @@ def run_plan(
     )
 
 
-def communicator_of(flags: JobFlags) -> type[ChannelCommunicator]:
+def communicator_of(flags: JobFlags) -> type[TorchCommunicator]:
     """The class that sends messages between stages: through host memory, or over the job's backend."""
     return HostCommunicator if flags.zero_bubble_communicator == "host" else TorchCommunicator
 
@@ -244,9 +243,8 @@ class Replicas:
                 raise ValueError(f"{HIERARCHICAL_SGD} {job.flags.hierarchical_sgd}: {error}") from error
             print_rank_0(describe_hierarchy(job.hierarchy))
         group = parallel_state.get_data_parallel_group()
-        device = own_device()
         self._num_replicas = group.size()
-        self._waits = ReplicaWaits(group, device_clock(device), device)
+        self._waits = ReplicaWaits(group, device_clock(own_device()))
         for chunk in chunks if self._num_replicas > 1 else ():
             chunk.finish_grad_sync = self._measured(chunk.finish_grad_sync)
 

@@ -8,12 +8,12 @@ FAULTS = (
     Fault(
         name="backward-begins-before-its-message",
         file="runtime/executor.py",
-        old="""        inputs = self._inputs_of_backward(stage, op)
+        old="""        inputs = self._backward_inputs(stage, op)
         del self._activations[op.chunk, op.microbatch]
         self._begin(op)
 """,
         new="""        self._begin(op)
-        inputs = self._inputs_of_backward(stage, op)
+        inputs = self._backward_inputs(stage, op)
         del self._activations[op.chunk, op.microbatch]
 """,
         effect=(

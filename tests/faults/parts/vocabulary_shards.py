@@ -63,10 +63,10 @@ FAULTS = (
     Fault(
         name="failed-rank-stays-in-its-groups",
         file="runtime/exchange_lane.py",
-        old="""            self._leave()
-            return error
+        old="""                self._leave()
+                failure = error
 """,
-        new="""            return error
+        new="""                failure = error
 """,
         effect=(
             "When a collective of the vocabulary shards fails on one rank, the other ranks wait for it until the "
