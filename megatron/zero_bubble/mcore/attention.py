@@ -1,4 +1,4 @@
-"""megatron-core's "local" attention, which needs no Transformer Engine, with fused kernels and context parallelism.
+"""Adds fused kernels and context parallelism to megatron-core's attention without Transformer Engine.
 
 megatron-core itself has fused attention kernels and context parallelism only with Transformer Engine.
 """
@@ -29,9 +29,9 @@ class ContextParallelAttention(DotProductAttention):
 
     Each rank gathers the keys and values of all ranks for its own queries, so dividing the sequence saves no memory for
     keys and values. megatron-core's `get_batch_on_this_cp_rank` cuts the sequence into twice as many parts as ranks.
-    Rank r holds the r-th part from the front and the r-th part from the back, so that a causal mask gives all ranks
-    equal work. Backward sums the gradients of keys and values over the ranks, and each rank keeps the sums for its own
-    tokens.
+    Context-parallel rank r holds the r-th part from the front and the r-th part from the back of the sequence, so that
+    a causal mask gives all ranks equal work. The backward reduce-scatters the gradients of keys and values over the
+    ranks.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class TorchAttention(LocalAttention):
 
         Args:
             query, key, value: [sequence, batch, heads, channels]; key and value may have fewer heads.
-            attention_mask: broadcast to [batch, heads, queries, keys], True where attention is forbidden; None for a
-                causal mask.
+            attention_mask: a mask that can be broadcast to [batch, heads, queries, keys], True where attention is
+                forbidden; None for a causal mask.
 
         Returns:
             The attention's output, [sequence, batch, heads * channels].
@@ -156,15 +156,11 @@ class TorchAttention(LocalAttention):
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which each tensor-parallel rank draws its own dropout mask.
-
-        Under sequence parallelism the context changes nothing, because megatron-core then forks the random state
-        itself.
-        """
+        """Return a context in which each tensor-parallel rank draws its own dropout mask."""
+        # Under sequence parallelism, megatron-core forks the random state itself.
         if self.config.sequence_parallel:
             return contextlib.nullcontext()
-        fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
-        return fork
+        return tensor_parallel.get_cuda_rng_tracker().fork()
 
 
 class ContextParallelTorchAttention(ContextParallelAttention, TorchAttention):

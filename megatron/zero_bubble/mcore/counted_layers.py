@@ -1,7 +1,7 @@
 """Makes layers on the meta device keep the same tensors, and count the same operations, as the kernels of a GPU.
 
-Layers that this module does not replace are counted with megatron-core's own code. For a job with Transformer Engine,
-too, megatron-core's local layers are counted, because the layers of Transformer Engine 2.x keep the same tensors as the
+Layers that this module does not replace are counted with megatron-core's own code. A job with Transformer Engine is
+counted with megatron-core's local layers, because the layers of Transformer Engine 2.x keep the same tensors as the
 local layers (see `pytorch/module/` in Transformer Engine). `LayerNormLinear`, which is Transformer Engine's norm fused
 with a linear layer, saves the input and the output of the norm, and a statistic for each token (`layernorm_linear.py`).
 Transformer Engine's linear layer saves its input (`linear.py`). Attention saves queries, keys, values, its output and
@@ -33,7 +33,7 @@ from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
 
 
 class AttentionKernel(Enum):
-    """An implementation of attention; implementations differ in their memory and in their matrix products."""
+    """An implementation of attention, which determines the memory and the matrix products of attention."""
 
     LOCAL = "megatron-core's own attention, which keeps the scores, and the softmax's output in fp32"
     TORCH = "a fused kernel of torch's scaled_dot_product_attention"
@@ -52,7 +52,7 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Change a model of megatron-core's own layers, to count the memory and the operations of a GPU's kernels.
+    """Change a model of megatron-core's own layers so that it counts the memory and the operations of a GPU's kernels.
 
     In the changed model, autograd saves the same tensors, and torch's FLOP counter counts the same operations, as with
     a GPU's kernels. The linear projections are counted with megatron-core's own code. For a kernel of Transformer
@@ -140,7 +140,7 @@ class CountedAttention(torch.nn.Module):
     """Core attention that keeps the same tensors as the attention kernel `kernel`, and counts the kernel's operations.
 
     A fused kernel skips the pairs of query and key that a causal mask forbids, unless the kernel gets the mask as a
-    tensor. The backward of a fused kernel computes one of the two matrix products of the forward again.
+    tensor. The backward of a fused kernel computes the first matrix product of the forward again.
 
     Args:
         own: the layer's local attention, which the `CountedAttention` replaces.
@@ -232,8 +232,7 @@ def _kernel(
     flops: float = 0.0,
     backward_flops: float = 0.0,
 ) -> torch.Tensor:
-    output: torch.Tensor = _Kernel.apply(shape, kept, flops, backward_flops, *inputs)
-    return output
+    return _Kernel.apply(shape, kept, flops, backward_flops, *inputs)
 
 
 def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -242,15 +241,12 @@ def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """Stand in for the kernel of `mamba_ssm` that computes convolution, scan and gate, and for the norm after the gate.
-
-    Mamba's kernel keeps its input, and its output before the gate. The number of operations is Megatron-LM's estimate.
-    """
+    """Stand in for the fused kernel of `mamba_ssm`, with Megatron-LM's estimate of the number of operations."""
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
     width = mixer.cp.nheads_local_tpcp * mixer.headdim
     flops = 7.0 * batch * tokens * width * mixer.d_state
-    kept = (projected, projected.new_empty(batch, tokens, width))
+    kept = (projected, projected.new_empty(batch, tokens, width))  # the input, and the output before the gate
     result = _kernel((tokens, batch, width), projected, kept=kept, flops=flops, backward_flops=2 * flops)
     return mixer.norm(result) if mixer.rmsnorm else result
 
@@ -258,13 +254,10 @@ def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) ->
 def _delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for the gated delta rule of `fla`, whose kernel keeps its inputs and a matrix per chunk of 64 tokens.
-
-    The number of operations is Megatron-LM's estimate: four products of each token's vectors with the state.
-    """
+    """Stand in for the gated delta rule of `fla`, with Megatron-LM's estimate of the number of operations."""
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2
-    kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))
+    kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))  # the last is a matrix per chunk of 64 tokens
     return _kernel(v.shape, q, k, v, g, beta, kept=kept, flops=flops, backward_flops=2 * flops), None
 
 

@@ -1,4 +1,4 @@
-"""Rehearses schedules before a model is built: each schedule trains stages made of embedding, layers and output.
+"""Rehearses schedules before the model is built: measures training steps of each schedule with small stages.
 
 A rehearsed stage has as many layers of each kind as the stage of the model, but layers of one kind share their weights,
 so that a rehearsal needs little memory. A rehearsal uses the executor, messages, recomputation, and the operations and
@@ -92,9 +92,8 @@ def rehearse(
             run.milliseconds(1)
         start = time.perf_counter()
         times = [[run.step_time() for run in runs]]
-        fitting = torch.tensor(seconds / (time.perf_counter() - start))
-        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
-        num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(fitting.item())))
+        fitting = min(from_all_ranks(seconds / (time.perf_counter() - start)))
+        num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(fitting)))
         times += [[run.step_time() for run in runs] for _ in range(num_rounds - 1)]
     slowest = torch.tensor(from_all_ranks(times), dtype=torch.float64).amax(0)  # [rounds, contenders]
     # The ratios within a round change less than the times, because all contenders share the machine's load.
@@ -122,18 +121,7 @@ class _Rehearsal:
         )
         self._run = ForwardBackward(plan, store, connections)
         self._interlocks = contender.interlocks
-        config = get_model_config(self._stages[0])
-        parts = models.context_parallel_size
-        if config.sequence_parallel:
-            parts *= config.tensor_model_parallel_size
-        self._arguments = {
-            "forward_step_func": models.forward_step,
-            "data_iterator": [models.data] * schedule.num_chunks,
-            "model": self._stages,
-            "num_microbatches": schedule.num_microbatches,
-            "seq_length": models.message.shape[0] * parts,
-            "micro_batch_size": models.message.shape[1],
-        }
+        self._arguments = models.step_arguments(self._stages, schedule.num_microbatches)
 
     def step_time(self) -> float:
         """Return the milliseconds of a step."""
@@ -174,12 +162,12 @@ def _build_stages(
         own = kinds[begin : begin + partition[stage]]
         for kind in {*own} - {*layers}:
             sources.append(models.build(Unit(layer=kind), store))
-            [layers[kind]] = _stack_of(sources[-1]).layers
+            [layers[kind]] = unwrap_model(sources[-1]).decoder.layers
         is_last = stage == placement.num_stages - 1
         # A stage in between has at least one layer.
         unit = Unit(embeds=stage == 0, is_last=is_last) if stage == 0 or is_last else Unit(layer=own[0])
         model = models.build(unit, store)
-        stack = _stack_of(model)
+        stack: Any = unwrap_model(model).decoder
         stack.layers = torch.nn.ModuleList(layers[kind] for kind in own)
         stack.num_layers_per_pipeline_rank = len(own)
         _set_position(model, StagePosition(stage, placement.num_stages))
@@ -211,8 +199,3 @@ def _set_position(model: torch.nn.Module, position: StagePosition) -> None:
         if isinstance(module, Float16Module):
             module.pg_collection = copy.copy(module.pg_collection)
             module.pg_collection.pp = position
-
-
-def _stack_of(model: torch.nn.Module) -> Any:
-    """Return the module of megatron-core's model that runs the layers one after the other."""
-    return unwrap_model(model).decoder

@@ -1,7 +1,6 @@
 """Hierarchical SGD for megatron-core: replicas step on their own gradients, and their parameters are averaged.
 
-The parameters of the optimizer are averaged, which are the fp32 parameters in mixed precision. The model's parameters
-are copies of the optimizer's parameters.
+In mixed precision, the fp32 parameters of the optimizer are averaged, and the model's parameters are their copies.
 """
 
 from __future__ import annotations
@@ -112,8 +111,7 @@ class ReplicaAveraging:
                 yield from group["params"]
 
     def _moments(self) -> Iterator[torch.Tensor]:
-        """Yield the optimizer's state tensors of each parameter, except the number of steps, which is the same on all
-        replicas."""
+        """Yield the optimizer's state tensors of each parameter, except the number of steps."""
         for optimizer in torch_optimizers(self._optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

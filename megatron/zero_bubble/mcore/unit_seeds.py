@@ -88,10 +88,7 @@ class _Construction:
     def around(
         self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]
     ) -> AbstractContextManager[None]:
-        """Return a context in which the construction of each object of class `owner` begins a unit of the model.
-
-        An object that is constructed inside of another unit begins no unit.
-        """
+        """Return a context that seeds the construction of each `owner` object that is not inside another unit."""
         original = owner.__init__
         signature = inspect.signature(original)
 
@@ -138,7 +135,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     config = get_model_config(models[0])
-    if not _draws(config):
+    if not any(getattr(config, name, None) for name in ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")):
         yield
         return
     if random.is_graph_safe_cuda_rng_tracker(random.get_cuda_rng_tracker()):
@@ -162,19 +159,12 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
             in_decoder = random._MODEL_PARALLEL_RNG_TRACKER_NAME if forks else _DEFAULT
             further = model.mtp.layers if getattr(model, "mtp_process", False) else ()
             hooks.callback(model.register_forward_pre_hook(begin_microbatch).remove)
-            for layer in model.decoder.layers:
-                begin = functools.partial(begin_unit, _UnitKind.LAYER, in_decoder)
-                hooks.callback(layer.register_forward_pre_hook(begin).remove)
-            for layer in further:
-                begin = functools.partial(begin_unit, _UnitKind.FURTHER, _DEFAULT)
+            layers = [(layer, _UnitKind.LAYER, in_decoder) for layer in model.decoder.layers]
+            layers += [(layer, _UnitKind.FURTHER, _DEFAULT) for layer in further]
+            for layer, unit, generator in layers:
+                begin = functools.partial(begin_unit, unit, generator)
                 hooks.callback(layer.register_forward_pre_hook(begin).remove)
         yield
-
-
-def _draws(config: Any) -> bool:
-    """Tell whether a model with this configuration draws random numbers in its forward."""
-    names = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
-    return any(getattr(config, name, None) for name in names)
 
 
 def _begin(microbatch: int, unit: _UnitKind, number: int, current: str) -> None:
