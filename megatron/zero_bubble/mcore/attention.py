@@ -34,13 +34,7 @@ class ContextParallelAttention(DotProductAttention):
     ranks.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *args: Any,
-        pg_collection: ProcessGroupCollection | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         whole = copy.copy(config)
         whole.context_parallel_size = 1
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -100,15 +94,8 @@ class LocalAttention(DotProductAttention):
         v_channels: number of channels of each head's values; None for the number in the configuration.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *args: Any,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 

@@ -91,18 +91,12 @@ class _DroppedBlock(torch.autograd.Function):
     """Runs a block's forward without keeping activations; R or B runs the forward again before the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        store: RecomputationStore,
-        run_function: Callable[..., Any],
-        distribute_saved_activations: bool,
-        *inputs: Any,
-    ) -> Any:
+    def forward(ctx: Any, store: RecomputationStore, run: Any, distribute_saved: bool, *inputs: Any) -> Any:
         with store.suspended():
-            outputs = random.CheckpointFunction.forward(ctx, run_function, distribute_saved_activations, *inputs)
+            outputs = random.CheckpointFunction.forward(ctx, run, distribute_saved, *inputs)
         ctx.recomputed = None
         # Saved tensors may be copies, if saved-tensor hooks pack them.
-        ctx.divided_input = inputs[0] if distribute_saved_activations else None
+        ctx.divided_input = inputs[0] if distribute_saved else None
         # Without a gradient to compute, backward never runs.
         if any(ctx.needs_input_grad):
             ctx.during_backward = store.put(partial(_recompute, ctx))

@@ -75,15 +75,8 @@ class Connections:
                 else f"schedule {schedule.name} has no operations on vocabulary shards, which the model has"
             )
         if self._channels is None:
-            self._channels = open_channels(
-                self.communicator,
-                group,
-                schedule.placement,
-                own_device(),
-                self.timeout,
-                self.report,
-                shapes_vary=self.shapes_vary,
-            )
+            given = (group, schedule.placement, own_device(), self.timeout, self.report)
+            self._channels = open_channels(self.communicator, *given, shapes_vary=self.shapes_vary)
         return self._channels
 
     @property

@@ -11,7 +11,6 @@ after dropout, and dropout's mask. The counted memory leaves out norm statistics
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -182,7 +181,7 @@ class CountedAttention(torch.nn.Module):
         pairs = float(length) ** 2 if kernel.keeps_scores or is_masked else _causal_pairs(length, self._window)
         flops = 2.0 * batch * heads * (channels + of_value) * pairs / ranks
         again = 2.0 if kernel.keeps_scores else 2.5
-        return _kernel(output, query, key, value, kept=kept, flops=flops, backward_flops=again * flops)
+        return _kernel(output, query, key, value, kept=kept, flops=(flops, again * flops))
 
 
 def _causal_pairs(length: int, window: tuple[int, int] | None) -> float:
@@ -203,36 +202,27 @@ def _flops_of_work(like: Any, flops: float, **_: Any) -> float:
 
 
 class _Kernel(torch.autograd.Function):
-    """An autograd function that keeps the tensors `kept` for its backward, and whose output has the shape `shape`."""
+    """An autograd function that keeps the tensors `kept` for its backward, and whose output has the shape `shape`.
+
+    Args:
+        flops: numbers of operations of the forward and of the backward.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        shape: Sequence[int],
-        kept: Sequence[torch.Tensor],
-        flops: float,
-        backward_flops: float,
-        *inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        torch.ops.zero_bubble.work(inputs[0], flops)
+    def forward(ctx: Any, shape: Any, kept: Any, flops: tuple[float, float], *inputs: torch.Tensor) -> torch.Tensor:
+        torch.ops.zero_bubble.work(inputs[0], flops[0])
         ctx.save_for_backward(*kept)
-        ctx.flops, ctx.inputs = backward_flops, [(tensor.shape, tensor.dtype) for tensor in inputs]
+        ctx.flops, ctx.inputs = flops[1], [(tensor.shape, tensor.dtype) for tensor in inputs]
         return inputs[0].new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         torch.ops.zero_bubble.work(grad, ctx.flops)
-        return None, None, None, None, *(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
+        return None, None, None, *(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
 
 
-def _kernel(
-    shape: Sequence[int],
-    *inputs: torch.Tensor,
-    kept: Sequence[torch.Tensor] = (),
-    flops: float = 0.0,
-    backward_flops: float = 0.0,
-) -> torch.Tensor:
-    return _Kernel.apply(shape, kept, flops, backward_flops, *inputs)
+def _kernel(shape: Any, *inputs: torch.Tensor, kept: Any = (), flops: Any = (0.0, 0.0)) -> torch.Tensor:
+    return _Kernel.apply(shape, kept, flops, *inputs)
 
 
 def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -247,7 +237,7 @@ def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) ->
     width = mixer.cp.nheads_local_tpcp * mixer.headdim
     flops = 7.0 * batch * tokens * width * mixer.d_state
     kept = (projected, projected.new_empty(batch, tokens, width))  # the input, and the output before the gate
-    result = _kernel((tokens, batch, width), projected, kept=kept, flops=flops, backward_flops=2 * flops)
+    result = _kernel((tokens, batch, width), projected, kept=kept, flops=(flops, 2 * flops))
     return mixer.norm(result) if mixer.rmsnorm else result
 
 
@@ -258,7 +248,7 @@ def _delta_rule(
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2
     kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))  # the last is a matrix per chunk of 64 tokens
-    return _kernel(v.shape, q, k, v, g, beta, kept=kept, flops=flops, backward_flops=2 * flops), None
+    return _kernel(v.shape, q, k, v, g, beta, kept=kept, flops=(flops, 2 * flops)), None
 
 
 def _duplicate(attention: Any) -> None:

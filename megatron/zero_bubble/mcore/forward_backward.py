@@ -193,10 +193,10 @@ class MegatronStage:
     def run_on_shard(self, op: Op) -> None:
         assert self.vocabulary is not None
         handlers: dict[OpKind, Callable[[int], None]] = {
-            OpKind.E: self._embed,
+            OpKind.E: partial(self._embed, self.vocabulary),
             OpKind.EW: self.vocabulary.add_embedding_gradient,
             OpKind.S: self.vocabulary.compute_softmax,
-            OpKind.L: self._compute_loss,
+            OpKind.L: partial(self._compute_loss, self.vocabulary),
             OpKind.T: self.vocabulary.add_output_gradient,
         }
         handlers[op.kind](op.microbatch)
@@ -205,28 +205,25 @@ class MegatronStage:
         assert self.vocabulary is not None
         self.vocabulary.exchange(op)
 
-    def _embed(self, microbatch: int) -> None:
+    def _embed(self, vocabulary: VocabularyStep, microbatch: int) -> None:
         """Read the data of a microbatch on the first stage's rank, and run the embedding E."""
-        assert self.vocabulary is not None
         if self.rank == self.placement.rank_of(0):
             chunk = self.placement.chunk_of(0)
-            self.vocabulary.read(
-                microbatch, self.call.forward_step_func, self.data_iterators[chunk], self.call.chunks[chunk]
-            )
-        self.vocabulary.embed(microbatch)
+            iterator, model = self.data_iterators[chunk], self.call.chunks[chunk]
+            vocabulary.read(microbatch, self.call.forward_step_func, iterator, model)
+        vocabulary.embed(microbatch)
 
-    def _compute_loss(self, microbatch: int) -> None:
+    def _compute_loss(self, vocabulary: VocabularyStep, microbatch: int) -> None:
         """Run L: compute the user's loss, and the gradients of the losses of all tokens."""
-        assert self.vocabulary is not None
         chunk = self.placement.chunk_of(self.placement.num_stages - 1)
-        losses, loss_function = self.vocabulary.begin_loss(microbatch)
+        losses, loss_function = vocabulary.begin_loss(microbatch)
         if self._config.timers is not None:
             self._config.timers("forward-compute", log_level=2).start()
         # A loss function may change its input in place.
         loss, num_tokens = self._calc_loss(chunk, losses.clone(), loss_function, is_last=True)
         self.num_tokens += num_tokens
         if not self.call.forward_only:
-            self.vocabulary.end_loss(microbatch, self._backward_step(losses, loss, None))
+            vocabulary.end_loss(microbatch, self._backward_step(losses, loss, None))
 
     def _calc_loss(
         self, chunk: int, output: torch.Tensor, loss_function: Callable[..., Any] | None, *, is_last: bool

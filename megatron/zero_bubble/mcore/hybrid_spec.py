@@ -94,19 +94,13 @@ def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
         enorm=LocalNorm, hnorm=LocalNorm, eh_proj=ColumnParallelLinear, layer_norm=LocalNorm
     )
     further_layers = [ModuleSpec(module=multi_token_prediction.MultiTokenPredictionLayer, submodules=further)]
+    attentions = {"attention_layer": dense.self_attention, "mla_layer": latent, "gdn_layer": delta_net}
+    attends = {"input_layernorm": LocalNorm, "self_attn_bda": get_bias_dropout_add}
     layers: dict[str, Any] = {
-        "attention_layer": _attending(dense.self_attention),
-        "mla_layer": _attending(latent),
-        "gdn_layer": _attending(delta_net),
+        **{name: _layer(TransformerLayer, self_attention=part, **attends) for name, part in attentions.items()},
         _SPARSE: NoSparseAttention,
-        "mlp_layer": ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(pre_mlp_layernorm=LocalNorm, mlp=dense.mlp, mlp_bda=dense.mlp_bda),
-        ),
-        "moe_layer": ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(pre_mlp_layernorm=LocalNorm, mlp=expert.mlp, mlp_bda=expert.mlp_bda),
-        ),
+        "mlp_layer": _layer(MLPLayer, pre_mlp_layernorm=LocalNorm, mlp=dense.mlp, mlp_bda=dense.mlp_bda),
+        "moe_layer": _layer(TransformerLayer, pre_mlp_layernorm=LocalNorm, mlp=expert.mlp, mlp_bda=expert.mlp_bda),
         "mamba_layer": ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(norm=LocalNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
@@ -120,21 +114,14 @@ def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
     return ModuleSpec(module=_STACK, submodules=_SUBMODULES(**known))
 
 
-def _attending(attention: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer that consists of a norm and `attention`, which may be a gated delta net."""
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=LocalNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
-        ),
-    )
+def _layer(module: type[torch.nn.Module], **parts: Any) -> ModuleSpec:
+    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**parts))
 
 
 def transformer_engine_spec() -> ModuleSpec:
     """Return megatron-core's spec of a stack of Transformer Engine's layers."""
-    if HYBRID_RECOMPUTES:
-        return importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
-    return importlib.import_module("megatron.core.models.mamba.mamba_layer_specs").mamba_stack_spec
+    kind = "hybrid" if HYBRID_RECOMPUTES else "mamba"
+    return getattr(importlib.import_module(f"megatron.core.models.{kind}.{kind}_layer_specs"), f"{kind}_stack_spec")
 
 
 stack_spec = local_spec()

@@ -164,17 +164,11 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     # Detached, because an attached tensor keeps the graph of other layers alive until W, and makes autograd record W. A
     # gradient has a graph if a backward returns a tensor of its forward, as the loss's backward does in fp32.
     saved_input, grad_output = saved_input.detach(), grad_output.detach()
+    held, gather_group = (saved_input, grad_output), ctx.tp_group if ctx.sequence_parallel else None
     deferred = DeferredWeightGrad(
-        ctx.weight_grad,
-        ctx.weight,
-        saved_input,
-        grad_output,
-        ctx.gradient_accumulation_fusion,
-        ctx.tp_group if ctx.sequence_parallel else None,
+        ctx.weight_grad, ctx.weight, *held, is_fused=ctx.gradient_accumulation_fusion, gather_group=gather_group
     )
-    ctx.weight_grad.store.put(
-        deferred.run, held=(saved_input, grad_output), parameter=ctx.weight, start=deferred.start_to_gather
-    )
+    ctx.weight_grad.store.put(deferred.run, held=held, parameter=ctx.weight, start=deferred.start_to_gather)
     if handle is not None:
         handle.wait()
     return grad_input, grad_bias

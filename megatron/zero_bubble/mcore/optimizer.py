@@ -71,8 +71,8 @@ def allocate_states(optimizer: MegatronOptimizer) -> None:
             torch_optimizer.state[_STEPS] = {"step": torch.zeros((), dtype=torch.float32)}
         for group in torch_optimizer.param_groups:
             for parameter in group["params"]:
-                names: Sequence[str] = ("momentum_buffer",) if group.get("momentum") else ()
-                for name in ("step", "exp_avg", "exp_avg_sq") if _is_torch_adam(torch_optimizer) else names:
+                names = ["momentum_buffer"] if group.get("momentum") else []
+                for name in ["step", "exp_avg", "exp_avg_sq"] if _is_torch_adam(torch_optimizer) else names:
                     if name not in torch_optimizer.state[parameter]:
                         first = torch.zeros((), dtype=torch.float32) if name == "step" else torch.zeros_like(parameter)
                         torch_optimizer.state[parameter][name] = first

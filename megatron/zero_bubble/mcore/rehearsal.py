@@ -91,10 +91,10 @@ def rehearse(
             opened.callback(run.close)
             run.milliseconds(1)
         start = time.perf_counter()
-        times = [[run.step_time() for run in runs]]
+        times = [[run.milliseconds(run.num_steps) for run in runs]]
         fitting = min(from_all_ranks(seconds / (time.perf_counter() - start)))
         num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(fitting)))
-        times += [[run.step_time() for run in runs] for _ in range(num_rounds - 1)]
+        times += [[run.milliseconds(run.num_steps) for run in runs] for _ in range(num_rounds - 1)]
     slowest = torch.tensor(from_all_ranks(times), dtype=torch.float64).amax(0)  # [rounds, contenders]
     # The ratios within a round change less than the times, because all contenders share the machine's load.
     ratios = (slowest / slowest.mean(1, keepdim=True)).quantile(0.5, 0)
@@ -120,12 +120,8 @@ class _Rehearsal:
             vocabulary_parallel=layout.vocabulary_parallel,
         )
         self._run = ForwardBackward(plan, store, connections)
-        self._interlocks = contender.interlocks
+        self.num_steps = _INTERLOCKED_STEPS if contender.interlocks else 1
         self._arguments = models.step_arguments(self._stages, schedule.num_microbatches)
-
-    def step_time(self) -> float:
-        """Return the milliseconds of a step."""
-        return self.milliseconds(_INTERLOCKED_STEPS if self._interlocks else 1)
 
     def milliseconds(self, num_steps: int) -> float:
         """Run consecutive steps; return the mean milliseconds of a step."""

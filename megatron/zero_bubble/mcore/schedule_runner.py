@@ -105,13 +105,9 @@ class ForwardBackward:
             replanner = Replanner(plan, planning, measured, report, own_device())
         interlocks = post_validation is not None
         self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=interlocks)
+        timeout = self._connections.timeout
         self._step_plans = StepPlans(
-            self._running,
-            self.observer,
-            planning,
-            self._connections.timeout,
-            reorders=orders_microbatches,
-            interlocks=interlocks,
+            self._running, self.observer, planning, timeout, reorders=orders_microbatches, interlocks=interlocks
         )
 
     @property

@@ -49,11 +49,8 @@ def defers_by_itself(module: torch.nn.Module) -> bool:
 
 def deferred_parameters(module: torch.nn.Module) -> list[str]:
     """Return the names of the parameters whose gradient `backward_dw()` computes."""
-    return [
-        name
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad and getattr(parameter, "skip_backward_post_hook", False)
-    ]
+    named = module.named_parameters(recurse=False)
+    return [name for name, part in named if part.requires_grad and getattr(part, "skip_backward_post_hook", False)]
 
 
 def put_into_store(module: Any, store: WeightGradStore) -> None:

@@ -6,7 +6,7 @@ import functools
 import importlib
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,10 +24,10 @@ from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.cold_caches import ColdCaches
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.made_up_neighbours import MadeUpNeighbours
-from megatron.zero_bubble.runtime.memory_meter import memory_meter
+from megatron.zero_bubble.runtime.memory_meter import MemoryMeter, memory_meter
 from megatron.zero_bubble.runtime.pair_times import PairTime
 from megatron.zero_bubble.runtime.profiler import Profiler
-from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
+from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, lower
 from megatron.zero_bubble.schedule.model_costs import UnitCosts
@@ -100,17 +100,14 @@ class UnitRun:
 
     def run_for_gaps(self) -> None:
         """Measure the time from the end of each operation to the start of the next operation."""
-        recorder = OpRecorder(device_clock(self._device))
-        self._run(recorder, self._executor)
-        self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(recorder.take())]
+        ops = self._run(self._executor)
+        self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(ops)]
 
     def run_measured(self, caches: ColdCaches, *, with_memory: bool = False) -> None:
         """Measure the operations of a pass through the unit of the model; evict the caches before each operation."""
         meter = memory_meter(self._device, self._store) if with_memory else None
-        recorder = OpRecorder(device_clock(self._device), meter, caches.evict)
         caches.evict()
-        self._run(recorder, self._executor)
-        self._profiler.add(recorder.take())
+        self._profiler.add(self._run(self._executor, meter, caches.evict))
 
     def run_backwards(self, caches: ColdCaches) -> None:
         """Measure a fused backward, and a B followed by its W; evict the caches only before F and before B."""
@@ -119,19 +116,20 @@ class UnitRun:
 
     def _time_of_backward(self, caches: ColdCaches, executor: Executor) -> float:
         """Return the milliseconds from the start of the first operation after F to the end of the last operation."""
-        evict_once = functools.cache(caches.evict)
-        recorder = OpRecorder(device_clock(self._device), after_op=evict_once)
         caches.evict()
-        self._run(recorder, executor)
-        _, *backward = recorder.take()
+        evict_once = functools.cache(caches.evict)
+        _, *backward = self._run(executor, after_op=evict_once)
         return (backward[-1].end - backward[0].start) * 1e3
 
-    def _run(self, recorder: OpRecorder, executor: Executor) -> None:
+    def _run(
+        self, executor: Executor, meter: MemoryMeter | None = None, after_op: Callable[[], None] = lambda: None
+    ) -> list[MeasuredOp]:
         """Run F, B and W of one microbatch, or of two microbatches if pairs are measured.
 
         DDP would reduce gradients in the last microbatch of a step. The stage's `num_microbatches` is therefore one
         more than the number of microbatches that run, so that the stage never runs a last microbatch.
         """
+        recorder = OpRecorder(device_clock(self._device), meter, after_op)
         stage_class = functools.partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
         call = StepCall(**self._models.step_arguments([self._model], executor.schedule.num_microbatches + 1))
         stage = stage_class(call, call.data_iterators, self._placement, self._index, self._device, finalizes=False)
@@ -140,6 +138,7 @@ class UnitRun:
         clear_losses()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+        return recorder.take()
 
     def costs(self) -> MeasuredUnit:
         """Return the costs of the unit of the model, which are medians of all measured passes."""
@@ -164,14 +163,9 @@ class UnitRun:
             all_to_all_f=min(times[OpKind.F], exchanged.get(OpKind.F, 0.0)),
             all_to_all_b=min(times[OpKind.B], exchanged.get(OpKind.B, 0.0)),
         )
-        return MeasuredUnit(
-            costs,
-            measured.noise,
-            max(0.0, statistics.median(self._gaps)),
-            statistics.median(self._fused_backwards),
-            statistics.median(self._split_backwards),
-            measured.pairs,
-        )
+        fused, split = (statistics.median(times) for times in (self._fused_backwards, self._split_backwards))
+        between = max(0.0, statistics.median(self._gaps))
+        return MeasuredUnit(costs, measured.noise, between, fused, split, measured.pairs)
 
     def close(self) -> None:
         """Free the memory of the built model."""

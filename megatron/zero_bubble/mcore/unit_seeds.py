@@ -151,8 +151,15 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
             microbatch = int(random.get_cuda_rng_tracker().get_states()[_MICROBATCH])
             _begin(microbatch, unit, layer.layer_number, generator)
 
+    set_microbatch = schedules.set_current_microbatch
+
+    # megatron-core sets the number of the microbatch only in the layers.
+    def set_in_model_too(model: torch.nn.Module, microbatch_id: int) -> None:
+        set_microbatch(model, microbatch_id)
+        get_attr_wrapped_model(model, "decoder", return_model_obj=True).current_microbatch = microbatch_id
+
     with ExitStack() as hooks:
-        hooks.enter_context(_microbatch_told())
+        hooks.enter_context(replaced(schedules, "set_current_microbatch", set_in_model_too))
         for model in models:
             # Under sequence parallelism a `TransformerBlock` runs its layers in a fork of the tensor-parallel state.
             forks = config.sequence_parallel and isinstance(model.decoder, TransformerBlock)
@@ -194,17 +201,6 @@ def _generator_states(seed: int) -> dict[str, torch.Tensor]:
     }
     generator = torch.Generator(torch.device(torch.cuda.current_device()))
     return {name: generator.manual_seed(number).get_state() for name, number in seeds.items()}
-
-
-def _microbatch_told() -> AbstractContextManager[None]:
-    """Let forward steps set the microbatch number in the model, and not only in the layers as megatron-core does."""
-    original = schedules.set_current_microbatch
-
-    def tell(model: torch.nn.Module, microbatch_id: int) -> None:
-        original(model, microbatch_id)
-        get_attr_wrapped_model(model, "decoder", return_model_obj=True).current_microbatch = microbatch_id
-
-    return replaced(schedules, "set_current_microbatch", tell)
 
 
 def _mixed(*numbers: int) -> int:

@@ -76,10 +76,10 @@ class VocabularyStep:
         elif op.kind is OpKind.SOFTMAX:
             self._exchange_softmax(state)
         else:
+            root = run.first_rank if op.kind in (OpKind.TOKENS, OpKind.EMBEDDED_GRAD) else run.last_rank
             tensors = state.outgoing.pop(op.kind, None) or self._allocate_received(op.kind, state)
             for tensor in tensors:
-                is_embedding = op.kind in (OpKind.TOKENS, OpKind.EMBEDDED_GRAD)
-                self._pipeline.broadcast(tensor, run.first_rank if is_embedding else run.last_rank)
+                self._pipeline.broadcast(tensor, root)
             _mark_as_read(*tensors)
 
     def _allocate_received(self, kind: OpKind, state: Microbatch) -> tuple[torch.Tensor, ...]:
