@@ -133,8 +133,7 @@ def _random_state() -> Iterator[Substitution]:
 class _DeviceGenerator:
     """Emulates CUDA's random generator: for each draw, the CPU generator gets the emulated generator's state.
 
-    The emulated generator has its own state, because data loaders also draw from the CPU generator: opening a data
-    loader must not change the dropout of a resumed run.
+    Data loaders also draw from the CPU generator, but must not change the dropout of a resumed run.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@ This module uses torch's FSDP2 in megatron-core's wrapper. FSDP2 expects autogra
 the layer's backward, and reduces the gradients at the end of this backward. In a zero-bubble schedule, W computes the
 gradients of weights later and outside of autograd. If B and W are separate operations, FSDP2's backward of a layer
 accumulates the layer's gradients without reducing them. The gradients of a layer are reduced explicitly after the
-layer's last W of a step, as torch's pipelines reduce them after the last backward. The reduced gradients equal the
-gradients of DDP, because FSDP2 and DDP sum gradients in the same order.
+layer's last W of a step, similar to torch's pipelines, which reduce gradients after the last backward. The reduced
+gradients equal the gradients of DDP, because FSDP2 and DDP sum gradients in the same order.
 """
 
 from __future__ import annotations
@@ -133,11 +133,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """Accumulate a weight's gradient from W; after W of all weights of a layer, reduce the layer's gradients.
-
-        A layer's gradients are reduced only in the last microbatch of a step or, with `reduces_every_microbatch`, in
-        every microbatch.
-        """
+        """Accumulate a weight's gradient from W; after W of all weights of a layer, reduce the layer's gradients."""
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
         if parameter.unsharded_accumulated_grad is None:

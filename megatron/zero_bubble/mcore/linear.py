@@ -65,11 +65,11 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
 
 
 def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the output layer if it multiplies with the weight of the embedding on the same stage, else None.
+    """Return the output layer if the embedding on the same stage provides the output layer's weight, else None.
 
     With multi-token prediction, a tied output layer computes the logits with the weight of the last stage's copy of the
-    embedding, and its own weight is unused. Autograd adds up the gradient of a shared weight in B, so the backward of a
-    tied output layer is not split into B and W.
+    embedding, and the output layer's own weight is unused. Autograd adds up the gradient of a shared weight in B, so
+    the backward of a tied output layer is not split into B and W.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)

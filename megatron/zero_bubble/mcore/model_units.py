@@ -35,7 +35,7 @@ class UnitModels:
     Attributes:
         build: makes a unit of the model for a pipeline of one rank. The unit puts W into the `WeightGradStore` that
             `build` gets, and is wrapped in megatron-core's DDP.
-        forward_step: the forward step of the training, as megatron-core takes it.
+        forward_step: the forward step of the training, with megatron-core's signature.
         data: an endless iterator over microbatches for `forward_step`.
         message: shape, type and device of the tensor that passes between stages.
         state_bytes: function from the numbers of dense and of expert parameters to the bytes of their model states.

@@ -169,10 +169,7 @@ class PairedStage(MegatronStage):
         return result
 
     def _gradient_of_output(self, backward: _Pass) -> tuple[Any, torch.Tensor]:
-        """Return the schedule plan of a backward, and the gradient of the model's output.
-
-        On the last stage, the gradient of the output is computed from the loss.
-        """
+        """Return the schedule plan of a backward, and the gradient of the model's output."""
         plan, loss = self._kept.pop((backward.chunk, backward.microbatch))
         if backward.input_tensor is not None:
             backward.input_tensor.retain_grad()

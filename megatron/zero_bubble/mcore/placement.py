@@ -96,7 +96,7 @@ def adopt_placement(placement: Placement) -> None:
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
     """Copy the first stage's embedding weights to the last stage, if the weights are tied and on this rank.
 
-    megatron-core sets the last stage's copy of the embedding to zero and fills it by an all-reduce between ranks.
+    megatron-core sets the last stage's copy of the embedding to zero and fills the copy by an all-reduce between ranks.
     """
     tied = tied_weights(chunks)
     if tied is not None:
@@ -207,7 +207,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def place_layout(config: TransformerConfig, placement: Placement, rank: int) -> None:
-    """Replace the layout of `config`, if it has one, by the layout of pipeline rank `rank` under `placement`."""
+    """Replace the layout in `config`, if `config` has a layout, by the layout of rank `rank` under `placement`."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         config.pipeline_model_parallel_layout = PlacedLayout(layout.input_data, placement, rank)

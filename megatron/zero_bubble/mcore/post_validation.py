@@ -66,7 +66,7 @@ class _Pending:
 
 
 class PostValidation:
-    """Takes the steps of a megatron-core optimizer without waiting for other stages, and validates them later.
+    """Takes the steps of a megatron-core optimizer without waiting for other stages, and validates the steps later.
 
     Args:
         optimizer: the optimizer that `get_megatron_optimizer` has made.

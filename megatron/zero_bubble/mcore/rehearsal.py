@@ -142,13 +142,7 @@ class _Rehearsal:
 def _build_stages(
     contender: Contender, models: UnitModels, kinds: Sequence[int], store: WeightGradStore
 ) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Build this rank's stages for a rehearsal, each from a unit of the model and the stage's number of layers.
-
-    The first stage is made from the unit with the embedding, and the last stage from the unit with the output layer.
-
-    Returns:
-        The stages, and the units from which the layers of the stages were taken.
-    """
+    """Return this rank's stages for a rehearsal, and the units from which the layers of the stages were taken."""
     placement, partition = contender.layout.placement, contender.layout.partition
     rank = parallel_state.get_pipeline_model_parallel_group().rank()
     layers: dict[int, torch.nn.Module] = {}
@@ -174,11 +168,8 @@ def _build_stages(
 
 
 def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> None:
-    """Adapt the configurations of the stages to a rehearsal; each unit of the model has its own configuration.
-
-    megatron-core collects the losses of experts in a tensor with `config.num_layers` elements. A stage combines layers
-    of several units, so that `config.num_layers` must be at least the largest layer number on this rank.
-    """
+    """Adapt the configurations of the units in `stages`; each unit of the model has its own configuration."""
+    # megatron-core collects the losses of experts in a tensor with `config.num_layers` elements.
     modules = [module for stage in stages for module in stage.modules()]
     last = max(getattr(module, "layer_number", None) or 0 for module in modules)
     given = (getattr(module, "config", None) for module in modules)
@@ -189,8 +180,7 @@ def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> No
 
 
 def _set_position(model: torch.nn.Module, position: StagePosition) -> None:
-    """Tell `Float16Module` the position of a stage, because `Float16Module` converts the inputs of the first stage to
-    16 bits, and the outputs of the last stage to 32 bits."""
+    """Tell `Float16Module` the position of a stage; inputs of the first and outputs of the last stage are converted."""
     for module in model.modules():
         if isinstance(module, Float16Module):
             module.pg_collection = copy.copy(module.pg_collection)

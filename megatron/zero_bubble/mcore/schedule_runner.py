@@ -241,7 +241,7 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
 
     def settle(self) -> None:
-        """Validate the last optimizer step now, if post-validation has taken or withheld it and not validated it yet.
+        """Validate the last optimizer step now, if post-validation has not validated this step yet.
 
         Call `settle` on every rank before code outside of a training step reads parameters or the optimizer.
         """

@@ -27,7 +27,7 @@ _GROUPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """The arguments of one call of the forward-backward function, as megatron-core's own functions take them.
+    """The arguments of one call of a forward-backward function, under the names that megatron-core uses.
 
     `p2p_communicator` is not used, because messages go through the project's own channels.
     """

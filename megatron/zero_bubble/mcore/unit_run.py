@@ -124,13 +124,10 @@ class UnitRun:
     def _run(
         self, executor: Executor, meter: MemoryMeter | None = None, after_op: Callable[[], None] = lambda: None
     ) -> list[MeasuredOp]:
-        """Run F, B and W of one microbatch, or of two microbatches if pairs are measured.
-
-        DDP would reduce gradients in the last microbatch of a step. The stage's `num_microbatches` is therefore one
-        more than the number of microbatches that run, so that the stage never runs a last microbatch.
-        """
+        """Run F, B and W of one microbatch, or of two microbatches if pairs are measured."""
         recorder = OpRecorder(device_clock(self._device), meter, after_op)
         stage_class = functools.partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
+        # DDP would reduce gradients in the last microbatch of a step, so the stage expects one more microbatch.
         call = StepCall(**self._models.step_arguments([self._model], executor.schedule.num_microbatches + 1))
         stage = stage_class(call, call.data_iterators, self._placement, self._index, self._device, finalizes=False)
         executor.run(stage, recorder)

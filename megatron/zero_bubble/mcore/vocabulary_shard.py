@@ -124,7 +124,7 @@ class ShardSoftmax:
 def softmax(
     weight: torch.Tensor, rows: Rows, hidden: torch.Tensor, labels: torch.Tensor, *, with_gradients: bool = True
 ) -> ShardSoftmax:
-    """Compute the softmax of a shard, and the values that its gradients need.
+    """Compute the softmax of a shard, and the values that the gradients of the softmax need.
 
     As in megatron-core, the logits are computed in the type of the weights and then converted to `statistics_type`.
 
@@ -204,7 +204,7 @@ class ShardWeight(torch.nn.Module):
         num_uses: 2 for tied weights, which get gradients of the embedding and of the output layer, else 1.
 
     Attributes:
-        embedding_sum: sum of the embedding's gradients, if they are not added up in `main_grad`; None between steps.
+        embedding_sum: sum of the embedding's gradients, if `main_grad` does not contain this sum; None between steps.
     """
 
     def __init__(self, values: torch.Tensor, rows: Rows, attributes: Mapping[str, Any], num_uses: int) -> None:

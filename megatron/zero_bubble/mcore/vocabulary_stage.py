@@ -180,7 +180,7 @@ class VocabularyStep:
             state.looked_up = None
 
     def _whole_hidden(self, state: Microbatch) -> torch.Tensor:
-        """Return the hidden states of all tokens, [n, hidden]; with sequence parallelism, each call gathers them."""
+        """Return the hidden states of all tokens, [n, hidden]; sequence parallelism requires a gather in each call."""
         hidden = _there(state.hidden)
         if self._run.is_sequence_parallel:
             whole = hidden.new_empty(self._sequence, *hidden.shape[1:])

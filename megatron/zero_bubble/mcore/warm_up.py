@@ -76,11 +76,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
 
 
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:
-    """Create the communicator of every process group that a step may use, by one all-reduce in each group.
-
-    Each rank belongs to one group of each kind, such as tensor-parallel, and all ranks create the communicators of the
-    kinds in the same order.
-    """
+    """Create the communicator of every process group that a step may use, by one all-reduce in each group."""
     expert_groups = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),
         parallel_state.get_expert_data_parallel_group(check_initialized=False),

@@ -52,7 +52,7 @@ class LayerWeightGrad:
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
-        """Add the term `grad` to the sum `into`; when the sum is complete, add it to `weight.grad` and call DDP's hook.
+        """Add the term `grad` to the sum `into`; add a complete sum to `weight.grad`, and call DDP's hook.
 
         Args:
             weight: the weight that the forward used: the layer's parameter, or a gathered copy of the parameter.
