@@ -197,7 +197,7 @@ def test_a_training_loop_of_ones_own_asks_for_it():
     rank = Rank(arguments(*MODELS["every layer"]))
     stage = make_stage(rank.args, LINEAR, 0, rank.chunks, torch.device("cpu"))
     step = {
-        "forward_step_func": stage.forward_step_func,
+        "forward_step_func": stage.call.forward_step_func,
         "data_iterator": stage.data_iterators[0],
         "model": rank.chunks,
         "num_microbatches": NUM_MICROBATCHES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.ssm import gated_delta_net
 
-from megatron.zero_bubble.mcore.cpu_kernels import convolved, delta_net_kernels, delta_net_modules, normalized
+from megatron.zero_bubble.mcore.cpu_kernels import convolved, delta_net_kernels, normalized
 
 
 def test_a_convolution_reads_only_the_steps_before() -> None:
@@ -31,8 +31,7 @@ def test_the_delta_rule_of_megatron_core_is_the_recurrence() -> None:
     q, k, v = (torch.randn(1, 5, 2, 4) for _ in range(3))
     k = normalized(k)
     g, beta = -torch.rand(1, 5, 2), torch.rand(1, 5, 2)
-    rule = delta_net_kernels(gated_delta_net.torch_chunk_gated_delta_rule)["chunk_gated_delta_rule"]
-    result, _ = rule(q, k, v, g=g, beta=beta)
+    result, _ = gated_delta_net.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)
     state = torch.zeros(1, 2, 4, 4)
     for step in range(5):
         state = state * g[:, step, :, None, None].exp()
@@ -43,6 +42,6 @@ def test_the_delta_rule_of_megatron_core_is_the_recurrence() -> None:
 
 
 def test_every_module_that_imports_a_kernel_is_found() -> None:
-    found = delta_net_modules(gated_delta_net)
+    found = {module for module, _, _ in delta_net_kernels(gated_delta_net, None)}
     assert any("HAVE_FLA" in vars(module) for module in found)
     assert all(module.__name__.startswith("megatron.core.ssm.gated_delta_net") for module in found)

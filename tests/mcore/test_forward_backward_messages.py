@@ -13,7 +13,7 @@ from megatron.zero_bubble.mcore.recorded_call import ForwardStepError
 
 
 def check(output: Any, *, shapes_vary: bool = False) -> None:
-    stage: Any = SimpleNamespace(shapes_vary=shapes_vary, output_shape=(2, 1, 4))
+    stage: Any = SimpleNamespace(shapes_vary=shapes_vary, call=SimpleNamespace(output_shape=(2, 1, 4)))
     MegatronStage._check_message(stage, 3, output)
 
 

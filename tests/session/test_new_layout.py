@@ -56,7 +56,7 @@ def units_on(device: torch.device) -> tuple[UnitModels, list[int]]:
         raise AssertionError("a unit is built")
 
     message = TensorSpec((8, 1, 16), torch.float32, device)
-    return UnitModels(build, build, iter(()), message, 1, lambda dense, expert: 0.0), []
+    return UnitModels(build, build, iter(()), message, lambda dense, expert: 0.0), []
 
 
 def is_sharded(contender: Contender) -> bool:

@@ -61,7 +61,7 @@ class Launch:
         from megatron.zero_bubble.launcher.hook_table import ScriptHooks, cpu_hooks
 
         hooks: list[Hook] = []
-        if self._cpu is not None and self._cpu.is_applied:
+        if self._cpu is not None and not torch.cuda.is_available():
             hooks += cpu_hooks()
         if flags.asks_for_schedule:
             self.script_hooks = ScriptHooks(flags)

@@ -221,7 +221,8 @@ class Run:
         """Hook around `print_rank_last`: append the share of idle time to the log line; a collective call."""
         match, run = _LOG_LINE.match(call["message"]), self.session.forward_backward_func
         if match is not None and run is not None and self.num_steps > 0:
-            measured, predicted = run.measured_time().idle, run.predicted_idle(self.session.num_microbatches)
+            prediction = run.prediction(self.session.num_microbatches)
+            measured, predicted = run.measured_time().idle, None if prediction is None else prediction.idle
             write_scalars(idle_scalars(measured, predicted), int(match[1]), *_writers())
             order, waits = order_fields(run.take_order_times()), wait_fields(self.session.replicas.take_waits())
             call["message"] += idle_fields(measured, predicted) + order + waits

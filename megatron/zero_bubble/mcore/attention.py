@@ -1,4 +1,4 @@
-"""megatron-core's "local" attention, which needs no Transformer Engine, with fused kernels and context parallelism.
+"""Adds fused kernels and context parallelism to megatron-core's attention without Transformer Engine.
 
 megatron-core itself has fused attention kernels and context parallelism only with Transformer Engine.
 """
@@ -29,18 +29,12 @@ class ContextParallelAttention(DotProductAttention):
 
     Each rank gathers the keys and values of all ranks for its own queries, so dividing the sequence saves no memory for
     keys and values. megatron-core's `get_batch_on_this_cp_rank` cuts the sequence into twice as many parts as ranks.
-    Rank r holds the r-th part from the front and the r-th part from the back, so that a causal mask gives all ranks
-    equal work. Backward sums the gradients of keys and values over the ranks, and each rank keeps the sums for its own
-    tokens.
+    Context-parallel rank r holds the r-th part from the front and the r-th part from the back of the sequence, so that
+    a causal mask gives all ranks equal work. The backward reduce-scatters the gradients of keys and values over the
+    ranks.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *args: Any,
-        pg_collection: ProcessGroupCollection | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         whole = copy.copy(config)
         whole.context_parallel_size = 1
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -100,15 +94,8 @@ class LocalAttention(DotProductAttention):
         v_channels: number of channels of each head's values; None for the number in the configuration.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *args: Any,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
@@ -133,8 +120,8 @@ class TorchAttention(LocalAttention):
 
         Args:
             query, key, value: [sequence, batch, heads, channels]; key and value may have fewer heads.
-            attention_mask: broadcast to [batch, heads, queries, keys], True where attention is forbidden; None for a
-                causal mask.
+            attention_mask: a mask that can be broadcast to [batch, heads, queries, keys], True where attention is
+                forbidden; None for a causal mask.
 
         Returns:
             The attention's output, [sequence, batch, heads * channels].
@@ -156,15 +143,11 @@ class TorchAttention(LocalAttention):
         return context.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _random_state(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which each tensor-parallel rank draws its own dropout mask.
-
-        Under sequence parallelism the context changes nothing, because megatron-core then forks the random state
-        itself.
-        """
+        """Return a context in which each tensor-parallel rank draws its own dropout mask."""
+        # Under sequence parallelism, megatron-core forks the random state itself.
         if self.config.sequence_parallel:
             return contextlib.nullcontext()
-        fork: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
-        return fork
+        return tensor_parallel.get_cuda_rng_tracker().fork()
 
 
 class ContextParallelTorchAttention(ContextParallelAttention, TorchAttention):

@@ -1,12 +1,12 @@
 """Reads checkpoints in torch_dist format without running code that the checkpoints contain.
 
 Reading a pickle calls any function that the pickle names, and a checkpoint has pickles in three places. This module
-reads each pickle of a checkpoint with an unpickler that allows only the classes that belong in that pickle:
+reads every pickle of a checkpoint with an unpickler that allows only expected classes:
 
 - `.metadata`, which torch and megatron-core read with plain `pickle`, may contain the classes in `_METADATA_NAMES`;
-- the objects in the `.distcp` files, for which torch uses plain `pickle`, are read with
+- the objects in the `.distcp` files, which torch reads with plain `pickle`, are read with
   `torch.load(weights_only=True)`;
-- `common.pt`, which megatron-core up to 0.18 writes, is also read with `torch.load(weights_only=True)`, even where an
+- `common.pt`, which megatron-core up to 0.18 writes, is read with `torch.load(weights_only=True)`, even if an
   environment variable switches `weights_only` off.
 """
 
@@ -61,7 +61,7 @@ _METADATA_NAMES = {
 
 
 class CheckpointError(ValueError):
-    """Raised when a checkpoint cannot be read or written; its message is one line for the user."""
+    """Raised when a checkpoint cannot be read or written; the error's message is one line for the user."""
 
 
 def first_sentence(error: BaseException) -> str:
@@ -71,7 +71,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read `.metadata` in `folder`: the list of a checkpoint's parts, and the place of each part in a file.
+    """Read a checkpoint's `.metadata`, which lists the parts of the checkpoint and their places in files.
 
     Raises:
         CheckpointError: `.metadata` is missing or damaged, or does not describe a checkpoint.
@@ -98,7 +98,7 @@ def read_common(folder: str | Path) -> dict[str, Any]:
     """Read the part of a checkpoint that all ranks share: flags, iteration, hyperparameters.
 
     Raises:
-        CheckpointError: the file of the shared part is missing or damaged, or names a function that could run code.
+        CheckpointError: the file with the shared part is missing, is damaged, or names a function that could run code.
     """
     folder = Path(folder)
     place = None
@@ -116,20 +116,28 @@ def read_common(folder: str | Path) -> dict[str, Any]:
 
 
 def load(request: dict[str, Any], folder: Path, metadata: Metadata) -> dict[str, Any]:
-    """Load the state that this rank requests, and return it; a collective call of all ranks.
+    """Load and return the state that this rank requests; a collective call of all ranks.
 
     Args:
         metadata: the metadata that `read_metadata` returned for `folder`.
 
     Raises:
-        CheckpointError: raised on every rank, if a part that any rank requests is missing, is damaged or has another
-            type than requested, or if the checkpoint has a tensor of the model that no rank requests.
+        CheckpointError: raised on every rank, if a requested part is missing, is damaged or has an unexpected type, or
+            if no rank requests a tensor of the model that the checkpoint has.
     """
     asked: set[str] = set()
 
     def load_part() -> dict[str, Any]:
+        # The reader of the shared part is a method up to megatron-core 0.16, a function from 0.17 on, and another
+        # function from 0.19 on.
+        owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
+        name = "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"
         try:
-            with _restricted(metadata, asked):
+            with (
+                replaced(torch_dist, "_get_filesystem_reader", lambda folder, *_, **__: _Reader(metadata, folder)),
+                replaced(torch_dist, "MCoreLoadPlanner", partial(_Planner, asked)),
+                replaced(owner, name, lambda *args: read_common(args[-1])),
+            ):
                 return dist_checkpointing.load(request, str(folder))
         except CheckpointException as error:
             # Up to megatron-core 0.16, a CheckpointException has the errors of all ranks, and is raised on all ranks.
@@ -179,10 +187,7 @@ def _load_restricted(file: io.BytesIO) -> Any:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn any error inside the `with` block into a `CheckpointError` that names the file.
-
-    Unpickling damaged bytes can raise any type of error.
-    """
+    """Turn any error inside the `with` block into a `CheckpointError` that names the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -192,10 +197,7 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    """Return a one-line description of an error that occurred when a file was read.
-
-    The description leaves out torch's advice to set `weights_only=False`.
-    """
+    """Return the reason of an error in one line, without torch's advice to set `weights_only=False`."""
     if isinstance(error, pickle.UnpicklingError):
         if name := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {name[1]}, which does not belong in a checkpoint and could run code"
@@ -243,46 +245,15 @@ class _Planner(torch_dist.MCoreLoadPlanner):
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        objects = _load_restricted(value)
-        if "_extra_state" in read_item.dest_index.fqn:
-            for part in objects:
-                _check_extra_state(read_item.dest_index.fqn, part)
+        objects, name = _load_restricted(value), read_item.dest_index.fqn
+        # Transformer Engine unpickles a layer's extra state.
+        for part in objects if "_extra_state" in name else ():
+            if isinstance(part, torch.Tensor) and part.numel() > 0:
+                raise ValueError(f"{name} is FP8 state, which Transformer Engine would unpickle without protection")
+            if isinstance(part, io.BytesIO):
+                _load_restricted(io.BytesIO(part.getvalue()))
         # torch's planner unpickles without restriction, and therefore gets only bytes that were pickled here.
         harmless = io.BytesIO()
         torch.save(objects, harmless)
         harmless.seek(0)
         super().load_bytes(read_item, harmless)
-
-
-def _check_extra_state(name: str, state: Any) -> None:
-    """Raise an error if a layer's extra state could run code when Transformer Engine unpickles that state."""
-    if isinstance(state, torch.Tensor) and state.numel() > 0:
-        raise ValueError(f"{name} is FP8 state, which Transformer Engine would unpickle without protection")
-    if isinstance(state, io.BytesIO):
-        _load_restricted(io.BytesIO(state.getvalue()))
-
-
-@contextmanager
-def _restricted(metadata: Metadata, asked: set[str]) -> Iterator[None]:
-    """Make megatron-core load with `_Reader`, `_Planner` and `read_common` inside the `with` block.
-
-    Args:
-        asked: collects the names of the parts that this rank asks for.
-    """
-    with (
-        replaced(torch_dist, "_get_filesystem_reader", lambda folder, *args, **options: _Reader(metadata, folder)),
-        replaced(torch_dist, "MCoreLoadPlanner", partial(_Planner, asked)),
-        replaced(*_common_reader(), lambda *args: read_common(args[-1])),
-    ):
-        yield
-
-
-def _common_reader() -> tuple[Any, str]:
-    """Find megatron-core's function that loads the shared part of a checkpoint.
-
-    Returns:
-        The class or module that has the function, and the function's name.
-    """
-    # The loader is a method up to megatron-core 0.16, a function from 0.17 on, and another function from 0.19 on.
-    owner = getattr(common_strategies, "TorchCommonLoadStrategy", serialization)
-    return owner, "load_common" if hasattr(owner, "load_common") else "load_common_state_dict"

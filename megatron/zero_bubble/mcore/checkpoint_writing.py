@@ -1,11 +1,10 @@
-"""Writes checkpoints in torch_dist format with threads; an error on any rank is raised on all ranks."""
+"""Writes checkpoints in torch_dist format with threads, and raises an error of any rank on all ranks."""
 
 from __future__ import annotations
 
-import functools
 import queue
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,10 +46,7 @@ def save(state: dict[str, Any], folder: Path, content_metadata: dict[str, Any]) 
 
 
 def _failure(error: BaseException) -> CheckpointError:
-    """Return an error that says why a write failed.
-
-    The error has the operating system's message if torch and megatron-core pass the message on.
-    """
+    """Return a `CheckpointError`, with a message of one line, for an error that ended a write."""
     text = first_sentence(error).removeprefix("Worker failure: ")
     is_short = "inline_container.cc" in text
     return CheckpointError("a write failed, as on a full disk" if is_short else re.sub(r"^\[Errno \d+\] ", "", text))
@@ -58,27 +54,22 @@ def _failure(error: BaseException) -> CheckpointError:
 
 @contextmanager
 def _failures_after_the_end() -> Iterator[list[CheckpointError]]:
-    """Catch the errors in writing the files that only rank 0 writes, and collect these errors in the yielded list.
-
-    If rank 0 left a save with an error, the other ranks would wait forever for rank 0 in the next collective call.
-    """
+    """Collect errors in writing the files of rank 0, so that rank 0 still takes part in the save's collective calls."""
     failures: list[CheckpointError] = []
     with ExitStack() as stack:
         for owner, name in _ONLY_ON_RANK_0:
             if hasattr(owner, name):
-                stack.enter_context(replaced(owner, name, _noting(getattr(owner, name), failures)))
+                stack.enter_context(replaced(owner, name, _noted(failures)(getattr(owner, name))))
         yield failures
 
 
-def _noting(write: Callable[..., None], failures: list[CheckpointError]) -> Callable[..., None]:
-    @functools.wraps(write)
-    def write_or_note(*args: Any, **options: Any) -> None:
-        try:
-            write(*args, **options)
-        except Exception as error:
-            failures.append(_failure(error))
-
-    return write_or_note
+@contextmanager
+def _noted(failures: list[CheckpointError]) -> Iterator[None]:
+    """Append an error of the decorated function to `failures`, instead of raising the error."""
+    try:
+        yield
+    except Exception as error:
+        failures.append(_failure(error))
 
 
 _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
@@ -88,15 +79,15 @@ _NAMES = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 def write_in_threads(*, keep_results: bool) -> None:
     """Let megatron-core write each file of a checkpoint in a thread. Call `write_in_threads` before the first save.
 
-    megatron-core 0.16 forks a process for each file, and waits forever when the system kills such a process for lack of
-    memory. From 0.17 on, megatron-core starts threads, but an error in a thread ends the process of the rank, and the
-    other ranks wait for this rank's part of the save.
+    megatron-core 0.16 forks a process for each file, and waits forever if the system kills the forked process for lack
+    of memory. From 0.17 on, megatron-core starts threads, but an error in a thread ends the process of the rank, so
+    that the other ranks wait forever.
 
     Args:
         keep_results: whether the writing threads put their results into a queue in this process. If `keep_results` is
             false, megatron-core starts a server process for the results at the first save. megatron-core's server
-            process takes 150 MB of memory on each rank, and survives when the rank is killed. `keep_results` must be
-            false for asynchronous saves, which need megatron-core's server process.
+            process takes 150 MB of memory on each rank, and survives if the rank's process is killed. `keep_results`
+            must be false for asynchronous saves, which need megatron-core's server process.
     """
     for name in _NAMES:
         if hasattr(FileSystemWriterAsync, name):
@@ -106,7 +97,7 @@ def write_in_threads(*, keep_results: bool) -> None:
 
 
 def write_files(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-    """Write the files of a rank's part of a checkpoint, and put the results, or the first error, into `results`.
+    """Write this rank's files of a checkpoint, and put the results, or the first error, into the queue `results`.
 
     Args:
         transforms: transformations of the bytes that are written.

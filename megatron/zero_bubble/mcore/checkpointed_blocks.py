@@ -1,13 +1,12 @@
-"""Separates R, which runs the forward of a fully recomputed block again, from the block's backward.
+"""Separates the recomputation R of a fully recomputed block of layers from the block's backward.
 
 megatron-core checkpoints blocks of whole layers: the forward of a block keeps only the block's input, and the block's
-backward first runs the forward again. megatron-core recomputes with `CheckpointFunction`. While an F of the executor
-runs, `split_checkpoints` replaces `CheckpointFunction`, so that a block either keeps its activations, or drops its
-activations and hands its recomputation to the `RecomputationStore`. The backward of a block that dropped its
-activations uses the autograd graph that R has made. Outputs, random states and gradients are bitwise equal to
-megatron-core's.
+backward first runs the forward again. megatron-core recomputes with `CheckpointFunction`. During F, `split_checkpoints`
+replaces `CheckpointFunction`. A block then either keeps its activations, or drops its activations and puts a function
+for its recomputation into the `RecomputationStore`. The backward of a block that dropped its activations uses the
+autograd graph that R has made. Outputs, random states and gradients are bitwise equal to megatron-core's.
 
-Activation checkpoints inside of a block and Transformer Engine's checkpoints (fp8 and fp4) are not replaced.
+Activation checkpoints inside of a block, and the checkpoints of Transformer Engine (fp8 and fp4), are not replaced.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.core
@@ -39,10 +39,10 @@ def checkpoint_every_layer(config: Any) -> None:
 
 
 def shorter_last_blocks() -> AbstractContextManager[None]:
-    """Let the last block of a stage have fewer layers than `recompute_num_layers`; only megatron-core 0.16 needs this.
+    """Let megatron-core 0.16 recompute a stage's last block if the block is shorter than `recompute_num_layers`.
 
-    megatron-core 0.16 also calls `_get_layer` for layers beyond the last layer of the stage. For such layers, the
-    replaced `_get_layer` returns a layer that passes its input on unchanged.
+    megatron-core 0.16 also calls `_get_layer` for layers beyond the last layer of the stage. For layers beyond the last
+    layer, the replaced `_get_layer` returns a layer that passes its input on unchanged.
     """
     if not megatron.core.__version__.startswith("0.16."):
         return nullcontext()
@@ -62,51 +62,41 @@ class _NoLayer:
 
 @contextmanager
 def split_checkpoints(store: RecomputationStore | None) -> Iterator[None]:
-    """Let a checkpointed block in the `with` block drop or keep its activations in the forward, as `store.mode` says.
+    """Let forwards inside the `with` block drop or keep the activations of checkpointed blocks, as `store.mode` says.
 
     If `store` or `store.mode` is None, the backward of a block runs the block's forward again, as in megatron-core.
     """
     if store is None or store.mode is None:
         yield
         return
-    with replaced(random, "CheckpointFunction", _BlockRunner(store, random.CheckpointFunction)):
+    run_block = partial(_run_block, store, random.CheckpointFunction)
+    with replaced(random, "CheckpointFunction", SimpleNamespace(apply=run_block)):
         yield
 
 
-class _BlockRunner:
-    """Runs the checkpointed blocks of an F; takes the place of megatron-core's `CheckpointFunction`."""
-
-    def __init__(self, store: RecomputationStore, checkpoint_function: Any) -> None:
-        self._store = store
-        self._checkpoint_function = checkpoint_function
-
-    def apply(self, run_function: Callable[..., Any], distribute_saved_activations: bool, *inputs: Any) -> Any:
-        """Run a block that drops or keeps its activations; megatron-core handles checkpoints inside the block."""
-        with replaced(random, "CheckpointFunction", self._checkpoint_function):
-            if self._store.mode is ForwardMode.DROP:
-                return _DroppedBlock.apply(self._store, run_function, distribute_saved_activations, *inputs)
-            with self._store.suspended():
-                outputs = run_function(*inputs)
-            self._store.keep(inputs, outputs if isinstance(outputs, tuple) else (outputs,))
-            return outputs
+def _run_block(
+    store: RecomputationStore, original: Any, run: Callable[..., Any], distribute_saved: bool, *inputs: Any
+) -> Any:
+    """Run a block that drops or keeps its activations; `original` handles activation checkpoints inside the block."""
+    with replaced(random, "CheckpointFunction", original):
+        if store.mode is ForwardMode.DROP:
+            return _DroppedBlock.apply(store, run, distribute_saved, *inputs)
+        with store.suspended():
+            outputs = run(*inputs)
+        store.keep(inputs, outputs if isinstance(outputs, tuple) else (outputs,))
+        return outputs
 
 
 class _DroppedBlock(torch.autograd.Function):
-    """A `CheckpointFunction` whose forward runs again before the backward of its block, in R or inside B."""
+    """Runs a block's forward without keeping activations; R or B runs the forward again before the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        store: RecomputationStore,
-        run_function: Callable[..., Any],
-        distribute_saved_activations: bool,
-        *inputs: Any,
-    ) -> Any:
+    def forward(ctx: Any, store: RecomputationStore, run: Any, distribute_saved: bool, *inputs: Any) -> Any:
         with store.suspended():
-            outputs = random.CheckpointFunction.forward(ctx, run_function, distribute_saved_activations, *inputs)
+            outputs = random.CheckpointFunction.forward(ctx, run, distribute_saved, *inputs)
         ctx.recomputed = None
         # Saved tensors may be copies, if saved-tensor hooks pack them.
-        ctx.divided_input = inputs[0] if distribute_saved_activations else None
+        ctx.divided_input = inputs[0] if distribute_saved else None
         # Without a gradient to compute, backward never runs.
         if any(ctx.needs_input_grad):
             ctx.during_backward = store.put(partial(_recompute, ctx))
@@ -128,7 +118,7 @@ class _DroppedBlock(torch.autograd.Function):
 
 
 def _recompute(ctx: Any) -> None:
-    """Run R of one block: run its forward again under autograd, with the random numbers of the first forward."""
+    """Run a block's forward again under autograd, with the random numbers of the block's first forward."""
     inputs = ctx.saved_tensors
     if ctx.distribute_saved_activations:
         whole = random.gather_split_1d_tensor(inputs[0].data).view(ctx.input_0_shape)

@@ -1,4 +1,4 @@
-"""Measures the time of a message, and how much communication slows down a rank that computes at the same time."""
+"""Measures the time of a message, and the slowdown of a computation during communication."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,18 +29,16 @@ _FEWEST_ROUNDS, _MOST_ROUNDS, _MILLISECONDS = 3, 12, 1000.0
 def measure_message(communicator: type[TorchCommunicator], spec: TensorSpec, timeout: timedelta) -> float:
     """Measure the milliseconds of one message between neighbours in a pipeline; a collective call of the whole job.
 
-    The returned time is the message time of the slowest pair of neighbouring ranks. If the schedule were planned
-    with the message time of a faster pair of ranks, the slowest pair of ranks would wait at every message.
+    The returned time is the message time of the slowest pair of neighbouring ranks. In a schedule that was planned with
+    the message time of a faster pair of ranks, the slowest pair of ranks would wait at every message.
     """
-    group = parallel_state.get_pipeline_model_parallel_group()
-    slowest = torch.zeros(1, device=torch.cuda.current_device())
+    group, slowest = parallel_state.get_pipeline_model_parallel_group(), 0.0
     if group.size() > 1:
         placement = Placement("linear", group.size())
         channels = open_channels(communicator, group, placement, spec.device, timeout, lambda memory: None)
-        slowest[0] = max(measure_edges(channels, placement, group.rank(), spec).values())
+        slowest = max(measure_edges(channels, placement, group.rank(), spec).values())
         channels.close()
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+    return max(from_all_ranks(slowest))
 
 
 def measure_collective_of_pipeline(spec: TensorSpec, timeout: timedelta) -> float:
@@ -55,28 +54,26 @@ def measure_collective_of_pipeline(spec: TensorSpec, timeout: timedelta) -> floa
     return milliseconds
 
 
-def exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Send a message to the next rank of a group and receive a message from the previous rank, in a ring."""
+def exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[Any]:
+    """Start to send a message to the next rank of a group, and to receive a message from the previous rank."""
     size, rank = group.size(), group.rank()
     after, before = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
     ops = [
         dist.P2POp(dist.isend, tensor, after, group),
         dist.P2POp(dist.irecv, torch.empty_like(tensor), before, group),
     ]
-    return list(dist.batch_isend_irecv(ops))
+    return dist.batch_isend_irecv(ops)
 
 
-def collective(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Sum a tensor over all ranks of a group."""
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    return [work]
+def collective(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[Any]:
+    """Start to sum a tensor over all ranks of a group."""
+    return [dist.all_reduce(tensor, group=group, async_op=True)]
 
 
 def measure_beside_compute(
-    spec: TensorSpec, communicate: Callable[[torch.Tensor, dist.ProcessGroup], list[dist.Work]]
+    spec: TensorSpec, communicate: Callable[[torch.Tensor, dist.ProcessGroup], list[Any]]
 ) -> float:
-    """Measure how much longer a computation takes while the rank communicates; a collective call of the whole job.
+    """Measure the time that communication adds to a concurrent computation; a collective call of the whole job.
 
     Messages and collectives run beside the computation, but take processor time, or cores of the device, from the
     computation. All ranks compute and communicate at the same time, as in training.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron.zero_bubble.mcore.step_call import StepCall
 from megatron.zero_bubble.mcore.vocabulary_run import VocabularyRun, open_vocabulary
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.runtime.channel_memory import ChannelMemory, VariableChannels, open_channels
@@ -25,28 +27,25 @@ _STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
 the configured hidden size."""
 
 
+@dataclass(eq=False)
 class Connections:
     """A rank's channels to neighbouring stages and, if the model has vocabulary shards, the shards' collectives.
 
     Args:
         communicator: the class of the channels.
         timeout: time limit for one message or collective, by default megatron-core's time limit.
-        report: called with the memory of the channels once the channels are open.
+        report: called with the memory of the channels, once the channels are open.
     """
 
-    def __init__(
-        self,
-        communicator: type[TorchCommunicator] = TorchCommunicator,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        report: Callable[[ChannelMemory], None] = lambda memory: None,
-    ) -> None:
-        self._communicator, self.timeout, self._report = communicator, timeout, report
-        self._channels: TorchCommunicator | VariableChannels | None = None
-        self._vocabulary: VocabularyRun | None = None
-        self.shapes_vary = False
+    communicator: type[TorchCommunicator] = TorchCommunicator
+    timeout: timedelta = DEFAULT_TIMEOUT
+    report: Callable[[ChannelMemory], None] = lambda memory: None
+    shapes_vary: bool = field(default=False, init=False)
+    _channels: TorchCommunicator | VariableChannels | None = field(default=None, init=False)
+    _vocabulary: VocabularyRun | None = field(default=None, init=False)
 
     def prepare(self, chunks: Sequence[torch.nn.Module], placement: Placement, groups: ProcessGroupCollection) -> None:
-        """Read the model's settings, and open the collectives of the model's vocabulary shards, if there are any.
+        """Read the model's settings, and open the collectives of vocabulary shards if the model has vocabulary shards.
 
         All ranks of a pipeline, and all ranks of their tensor-parallel groups, call `prepare` together. Calls of
         `prepare` after the first have no effect.
@@ -61,8 +60,8 @@ class Connections:
         """Return the channels for a schedule's messages; the first call opens the channels and is a collective call.
 
         Raises:
-            ScheduleError: the model has vocabulary shards but the schedule has no operations on vocabulary shards, or
-                the schedule has such operations but the model has no vocabulary shards.
+            ScheduleError: the model has vocabulary shards and the schedule has no operations on vocabulary shards, or
+                vice versa.
         """
         if schedule.is_vocabulary_parallel is (self._vocabulary is None):
             raise ScheduleError(
@@ -71,15 +70,8 @@ class Connections:
                 else f"schedule {schedule.name} has no operations on vocabulary shards, which the model has"
             )
         if self._channels is None:
-            self._channels = open_channels(
-                self._communicator,
-                group,
-                schedule.placement,
-                own_device(),
-                self.timeout,
-                self._report,
-                shapes_vary=self.shapes_vary,
-            )
+            given = (group, schedule.placement, own_device(), self.timeout, self.report)
+            self._channels = open_channels(self.communicator, *given, shapes_vary=self.shapes_vary)
         return self._channels
 
     @property
@@ -87,27 +79,26 @@ class Connections:
         """The CUDA stream or thread that runs the vocabulary shards' collectives; None without vocabulary shards."""
         return None if self._vocabulary is None else self._vocabulary.lane
 
-    def vocabulary_step(
-        self, num_microbatches: int, message_shape: tuple[int, ...], *, forward_only: bool
-    ) -> VocabularyStep | None:
+    def vocabulary_step(self, call: StepCall) -> VocabularyStep | None:
         """Return the state of one step's operations on the vocabulary shard; None without vocabulary shards."""
         if self._vocabulary is None:
             return None
-        return VocabularyStep(self._vocabulary, num_microbatches, message_shape, forward_only=forward_only)
+        return VocabularyStep(
+            self._vocabulary, call.num_microbatches, call.output_shape, forward_only=call.forward_only
+        )
 
-    def measure_edges(self, placement: Placement, rank: int, message: TensorSpec) -> dict[int, float]:
-        """Measure the milliseconds of a message between neighbouring stages; a collective call of a pipeline's ranks.
+    def measure_messages(self, placement: Placement, rank: int, message: TensorSpec) -> tuple[dict[int, float], float]:
+        """Measure the milliseconds of a message and of a collective; a collective call of the job with open channels.
 
-        The result has the key `s` for stages `s` and `s + 1`, one of which is on this rank. Channels must be open.
+        Returns:
+            A dictionary with the time of a message between the stages `s` and `s + 1`, by `s`, if one of the two stages
+            is on this rank. The second value is the time of a collective of vocabulary shards, or 0 without shards.
         """
         assert self._channels is not None
-        return measure_edges(self._channels, placement, rank, message)
-
-    def measure_collective(self, message: TensorSpec) -> float:
-        """Measure the milliseconds of a collective of vocabulary shards (0 without shards); a collective call."""
-        if self._vocabulary is None:
-            return 0.0
-        return measure_collective(self._vocabulary.collectives.pipeline, self._vocabulary.lane, message)
+        edges, vocabulary = measure_edges(self._channels, placement, rank, message), self._vocabulary
+        if vocabulary is None:
+            return edges, 0.0
+        return edges, measure_collective(vocabulary.collectives.pipeline, vocabulary.lane, message)
 
     def close(self) -> None:
         """Close all connections, before the job's process groups are destroyed."""

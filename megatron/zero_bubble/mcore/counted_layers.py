@@ -1,7 +1,7 @@
 """Makes layers on the meta device keep the same tensors, and count the same operations, as the kernels of a GPU.
 
-Layers that this module does not replace are counted with megatron-core's own code. For a job with Transformer Engine,
-too, megatron-core's local layers are counted, because the layers of Transformer Engine 2.x keep the same tensors as the
+Layers that this module does not replace are counted with megatron-core's own code. A job with Transformer Engine is
+counted with megatron-core's local layers, because the layers of Transformer Engine 2.x keep the same tensors as the
 local layers (see `pytorch/module/` in Transformer Engine). `LayerNormLinear`, which is Transformer Engine's norm fused
 with a linear layer, saves the input and the output of the norm, and a statistic for each token (`layernorm_linear.py`).
 Transformer Engine's linear layer saves its input (`linear.py`). Attention saves queries, keys, values, its output and
@@ -11,7 +11,6 @@ after dropout, and dropout's mask. The counted memory leaves out norm statistics
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -33,7 +32,7 @@ from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm
 
 
 class AttentionKernel(Enum):
-    """An implementation of attention; implementations differ in their memory and in their matrix products."""
+    """An implementation of attention, which determines the memory and the matrix products of attention."""
 
     LOCAL = "megatron-core's own attention, which keeps the scores, and the softmax's output in fp32"
     TORCH = "a fused kernel of torch's scaled_dot_product_attention"
@@ -52,7 +51,7 @@ class AttentionKernel(Enum):
 
 
 def count_as_kernels(model: torch.nn.Module, kernel: AttentionKernel) -> None:
-    """Change a model of megatron-core's own layers, to count the memory and the operations of a GPU's kernels.
+    """Change a model of megatron-core's own layers so that it counts the memory and the operations of a GPU's kernels.
 
     In the changed model, autograd saves the same tensors, and torch's FLOP counter counts the same operations, as with
     a GPU's kernels. The linear projections are counted with megatron-core's own code. For a kernel of Transformer
@@ -140,7 +139,7 @@ class CountedAttention(torch.nn.Module):
     """Core attention that keeps the same tensors as the attention kernel `kernel`, and counts the kernel's operations.
 
     A fused kernel skips the pairs of query and key that a causal mask forbids, unless the kernel gets the mask as a
-    tensor. The backward of a fused kernel computes one of the two matrix products of the forward again.
+    tensor. The backward of a fused kernel computes the first matrix product of the forward again.
 
     Args:
         own: the layer's local attention, which the `CountedAttention` replaces.
@@ -182,7 +181,7 @@ class CountedAttention(torch.nn.Module):
         pairs = float(length) ** 2 if kernel.keeps_scores or is_masked else _causal_pairs(length, self._window)
         flops = 2.0 * batch * heads * (channels + of_value) * pairs / ranks
         again = 2.0 if kernel.keeps_scores else 2.5
-        return _kernel(output, query, key, value, kept=kept, flops=flops, backward_flops=again * flops)
+        return _kernel(output, query, key, value, kept=kept, flops=(flops, again * flops))
 
 
 def _causal_pairs(length: int, window: tuple[int, int] | None) -> float:
@@ -203,37 +202,27 @@ def _flops_of_work(like: Any, flops: float, **_: Any) -> float:
 
 
 class _Kernel(torch.autograd.Function):
-    """An autograd function that keeps the tensors `kept` for its backward, and whose output has the shape `shape`."""
+    """An autograd function that keeps the tensors `kept` for its backward, and whose output has the shape `shape`.
+
+    Args:
+        flops: numbers of operations of the forward and of the backward.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        shape: Sequence[int],
-        kept: Sequence[torch.Tensor],
-        flops: float,
-        backward_flops: float,
-        *inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        torch.ops.zero_bubble.work(inputs[0], flops)
+    def forward(ctx: Any, shape: Any, kept: Any, flops: tuple[float, float], *inputs: torch.Tensor) -> torch.Tensor:
+        torch.ops.zero_bubble.work(inputs[0], flops[0])
         ctx.save_for_backward(*kept)
-        ctx.flops, ctx.inputs = backward_flops, [(tensor.shape, tensor.dtype) for tensor in inputs]
+        ctx.flops, ctx.inputs = flops[1], [(tensor.shape, tensor.dtype) for tensor in inputs]
         return inputs[0].new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         torch.ops.zero_bubble.work(grad, ctx.flops)
-        return None, None, None, None, *(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
+        return None, None, None, *(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
 
 
-def _kernel(
-    shape: Sequence[int],
-    *inputs: torch.Tensor,
-    kept: Sequence[torch.Tensor] = (),
-    flops: float = 0.0,
-    backward_flops: float = 0.0,
-) -> torch.Tensor:
-    output: torch.Tensor = _Kernel.apply(shape, kept, flops, backward_flops, *inputs)
-    return output
+def _kernel(shape: Any, *inputs: torch.Tensor, kept: Any = (), flops: Any = (0.0, 0.0)) -> torch.Tensor:
+    return _Kernel.apply(shape, kept, flops, *inputs)
 
 
 def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -242,30 +231,24 @@ def _norm(norm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _scan(mixer: Any, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-    """Stand in for the kernel of `mamba_ssm` that computes convolution, scan and gate, and for the norm after the gate.
-
-    Mamba's kernel keeps its input, and its output before the gate. The number of operations is Megatron-LM's estimate.
-    """
+    """Stand in for the fused kernel of `mamba_ssm`, with Megatron-LM's estimate of the number of operations."""
     projected = projected.transpose(0, 1).contiguous()
     batch, tokens, _ = projected.shape
     width = mixer.cp.nheads_local_tpcp * mixer.headdim
     flops = 7.0 * batch * tokens * width * mixer.d_state
-    kept = (projected, projected.new_empty(batch, tokens, width))
-    result = _kernel((tokens, batch, width), projected, kept=kept, flops=flops, backward_flops=2 * flops)
+    kept = (projected, projected.new_empty(batch, tokens, width))  # the input, and the output before the gate
+    result = _kernel((tokens, batch, width), projected, kept=kept, flops=(flops, 2 * flops))
     return mixer.norm(result) if mixer.rmsnorm else result
 
 
 def _delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for the gated delta rule of `fla`, whose kernel keeps its inputs and a matrix per chunk of 64 tokens.
-
-    The number of operations is Megatron-LM's estimate: four products of each token's vectors with the state.
-    """
+    """Stand in for the gated delta rule of `fla`, with Megatron-LM's estimate of the number of operations."""
     batch, tokens, heads, size = v.shape
     flops = 8.0 * batch * tokens * heads * size**2
-    kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))
-    return _kernel(v.shape, q, k, v, g, beta, kept=kept, flops=flops, backward_flops=2 * flops), None
+    kept = (q, k, v, g, beta, v.new_empty(batch, tokens, heads, 64))  # the last is a matrix per chunk of 64 tokens
+    return _kernel(v.shape, q, k, v, g, beta, kept=kept, flops=(flops, 2 * flops)), None
 
 
 def _duplicate(attention: Any) -> None:

@@ -2,8 +2,8 @@
 
 megatron-core allocates on `torch.cuda.current_device()`, forks CUDA's random state, and compares types with
 `torch.cuda.FloatTensor`. `substitute_cuda()` replaces megatron-core's uses of CUDA by functions for the CPU, until
-`restore()` is called. `substitutions()` lists the replaced attributes with the reasons. On a machine with CUDA,
-`substitute_cuda()` changes nothing.
+`CpuSubstitution.restore()` is called. `substitutions()` lists the replaced attributes with the reasons. On a machine
+with CUDA, `substitute_cuda()` changes nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+
+from megatron.zero_bubble.mcore.replaced import set_attribute
 
 FACTORIES = ("arange", "empty", "eye", "full", "ones", "rand", "randint", "randn", "tensor", "triu", "zeros")
 _TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte", "Bool")
 
 
 class Substitution(NamedTuple):
-    """The replacement of one attribute, `owner.name`, by another value, and the reason for the replacement."""
+    """The replacement of an attribute, `owner.name`, and the reason for the replacement."""
 
     owner: Any
     name: str
@@ -35,13 +38,8 @@ class Substitution(NamedTuple):
 
 def substitutions() -> Iterator[Substitution]:
     """Yield all substitutions for a machine without CUDA, in the order of application."""
-    yield from _devices()
-    yield from _streams()
-    yield from _meshes()
-    yield from _random_state()
-    yield from _tensor_substitutions()
-    yield from _experts()
-    yield from _hybrid_models()
+    for part in (_devices, _streams, _meshes, _random_state, _tensor_substitutions, _experts, _hybrid_models):
+        yield from part()
 
 
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
@@ -52,31 +50,19 @@ nothing."""
 
 
 class CpuSubstitution:
-    """Replaces attributes and sets environment variables on creation; `restore()` undoes both changes."""
+    """Replaces attributes and sets environment variables, until `restore()` is called."""
 
     def __init__(self, environment: Mapping[str, str], applied: Iterable[Substitution]) -> None:
-        self._added = [name for name in environment if name not in os.environ]
-        os.environ.update({name: environment[name] for name in self._added})
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._changes = contextlib.ExitStack()
+        for name in environment.keys() - os.environ.keys():
+            os.environ[name] = environment[name]
+            self._changes.callback(os.environ.pop, name, None)
         for owner, name, replacement, _ in list(applied):  # `list` imports megatron-core, which reads the environment
-            self._originals.append((owner, name, owner.__dict__.get(name, _ABSENT)))
-            setattr(owner, name, replacement)
-
-    @property
-    def is_applied(self) -> bool:
-        """Whether any attribute is replaced at present; on a machine with CUDA, no attribute is replaced."""
-        return bool(self._originals)
+            self._changes.callback(set_attribute(owner, name, replacement))
 
     def restore(self) -> None:
         """Put the original attributes and environment variables back; only the first call has an effect."""
-        while self._originals:
-            owner, name, original = self._originals.pop()
-            if original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-        while self._added:
-            os.environ.pop(self._added.pop(), None)
+        self._changes.close()
 
 
 def substitute_cuda() -> CpuSubstitution:
@@ -84,9 +70,6 @@ def substitute_cuda() -> CpuSubstitution:
     if torch.cuda.is_available():
         return CpuSubstitution({}, [])
     return CpuSubstitution(ENVIRONMENT, substitutions())
-
-
-_ABSENT = object()
 
 
 def _devices() -> Iterator[Substitution]:
@@ -105,22 +88,18 @@ def _devices() -> Iterator[Substitution]:
 def _meshes() -> Iterator[Substitution]:
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp
 
-    class CpuMesh(torch.distributed.DeviceMesh):
-        @staticmethod
-        def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
-            return torch.distributed.DeviceMesh.from_group(group, "cpu", *args, **kwargs)
-
-    yield Substitution(fsdp, "DeviceMesh", CpuMesh, "megatron-core's wrapper of FSDP makes a mesh of CUDA devices")
+    mesh = SimpleNamespace(from_group=lambda group, _: torch.distributed.DeviceMesh.from_group(group, "cpu"))
+    yield Substitution(fsdp, "DeviceMesh", mesh, "megatron-core's wrapper of FSDP makes a mesh of CUDA devices")
 
 
 def _streams() -> Iterator[Substitution]:
     reason = "collectives are put on side streams; on a CPU all work is in order"
-    yield Substitution(torch.cuda, "Stream", _Stream, reason)
-    yield Substitution(torch.cuda, "Event", _Event, reason)
+    for name in ("Stream", "Event"):
+        yield Substitution(torch.cuda, name, _CompleteWork, reason)
     yield Substitution(torch.cuda, "stream", lambda stream: contextlib.nullcontext(), reason)
     yield Substitution(torch.Tensor, "record_stream", _nothing, reason)
     for name in ("current_stream", "default_stream"):
-        yield Substitution(torch.cuda, name, lambda *device: _Stream(), reason)
+        yield Substitution(torch.cuda, name, lambda *device: _CompleteWork(), reason)
 
 
 def _random_state() -> Iterator[Substitution]:
@@ -154,8 +133,7 @@ def _random_state() -> Iterator[Substitution]:
 class _DeviceGenerator:
     """Emulates CUDA's random generator: for each draw, the CPU generator gets the emulated generator's state.
 
-    The emulated generator has its own state, because data loaders and datasets draw from the CPU generator, too. With
-    one state for the emulated and the CPU generator, opening a data loader would change the dropout of a resumed run.
+    Data loaders also draw from the CPU generator, but must not change the dropout of a resumed run.
     """
 
     def __init__(self) -> None:
@@ -254,10 +232,9 @@ def _hybrid_models() -> Iterator[Substitution]:
         yield Substitution(mamba_mixer, "mamba_split_conv1d_scan_combined", cpu_kernels.convolve_and_scan, reason)
     if not gated_delta_net.HAVE_FLA:
         reason = "the kernels of gated delta nets are written for CUDA"
-        kernels = cpu_kernels.delta_net_kernels(gated_delta_net.torch_chunk_gated_delta_rule)
-        for owner in cpu_kernels.delta_net_modules(gated_delta_net):
-            for name, kernel in kernels.items():
-                yield Substitution(owner, name, kernel, reason)
+        rule = gated_delta_net.torch_chunk_gated_delta_rule
+        for replacement in cpu_kernels.delta_net_kernels(gated_delta_net, rule):
+            yield Substitution(*replacement, reason)
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -291,28 +268,18 @@ def _cuda_named(type_of: Callable[..., Any]) -> Callable[..., Any]:
     return cuda_named
 
 
-class _Stream:
-    """Stands for a CUDA stream on which all work is already complete."""
+class _CompleteWork:
+    """Stands for a CUDA stream on which all work is complete, or for a CUDA event that has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    wait_stream = wait_event = synchronize = _nothing
+    record = wait = wait_event = wait_stream = synchronize = __exit__ = _nothing
 
-    def record_event(self, *args: Any) -> _Event:
-        return _Event()
-
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> _CompleteWork:
         return self
 
-    def __exit__(self, *error: Any) -> None: ...
-
-
-class _Event:
-    """Stands for a CUDA event that has already happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    record = wait = synchronize = _nothing
+    def record_event(self, *args: Any) -> _CompleteWork:
+        return self
 
     def query(self) -> bool:
         return True

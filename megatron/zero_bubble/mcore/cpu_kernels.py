@@ -2,12 +2,12 @@
 
 The functions of this module replace the kernels of `mamba_ssm` and `fla` in megatron-core. Mamba's scan runs over the
 whole sequence at once and not chunk by chunk, so that the memory of the scan is quadratic in the sequence's length. The
-gated delta rule is megatron-core's own implementation, which megatron-core otherwise uses only in deterministic mode.
+gated delta rule is megatron-core's own PyTorch function, which megatron-core uses only in deterministic mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """An RMSNorm over groups of features; the input is first multiplied with a gate.
+    """An RMSNorm over groups of features that first multiplies the input by a gate.
 
     Args:
         hidden_size: number of features.
@@ -133,27 +133,18 @@ def convolve_and_scan(
     return scan(x, dt, A, b, c, D=D, z=z, dt_bias=dt_bias, dt_softplus=True).flatten(-2)
 
 
-def delta_net_kernels(delta_rule: Callable[..., Any]) -> dict[str, Any]:
-    """Return replacements for the kernels of gated delta nets, by the names that megatron-core imports.
+def delta_net_kernels(package: ModuleType, delta_rule: Any) -> Iterator[tuple[ModuleType, str, Any]]:
+    """Yield replacements of the kernels of gated delta nets: (module of megatron-core, name of a kernel, replacement).
 
     Args:
+        package: megatron-core's package `gated_delta_net`; from 0.19 on, modules inside of it import the kernels, too.
         delta_rule: the gated delta rule in plain PyTorch.
     """
-    return {
-        "HAVE_FLA": True,
-        "l2norm": normalized,
-        "causal_conv1d": convolved,
-        "chunk_gated_delta_rule": delta_rule,
-    }
-
-
-def delta_net_modules(package: ModuleType) -> list[ModuleType]:
-    """Return the modules of megatron-core that import the kernels of gated delta nets.
-
-    The modules are `package` itself and, from megatron-core 0.19 on, the modules inside `package`.
-    """
-    inner = [value for value in vars(package).values() if isinstance(value, ModuleType)]
-    return [package, *(module for module in inner if module.__name__.startswith(package.__name__))]
+    inside = [value for value in vars(package).values() if isinstance(value, ModuleType)]
+    kernels = {"l2norm": normalized, "causal_conv1d": convolved, "chunk_gated_delta_rule": delta_rule}
+    for module in (package, *(module for module in inside if module.__name__.startswith(package.__name__))):
+        for name, kernel in {"HAVE_FLA": True, **kernels}.items():
+            yield module, name, kernel
 
 
 def normalized(x: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
@@ -169,10 +160,10 @@ def convolved(
     Args:
         x: [batch, length, features].
         weight: [features, width].
-        activation: name of the activation function, `silu` or `swish`, which are the same function.
+        activation: `silu` or `swish`, two names of the same activation function.
 
     Returns:
-        A tensor of shape [batch, length, features], and None in place of a state.
+        The result of shape [batch, length, features], and None, because no state of the convolution is kept.
     """
     assert activation in ("silu", "swish")
     padded = torch.nn.functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))

@@ -10,21 +10,17 @@ from megatron.core.models.gpt import GPTModel
 
 HYBRID_RECOMPUTES = find_spec("megatron.core.models.hybrid") is not None
 """Whether hybrid models, whose layers a pattern describes, support recomputation; True from megatron-core 0.18 on."""
-STACK_MODULE = "megatron.core.models.hybrid.hybrid_block" if HYBRID_RECOMPUTES else "megatron.core.ssm.mamba_block"
+_STACK, _ALLOCATION, _MODEL = (
+    ("models.hybrid.hybrid_block", "models.hybrid.hybrid_layer_allocation", "models.hybrid.hybrid_model")
+    if HYBRID_RECOMPUTES
+    else ("ssm.mamba_block", "ssm.mamba_hybrid_layer_allocation", "models.mamba.mamba_model")
+)
+STACK_MODULE = f"megatron.core.{_STACK}"
 """The module of megatron-core that defines a hybrid model's stack of layers."""
-ALLOCATION_MODULE = (
-    "megatron.core.models.hybrid.hybrid_layer_allocation"
-    if HYBRID_RECOMPUTES
-    else "megatron.core.ssm.mamba_hybrid_layer_allocation"
-)
+ALLOCATION_MODULE = f"megatron.core.{_ALLOCATION}"
 """The module of megatron-core that reads the layer patterns of hybrid models."""
-
-
-HYBRID: Any = (
-    importlib.import_module("megatron.core.models.hybrid.hybrid_model").HybridModel
-    if HYBRID_RECOMPUTES
-    else importlib.import_module("megatron.core.models.mamba.mamba_model").MambaModel
-)
+_HYBRID_NAME = "HybridModel" if HYBRID_RECOMPUTES else "MambaModel"
+HYBRID: Any = getattr(importlib.import_module(f"megatron.core.{_MODEL}"), _HYBRID_NAME)
 """The class of hybrid models, whose layers a pattern describes; its name is `MambaModel` before megatron-core 0.18."""
 HYBRID_TAKES_STAGES = hasattr(importlib.import_module(ALLOCATION_MODULE), "select_pipeline_segment")
 """Whether hybrid models choose a stage's layers from a pattern with `|`, as they do from megatron-core 0.17 on."""

@@ -38,8 +38,7 @@ def spoil_if_infinite(loss: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, order=True)
 class _Finding:
-    """A value that is not finite. Of several values that are not finite, the value of the first `_Finding` in sort
-    order probably caused the others."""
+    """A value that is not finite; the first of several `_Finding`s in sort order probably caused the others."""
 
     kind: int
     """Kind of the value: 0 for a weight, 1 for a loss, 2 for a gradient."""
@@ -49,41 +48,36 @@ class _Finding:
     what: str
 
 
+@dataclass(eq=False)
 class FiniteCheck:
     """Checks losses, gradients and weights, and raises an error on all ranks if any value is not finite.
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP.
         placement: maps this rank's chunks to stages.
-        error: the type of the errors that are raised; their messages are one line each.
+        error: the type of error to raise, with a message of one line.
         iteration: returns the number of the present iteration.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        placement: Placement,
-        error: type[ValueError],
-        iteration: Callable[[], int],
-    ) -> None:
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        stages = {placement.stage_of(rank, chunk): module for chunk, module in enumerate(chunks)}
-        self._stages = dict(sorted(stages.items()))
-        self._error = error
-        self._iteration = iteration
+    chunks: Sequence[Any]
+    placement: Placement
+    error: type[ValueError]
+    iteration: Callable[[], int]
+    losses: Iterable[torch.Tensor] = ()
+    """The losses of this iteration's microbatches on this rank."""
+    steps_with: dist.ProcessGroup | None = None
+    """The ranks that share a gradient norm and together look for the non-finite value; None for all ranks."""
+
+    def __post_init__(self) -> None:
         self._unreduced_norms: dict[int, torch.Tensor] = {}
-        self.losses: Iterable[torch.Tensor] = ()
-        """The losses of this iteration's microbatches on this rank."""
-        self.steps_with: dist.ProcessGroup | None = None
-        """The ranks that share a gradient norm and together look for the non-finite value; None for all ranks."""
-        for chunk in chunks:
+        for chunk in self.chunks:
             # FSDP has no buckets.
             for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
                 # DDP calls `check_grads` before it reduces gradients, if DDP's config enables the check.
                 group.check_grads = partial(self._record_norms, group)
 
     def _record_norms(self, group: Any, **unused: bool) -> None:
-        """Compute and keep the norms of the gradients before the replicas reduce them; do not wait for the device."""
+        """Keep the norms of gradients that the replicas have not reduced yet, without waiting for the device."""
         self._unreduced_norms[id(group)] = torch.stack([bucket.grad_data.norm() for bucket in group.buckets])
 
     def watch(self, optimizer: MegatronOptimizer) -> None:
@@ -104,50 +98,45 @@ class FiniteCheck:
         optimizer.prepare_grads, optimizer.get_grad_norm = prepare_grads, get_grad_norm
 
     def check_norm(self, norm: float | None) -> None:
-        """Raise an error if `norm` is infinite, NaN or None (not computed); all ranks of `steps_with` share a norm."""
+        """Raise an error if the norm of all gradients is infinite, is NaN, or is None because it was not computed."""
         if norm is None or not math.isfinite(norm):
-            finding = self._find_weight() or self._find_loss() or self._find_gradient()
-            self._end(f"iteration {self._iteration()}", finding, self.steps_with)
+            finding = self._find_weight_or_loss() or self._find_gradient()
+            self._end(f"iteration {self.iteration()}", finding, self.steps_with)
 
     def check_losses(self, losses: Iterable[torch.Tensor]) -> None:
         """Check that the losses of an evaluation are finite; a collective call of all ranks."""
         self.losses = losses
-        self._agree(f"validation at iteration {self._iteration()}", any(map(_is_wrong, self.losses)))
+        self._agree(f"validation at iteration {self.iteration()}", any(map(_is_wrong, self.losses)))
 
     def check_weights(self) -> None:
         """Check that all weights are finite before a checkpoint is saved; a collective call of all ranks."""
         is_wrong = any(_is_wrong(parameter) for _, _, parameter in self._parameters())
-        self._agree(f"checkpoint of iteration {self._iteration()}", is_wrong)
+        self._agree(f"checkpoint of iteration {self.iteration()}", is_wrong)
 
     def _agree(self, occasion: str, is_wrong: bool) -> None:
-        flag = torch.tensor([is_wrong], dtype=torch.int, device=torch.cuda.current_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if flag.item():
-            self._end(occasion, self._find_weight() or self._find_loss())
+        if any(from_all_ranks(is_wrong)):
+            self._end(occasion, self._find_weight_or_loss())
 
     def _end(self, occasion: str, finding: _Finding | None, group: dist.ProcessGroup | None = None) -> NoReturn:
         present = [each for each in from_all_ranks(finding, group) if each is not None]
         what = f"{min(present).what} on rank {min(present).rank}" if present else "the norm of all gradients"
-        raise self._error(
+        raise self.error(
             f"{occasion}: {what} is not finite: the training ends before this changes parameters or a checkpoint; "
             f"to continue in spite of it, give {SWITCH_OFF}"
         )
 
-    def _find_weight(self) -> _Finding | None:
-        """Find the first weight that is not finite; all values that are computed from this weight are wrong."""
+    def _find_weight_or_loss(self) -> _Finding | None:
+        """Find the first weight that is not finite or, if all weights are finite, the first loss that is not finite."""
         for position, name, parameter in self._parameters():
             if _is_wrong(parameter):
                 return _Finding(0, position, dist.get_rank(), f"the weight {name} ({_value(parameter)})")
-        return None
-
-    def _find_loss(self) -> _Finding | None:
         for loss in self.losses:
             if _is_wrong(loss):
                 return _Finding(1, (0, 0), dist.get_rank(), f"the loss ({_value(loss)})")
         return None
 
     def _find_gradient(self) -> _Finding | None:
-        """Find the parameter whose non-finite gradient was computed first: the last such parameter in model order."""
+        """Find the non-finite gradient that was computed first; its parameter is the last in model order."""
         norms = self._unreduced_norms.values()
         if norms and not any(map(_is_wrong, norms)):
             return None  # the value that is not finite comes from another replica
@@ -160,7 +149,9 @@ class FiniteCheck:
 
     def _parameters(self) -> Iterator[tuple[tuple[int, int], str, torch.nn.Parameter]]:
         """Yield the parameters of this rank in model order, with position and name; layers are numbered from 0."""
-        for stage, chunk in self._stages.items():
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        stages = {self.placement.stage_of(rank, chunk): module for chunk, module in enumerate(self.chunks)}
+        for stage, chunk in sorted(stages.items()):
             model = unwrap_model(chunk)
             for index, (name, parameter) in enumerate(model.named_parameters()):
                 yield (stage, index), _LAYER.sub(partial(_number_in_model, model), name), parameter

@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules as mcore
 from megatron.core.pipeline_parallel.utils import make_viewless
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
-from megatron.core.utils import get_model_config, get_model_type
+from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.mcore.checkpointed_blocks import split_checkpoints
 from megatron.zero_bubble.mcore.fully_sharded import fully_sharded
@@ -21,6 +21,7 @@ from megatron.zero_bubble.mcore.multi_token import forget_losses
 from megatron.zero_bubble.mcore.post_validation import PostValidation
 from megatron.zero_bubble.mcore.recorded_call import ForwardStep, ForwardStepError
 from megatron.zero_bubble.mcore.restart import Restart, RewindableIterator, make_rewindable
+from megatron.zero_bubble.mcore.step_call import StepCall
 from megatron.zero_bubble.mcore.vocabulary_stage import VocabularyStep
 from megatron.zero_bubble.runtime.communicator import TensorSpec
 from megatron.zero_bubble.runtime.recomputation_store import RecomputationStore
@@ -65,35 +66,25 @@ class MegatronStage:
     """The computation of one rank in one call of the forward-backward function.
 
     Attributes:
-        forward_step_func: the user's forward step, as megatron-core takes it.
-        data_iterators: one iterator for each model chunk; None for a chunk that needs no data.
-        model_chunks: this rank's modules, one for each chunk.
-        output_shape: shape of the tensor that passes between stages.
+        call: the arguments of the forward-backward function.
+        data_iterators: one iterator for each model chunk, in planned order; None for a chunk that needs no data.
         shapes_vary: whether the tensors between stages vary in shape, so that headers announce the shapes.
-        cp_group_size: context-parallel size, by which megatron-core scales the loss.
         forward_data_store: on the last stage, the result of the loss function for each microbatch.
         num_tokens: sum of the token counts that the loss function returned.
-        finalize: reduces the gradients of this rank, as megatron-core does at the end of a step.
+        finalizes: whether to reduce the gradients of this rank at the end of the step.
         post_validation: takes the optimizer's step within the schedule; None if the step comes after the schedule.
         num_early_forwards: number of forwards that all ranks together run before the last optimizer step is validated.
         recomputation_store: the executor's `RecomputationStore`; None if B recomputes as the model's config says.
         vocabulary: the operations on this rank's vocabulary shard; None if the model's vocabulary is not sharded.
     """
 
-    forward_step_func: Callable[..., Any]
+    call: StepCall
     data_iterators: Sequence[Iterator[Any] | None]
-    model_chunks: Sequence[torch.nn.Module]
     placement: Placement
     rank: int
-    num_microbatches: int
-    output_shape: tuple[int, ...]
-    cp_group_size: int
     device: torch.device
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
     forward_data_store: list[Any] = field(default_factory=list)
-    finalize: Callable[[MegatronStage], None] = lambda stage: None
+    finalizes: bool = True
     post_validation: PostValidation | None = None
     num_early_forwards: int = 0
     recomputation_store: RecomputationStore | None = None
@@ -101,8 +92,8 @@ class MegatronStage:
     shapes_vary: bool = False
 
     def __post_init__(self) -> None:
-        self._config = get_model_config(self.model_chunks[0])
-        self._grad_sync = GradSync(self._config.no_sync_func, len(self.model_chunks))
+        self._config = self.call.config
+        self._grad_sync = GradSync(self._config.no_sync_func, len(self.call.chunks))
         self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
         self._sent: dict[tuple[int, int], TensorSpec] = {}
         self._restart: Restart | None = None
@@ -111,8 +102,8 @@ class MegatronStage:
             self._prepare_restart()
 
     def _prepare_restart(self) -> None:
-        """Save the state from which this step's forwards can rerun if validation rejects the last optimizer step."""
-        self._restart = Restart(self.model_chunks)
+        """Save the state from which this step's forwards run again if the last optimizer step was wrong."""
+        self._restart = Restart(self.call.chunks)
         self.data_iterators, self._rewindable = make_rewindable(self.data_iterators)
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
@@ -122,14 +113,14 @@ class MegatronStage:
             output, num_tokens = mcore.forward_step(
                 self._forward_step(microbatch, chunk),
                 self.data_iterators[chunk],
-                self.model_chunks[chunk],
-                self.num_microbatches,
+                self.call.chunks[chunk],
+                self.call.num_microbatches,
                 input_tensor,
                 self.forward_data_store,
                 self._config,
-                self.cp_group_size,
-                self.collect_non_loss_data,
-                is_first_microbatch=mcore.check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0),
+                self.call.groups.cp.size(),
+                self.call.collect_non_loss_data,
+                is_first_microbatch=self._is_first(microbatch),
                 current_microbatch=microbatch,
                 vp_stage=self._vp_stage(chunk),
                 # With vocabulary shards, the loss is a separate operation.
@@ -141,7 +132,7 @@ class MegatronStage:
             return make_viewless(output)
         if self.vocabulary is not None:
             output = self.vocabulary.end_last_stage(microbatch)
-            if not self.forward_only:
+            if not self.call.forward_only:
                 self.release_output(output)
         return output
 
@@ -159,23 +150,24 @@ class MegatronStage:
         """Raise `ForwardStepError` if a stage's output is not one tensor of the shape that the next stage expects."""
         if not isinstance(output, torch.Tensor):
             raise ForwardStepError(f"stage {stage} sends a {type(output).__name__}, but messages are one tensor each")
-        if not self.shapes_vary and tuple(output.shape) != self.output_shape:
+        if not self.shapes_vary and tuple(output.shape) != self.call.output_shape:
             raise ForwardStepError(
-                f"stage {stage} sends a tensor of shape {tuple(output.shape)}, but messages have {self.output_shape}, "
-                "as the model's configuration says: config.variable_seq_lengths = True allows messages of any shape"
+                f"stage {stage} sends a tensor of shape {tuple(output.shape)}, but messages have "
+                f"{self.call.output_shape}, as the model's configuration says: config.variable_seq_lengths = True "
+                "allows messages of any shape"
             )
 
     def _forward_step(self, microbatch: int, chunk: int) -> ForwardStep:
-        """Return the forward step of a chunk: the user's forward step, unless vocabulary shards need a replacement.
-
-        With vocabulary shards, the forward steps of the first and of the last stage are replaced.
-        """
+        """Return the user's forward step, or with vocabulary shards its replacement on the first and last stage."""
         stage = self.placement.stage_of(self.rank, chunk)
         if self.vocabulary is not None and stage == 0:
             return self.vocabulary.begin_first_stage(microbatch).forward_step
         if self.vocabulary is not None and stage == self.placement.num_stages - 1:
-            return partial(self.vocabulary.forward_last_stage, microbatch, self.forward_step_func)
-        return self.forward_step_func
+            return partial(self.vocabulary.forward_last_stage, microbatch, self.call.forward_step_func)
+        return self.call.forward_step_func
+
+    def _is_first(self, microbatch: int) -> bool:
+        return mcore.check_first_val_step(self.call.first_val_step, self.call.forward_only, microbatch == 0)
 
     def _vp_stage(self, chunk: int) -> int | None:
         return chunk if self.placement.num_chunks > 1 else None
@@ -195,16 +187,16 @@ class MegatronStage:
     def _backward_step(
         self, input_tensor: torch.Tensor | None, output_tensor: torch.Tensor, output_grad: torch.Tensor | None
     ) -> torch.Tensor | None:
-        model_type = (get_model_type(self.model_chunks[0]),) if _TAKES_MODEL_TYPE else ()
+        model_type = (get_model_type(self.call.chunks[0]),) if _TAKES_MODEL_TYPE else ()
         return mcore.backward_step(input_tensor, output_tensor, output_grad, *model_type, self._config)
 
     def run_on_shard(self, op: Op) -> None:
         assert self.vocabulary is not None
         handlers: dict[OpKind, Callable[[int], None]] = {
-            OpKind.E: self._embed,
+            OpKind.E: partial(self._embed, self.vocabulary),
             OpKind.EW: self.vocabulary.add_embedding_gradient,
             OpKind.S: self.vocabulary.compute_softmax,
-            OpKind.L: self._compute_loss,
+            OpKind.L: partial(self._compute_loss, self.vocabulary),
             OpKind.T: self.vocabulary.add_output_gradient,
         }
         handlers[op.kind](op.microbatch)
@@ -213,43 +205,40 @@ class MegatronStage:
         assert self.vocabulary is not None
         self.vocabulary.exchange(op)
 
-    def _embed(self, microbatch: int) -> None:
-        """Run the embedding E. Before E, the rank of the first stage reads the data of the microbatch for E and F."""
-        assert self.vocabulary is not None
+    def _embed(self, vocabulary: VocabularyStep, microbatch: int) -> None:
+        """Read the data of a microbatch on the first stage's rank, and run the embedding E."""
         if self.rank == self.placement.rank_of(0):
             chunk = self.placement.chunk_of(0)
-            self.vocabulary.read(
-                microbatch, self.forward_step_func, self.data_iterators[chunk], self.model_chunks[chunk]
-            )
-        self.vocabulary.embed(microbatch)
+            iterator, model = self.data_iterators[chunk], self.call.chunks[chunk]
+            vocabulary.read(microbatch, self.call.forward_step_func, iterator, model)
+        vocabulary.embed(microbatch)
 
-    def _compute_loss(self, microbatch: int) -> None:
-        """Run L: compute the user's loss from all tokens' losses, and its gradient with respect to these losses."""
-        assert self.vocabulary is not None
+    def _compute_loss(self, vocabulary: VocabularyStep, microbatch: int) -> None:
+        """Run L: compute the user's loss, and the gradients of the losses of all tokens."""
         chunk = self.placement.chunk_of(self.placement.num_stages - 1)
-        losses, loss_function = self.vocabulary.begin_loss(microbatch)
+        losses, loss_function = vocabulary.begin_loss(microbatch)
         if self._config.timers is not None:
             self._config.timers("forward-compute", log_level=2).start()
         # A loss function may change its input in place.
         loss, num_tokens = self._calc_loss(chunk, losses.clone(), loss_function, is_last=True)
         self.num_tokens += num_tokens
-        if not self.forward_only:
-            self.vocabulary.end_loss(microbatch, self._backward_step(losses, loss, None))
+        if not self.call.forward_only:
+            vocabulary.end_loss(microbatch, self._backward_step(losses, loss, None))
 
     def _calc_loss(
         self, chunk: int, output: torch.Tensor, loss_function: Callable[..., Any] | None, *, is_last: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """End a forward as megatron-core does; return the output (on the last stage the loss) and the token count."""
+        """Return the loss on the last stage, or the output on other stages, and the number of tokens."""
         return mcore.forward_step_calc_loss(
-            self.model_chunks[chunk],
+            self.call.chunks[chunk],
             output,
             loss_function,
             self._config,
             self._vp_stage(chunk),
-            self.collect_non_loss_data,
-            self.num_microbatches,
+            self.call.collect_non_loss_data,
+            self.call.num_microbatches,
             self.forward_data_store,
-            self.cp_group_size,
+            self.call.groups.cp.size(),
             is_last,
         )
 
@@ -257,12 +246,12 @@ class MegatronStage:
         mcore.deallocate_output_tensor(output_tensor, self._config.deallocate_pipeline_outputs)
 
     def before_inputs(self, op: Op) -> None:
-        for chunk in fully_sharded(self.model_chunks[op.chunk : op.chunk + 1]):
+        for chunk in fully_sharded(self.call.chunks[op.chunk : op.chunk + 1]):
             chunk.gather_ahead(is_forward=op.kind is OpKind.F)
 
     def before_gradients(self, op: Op) -> None:
-        self._grad_sync.enable(op.chunk, op.microbatch == self.num_microbatches - 1)
-        for chunk in fully_sharded(self.model_chunks[op.chunk : op.chunk + 1]):
+        self._grad_sync.enable(op.chunk, op.microbatch == self.call.num_microbatches - 1)
+        for chunk in fully_sharded(self.call.chunks[op.chunk : op.chunk + 1]):
             chunk.before_gradients(is_fused=OpKind.W in KINDS[op.kind].makes)
 
     def message_spec(self, op: Op) -> TensorSpec:
@@ -279,13 +268,14 @@ class MegatronStage:
     @property
     def usual_message(self) -> TensorSpec:
         """Shape, type and device of a message, for the sequence length and microbatch size in the step's arguments."""
-        return TensorSpec(self.output_shape, self._config.pipeline_dtype, self.device)
+        return TensorSpec(self.call.output_shape, self._config.pipeline_dtype, self.device)
 
     def finish(self) -> None:
         """Leave `no_sync`, as DDP expects between steps, and reduce the complete gradients."""
         self._grad_sync.enable_all()
-        self.finalize(self)
-        for chunk in fully_sharded(self.model_chunks):
+        if self.finalizes:
+            self.call.finalize(self.placement, self.num_tokens)
+        for chunk in fully_sharded(self.call.chunks):
             chunk.free_gathered()
 
     def step(self) -> None:

@@ -1,11 +1,11 @@
 """Shards a chunk's parameters, gradients and optimizer state over replicas (ZeRO-2 and ZeRO-3) under any schedule.
 
-The sharding is torch's FSDP2, in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
-the layer's backward, and reduces the gradients there. In a zero-bubble schedule, W computes the gradients of weights
-later and outside of autograd. If B and W are separate operations, FSDP2's backward of a layer accumulates the layer's
-gradients without reducing them. The gradients of a layer are reduced explicitly after the layer's last W of a step, as
-torch's pipelines reduce them after the last backward. The reduced gradients equal the gradients of DDP, because FSDP2
-and DDP sum gradients in the same order.
+This module uses torch's FSDP2 in megatron-core's wrapper. FSDP2 expects autograd to compute all gradients of a layer in
+the layer's backward, and reduces the gradients at the end of this backward. In a zero-bubble schedule, W computes the
+gradients of weights later and outside of autograd. If B and W are separate operations, FSDP2's backward of a layer
+accumulates the layer's gradients without reducing them. The gradients of a layer are reduced explicitly after the
+layer's last W of a step, similar to torch's pipelines, which reduce gradients after the last backward. The reduced
+gradients equal the gradients of DDP, because FSDP2 and DDP sum gradients in the same order.
 """
 
 from __future__ import annotations
@@ -81,14 +81,13 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
     def _set_up_reduction(self) -> None:
         replicas = self.process_group.size()
         for group in self._groups:
+            group.mp_policy = MixedPrecisionPolicy(reduce_dtype=self._gradient_dtype)
             for parameter in group.fsdp_params:
+                parameter.mp_policy = group.mp_policy
                 rows = parameter._orig_size[0]
                 if rows % replicas:
                     name = f"{type(parameter._module_info.module).__name__}.{parameter._module_info.param_name}"
                     raise ValueError(f"the {rows} rows of {name} do not divide among {replicas} replicas")
-            group.mp_policy = MixedPrecisionPolicy(reduce_dtype=self._gradient_dtype)
-            for parameter in group.fsdp_params:
-                parameter.mp_policy = group.mp_policy
         if self.config.calculate_per_token_loss:
             # finalize_model_grads divides by the number of tokens, with `scale_gradients`.
             for part in (self._root, *self._layers):
@@ -102,8 +101,8 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
     def _set_up_gathering(self) -> None:
         """Let each layer start to gather the parameters of the next layer before the layer itself computes.
 
-        By default, FSDP gathers layers in the order of the latest forwards, which in a pipeline belong to
-        other microbatches.
+        By default, FSDP2 gathers layers in the order of the latest forwards, but in a pipeline the latest forwards may
+        belong to other microbatches.
         """
         order = [self._root, *self._layers]
         for before, after in pairwise(order):
@@ -119,7 +118,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
                 group.unshard(async_op=True)
 
     def before_gradients(self, *, is_fused: bool) -> None:
-        """Prepare for an operation that adds to gradients; FSDP itself reduces the gradients of a fused BW."""
+        """Let FSDP2's backward reduce gradients only if the next operation is a fused backward (B and W together)."""
         reduces = is_fused and (self._is_last_microbatch or self._reduces_every_microbatch)
         if any(group.reduce_grads != reduces for group in self._groups):
             self._root.set_requires_gradient_sync(reduces)
@@ -134,11 +133,7 @@ class FullyShardedChunk(TorchFullyShardedDataParallel):
             self._is_last_microbatch = True
 
     def _add_weight_gradient(self, group: Any, parameter: Any, num_weights: int) -> None:
-        """Accumulate a weight's gradient from W; after W of all weights of a layer, reduce the layer's gradients.
-
-        A layer's gradients are reduced only in the last microbatch of a step or, with `reduces_every_microbatch`, in
-        every microbatch.
-        """
+        """Accumulate a weight's gradient from W; after W of all weights of a layer, reduce the layer's gradients."""
         gathered = parameter.unsharded_param
         gradient, gathered.grad = gathered.grad, None
         if parameter.unsharded_accumulated_grad is None:

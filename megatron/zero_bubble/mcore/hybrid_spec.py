@@ -21,13 +21,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
-)
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_token_prediction
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron.zero_bubble.mcore.attention import LocalAttention
@@ -53,12 +47,12 @@ _SPARSE = "dsa_layer"
 
 
 def local_layers() -> dict[str, str]:
-    """Return the symbol and the name in words of each local layer that the installed megatron-core has."""
+    """Return the local layers of the installed megatron-core: symbol in a layer pattern -> name in words."""
     return {symbol: words for symbol, (name, words) in LOCAL_LAYERS.items() if name in _SUBMODULES.__dataclass_fields__}
 
 
 class NoSparseAttention:
-    """Refuses to build sparse attention, which no local layer computes."""
+    """Refuses to build sparse attention, which no layer without Transformer Engine supports."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **unused: Any) -> None:
         known = ", ".join(f"{symbol} ({words})" for symbol, words in local_layers().items())
@@ -73,17 +67,6 @@ _NAME = "HybridStack" if hasattr(_BLOCKS, "HybridStack") else "MambaStack"
 _STACK, _SUBMODULES = getattr(_BLOCKS, _NAME), getattr(_BLOCKS, f"{_NAME}Submodules")
 HAS_FURTHER = "mtp_block_spec" in _SUBMODULES.__dataclass_fields__
 """Whether hybrid models of the installed megatron-core have multi-token prediction, as they do from 0.17 on."""
-
-
-def _further() -> ModuleSpec:
-    """Return the spec of multi-token prediction; the layer pattern of the model describes its inner layers."""
-    layer = MultiTokenPredictionLayerSubmodules(
-        enorm=LocalNorm, hnorm=LocalNorm, eh_proj=ColumnParallelLinear, layer_norm=LocalNorm
-    )
-    layers = [ModuleSpec(module=MultiTokenPredictionLayer, submodules=layer)]
-    return ModuleSpec(
-        module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers)
-    )
 
 
 def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
@@ -106,44 +89,39 @@ def local_spec(attention: type[torch.nn.Module] = LocalAttention) -> ModuleSpec:
     mixer = ModuleSpec(
         module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     )
+    # The layer pattern of the model describes the inner layers of multi-token prediction.
+    further = multi_token_prediction.MultiTokenPredictionLayerSubmodules(
+        enorm=LocalNorm, hnorm=LocalNorm, eh_proj=ColumnParallelLinear, layer_norm=LocalNorm
+    )
+    further_layers = [ModuleSpec(module=multi_token_prediction.MultiTokenPredictionLayer, submodules=further)]
+    attentions = {"attention_layer": dense.self_attention, "mla_layer": latent, "gdn_layer": delta_net}
+    attends = {"input_layernorm": LocalNorm, "self_attn_bda": get_bias_dropout_add}
     layers: dict[str, Any] = {
-        "attention_layer": _attending(dense.self_attention),
-        "mla_layer": _attending(latent),
-        "gdn_layer": _attending(delta_net),
+        **{name: _layer(TransformerLayer, self_attention=part, **attends) for name, part in attentions.items()},
         _SPARSE: NoSparseAttention,
-        "mlp_layer": ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(pre_mlp_layernorm=LocalNorm, mlp=dense.mlp, mlp_bda=dense.mlp_bda),
-        ),
-        "moe_layer": ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(pre_mlp_layernorm=LocalNorm, mlp=expert.mlp, mlp_bda=expert.mlp_bda),
-        ),
+        "mlp_layer": _layer(MLPLayer, pre_mlp_layernorm=LocalNorm, mlp=dense.mlp, mlp_bda=dense.mlp_bda),
+        "moe_layer": _layer(TransformerLayer, pre_mlp_layernorm=LocalNorm, mlp=expert.mlp, mlp_bda=expert.mlp_bda),
         "mamba_layer": ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(norm=LocalNorm, mixer=mixer, mamba_bda=get_bias_dropout_add),
         ),
-        "mtp_block_spec": _further(),
+        "mtp_block_spec": ModuleSpec(
+            module=multi_token_prediction.MultiTokenPredictionBlock,
+            submodules=multi_token_prediction.MultiTokenPredictionBlockSubmodules(layer_specs=further_layers),
+        ),
     }
     known = {name: layer for name, layer in layers.items() if name in _SUBMODULES.__dataclass_fields__}
     return ModuleSpec(module=_STACK, submodules=_SUBMODULES(**known))
 
 
-def _attending(attention: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a layer that consists of a norm and `attention`, which may be a gated delta net."""
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=LocalNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
-        ),
-    )
+def _layer(module: type[torch.nn.Module], **parts: Any) -> ModuleSpec:
+    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**parts))
 
 
 def transformer_engine_spec() -> ModuleSpec:
     """Return megatron-core's spec of a stack of Transformer Engine's layers."""
-    if HYBRID_RECOMPUTES:
-        return importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
-    return importlib.import_module("megatron.core.models.mamba.mamba_layer_specs").mamba_stack_spec
+    kind = "hybrid" if HYBRID_RECOMPUTES else "mamba"
+    return getattr(importlib.import_module(f"megatron.core.models.{kind}.{kind}_layer_specs"), f"{kind}_stack_spec")
 
 
 stack_spec = local_spec()

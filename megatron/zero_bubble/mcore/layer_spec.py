@@ -1,5 +1,8 @@
-"""Specs of megatron-core's layers; layers without Transformer Engine ("local" layers) also get features that
-megatron-core has only with Transformer Engine or apex."""
+"""Builds the specs of megatron-core's layers.
+
+Layers without Transformer Engine ("local" layers) get features that megatron-core has only with Transformer Engine or
+apex.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +73,15 @@ class LocalNorm:
 
 
 def _needs_local_norm(config: TransformerConfig) -> bool:
-    return config.sequence_parallel or config.layernorm_zero_centered_gamma
+    is_local = config.transformer_impl == "local"
+    return is_local and (config.sequence_parallel or config.layernorm_zero_centered_gamma)
 
 
 def allow_local_latent_attention() -> None:
     """Let megatron-core build latent attention where Transformer Engine is not installed.
 
-    megatron-core tests only whether its adapter of Transformer Engine can be imported. The adapter of Transformer
-    Engine can be imported even if Transformer Engine is not installed.
+    megatron-core tests only whether its own module `transformer_engine` can be imported, which is also possible if
+    Transformer Engine is not installed.
     """
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
@@ -131,8 +135,7 @@ def block_spec(
     else:
         start = get_transformer_layer_offset(config, vp_stage, pp_rank)
         chosen = range(start, start + get_num_layers_to_build(config, vp_stage, pp_rank))
-    is_local = config.transformer_impl == "local"
-    norm = LocalNorm if is_local and _needs_local_norm(config) else LayerNormImpl
+    norm = LocalNorm if _needs_local_norm(config) else LayerNormImpl
     return TransformerBlockSubmodules(layer_specs=[layers[index] for index in chosen], layer_norm=norm)
 
 
@@ -146,11 +149,10 @@ def multi_token_spec(
     """
     if not config.mtp_num_layers:
         return None
-    is_local = config.transformer_impl == "local"
-    spec = get_gpt_mtp_block_spec(config, layer, not is_local, vp_stage)
+    spec = get_gpt_mtp_block_spec(config, layer, config.transformer_impl != "local", vp_stage)
     if (spec is not None) != is_last_stage:
         raise ValueError("the layers of --mtp-num-layers must be on the last stage, beside the loss")
-    if spec is None or not is_local or not _needs_local_norm(config):
+    if spec is None or not _needs_local_norm(config):
         return spec
     spec = copy.deepcopy(spec)
     for layer in spec.layer_specs:

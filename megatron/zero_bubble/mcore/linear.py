@@ -6,7 +6,7 @@ a model; nothing is patched globally. The forward of a linear layer is megatron-
 store a function that computes the weight's gradient. Outside of `WeightGradStore.deferring()`, megatron-core's own
 fused backward runs.
 
-Modules of Transformer Engine defer W themselves; `transformer_engine.py` runs their W in the order of the store.
+Modules of Transformer Engine defer W themselves; `transformer_engine.py` puts the W of these modules into the store.
 """
 
 from __future__ import annotations
@@ -22,26 +22,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    LinearWithGradAccumulationAndAsyncCommunication,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    linear_with_frozen_weight,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.mcore.transformer_engine import deferred_parameters, defers_by_itself, put_into_store
 from megatron.zero_bubble.mcore.weight_grad import DeferredWeightGrad, LayerWeightGrad
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 
+_Linear = layers.LinearWithGradAccumulationAndAsyncCommunication
 _SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear)
 _NUM_ARGUMENTS = 10
 """Number of arguments of the forward of megatron-core's linear autograd function up to 0.18. Later versions of
 megatron-core append the arguments `gtp_remat_size` and `output_dtype`."""
-_LATER_ARGUMENTS = (1, None)[
-    : len(inspect.signature(LinearWithGradAccumulationAndAsyncCommunication.forward).parameters) - _NUM_ARGUMENTS
-]
+_LATER_ARGUMENTS = (1, None)[: len(inspect.signature(_Linear.forward).parameters) - _NUM_ARGUMENTS]
 
 
 def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: WeightGradStore) -> list[str]:
@@ -72,11 +65,11 @@ def split_weight_gradients(model_chunks: Iterable[torch.nn.Module], store: Weigh
 
 
 def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the output layer if it multiplies with the weight of the embedding on the same stage, else None.
+    """Return the output layer if the embedding on the same stage provides the output layer's weight, else None.
 
     With multi-token prediction, a tied output layer computes the logits with the weight of the last stage's copy of the
-    embedding, and its own weight is unused. Autograd adds up the gradient of a shared weight in B, so the backward of a
-    tied output layer is not split into B and W.
+    embedding, and the output layer's own weight is unused. Autograd adds up the gradient of a shared weight in B, so
+    the backward of a tied output layer is not split into B and W.
     """
     model: Any = unwrap_model(chunk)
     layer = getattr(model, "output_layer", None)
@@ -86,11 +79,9 @@ def tied_output_layer(chunk: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _split_layer(layer: Any, store: WeightGradStore) -> bool:
-    if layer.weight is None:
-        # The output layer of a stage that also holds the embedding uses the embedding's weight.
-        return False
-    if getattr(layer, "output_dtype", None) is not None:
-        # With another type of logits (`--output-logit-dtype` of megatron-core 0.20), B and W stay together.
+    # An output layer on the embedding's stage has no weight of its own. With another type of logits
+    # (`--output-logit-dtype` of megatron-core 0.20), B and W stay together.
+    if layer.weight is None or getattr(layer, "output_dtype", None) is not None:
         return False
     if layer.config.defer_embedding_wgrad_compute:
         raise ValueError(
@@ -122,21 +113,13 @@ def _forward_impl(
     gtp_remat_size: int = 1,
     output_dtype: None = None,
 ) -> torch.Tensor:
-    """Replaces `ColumnParallelLinear._forward_impl` and `RowParallelLinear._forward_impl`.
-
-    megatron-core 0.19 and 0.20 pass `gtp_remat_size`, which shards weights layer by layer, and `output_dtype`, which
-    sets the type of the logits. `split_weight_gradients` refuses layers with a `gtp_remat_size` above 1, and does not
-    split the backward of layers that set `output_dtype`.
-    """
+    """Replace `_forward_impl` of a linear layer; megatron-core 0.19 and later pass the last two arguments."""
     assert gtp_remat_size == 1, "such a layer was not split"
     assert output_dtype is None, "such a layer was not split"
+    settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group)
     if not weight.requires_grad:
-        return linear_with_frozen_weight(
-            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
-        )
-    return _SplitLinear.apply(
-        weight_grad, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
-    )
+        return layers.linear_with_frozen_weight(input, weight, bias, *settings)
+    return _SplitLinear.apply(weight_grad, input, weight, bias, *settings)
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -154,9 +137,7 @@ class _SplitLinear(torch.autograd.Function):
         # The parameter is kept, too, because saved-tensor hooks can replace the saved tensor by another object.
         ctx.weight = weight
         *flags, tp_group = settings
-        return LinearWithGradAccumulationAndAsyncCommunication.forward(
-            ctx, input, weight, *flags, None, None, tp_group, *_LATER_ARGUMENTS
-        )
+        return _Linear.forward(ctx, input, weight, *flags, None, None, tp_group, *_LATER_ARGUMENTS)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -164,8 +145,7 @@ class _SplitLinear(torch.autograd.Function):
         if ctx.weight_grad.store.is_deferring:
             grad_input, grad_bias = _input_grad(ctx, grad_output)
         else:
-            fused = LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
-            grad_input, grad_weight, grad_bias = fused[:3]
+            grad_input, grad_weight, grad_bias = _Linear.backward(ctx, grad_output)[:3]
         return None, grad_input, grad_weight, grad_bias, None, None, None, None
 
 
@@ -184,17 +164,11 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
     # Detached, because an attached tensor keeps the graph of other layers alive until W, and makes autograd record W. A
     # gradient has a graph if a backward returns a tensor of its forward, as the loss's backward does in fp32.
     saved_input, grad_output = saved_input.detach(), grad_output.detach()
+    held, gather_group = (saved_input, grad_output), ctx.tp_group if ctx.sequence_parallel else None
     deferred = DeferredWeightGrad(
-        ctx.weight_grad,
-        ctx.weight,
-        saved_input,
-        grad_output,
-        ctx.gradient_accumulation_fusion,
-        ctx.tp_group if ctx.sequence_parallel else None,
+        ctx.weight_grad, ctx.weight, *held, is_fused=ctx.gradient_accumulation_fusion, gather_group=gather_group
     )
-    ctx.weight_grad.store.put(
-        deferred.run, held=(saved_input, grad_output), parameter=ctx.weight, start=deferred.start_to_gather
-    )
+    ctx.weight_grad.store.put(deferred.run, held=held, parameter=ctx.weight, start=deferred.start_to_gather)
     if handle is not None:
         handle.wait()
     return grad_input, grad_bias
@@ -203,29 +177,29 @@ def _input_grad(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torc
 def fuses_accumulation() -> bool:
     """Tell whether W can add weight gradients of megatron-core's own linear layers straight into `main_grad`.
 
-    Fusing W with the addition to `main_grad` needs a GPU and apex. The output layer is always megatron-core's own.
+    Fusing W with the addition to `main_grad` needs a GPU and apex.
     """
     return torch.cuda.is_available() and layers._grad_accum_fusion_available
 
 
 _EMBEDDINGS = (VocabParallelEmbedding, torch.nn.Embedding)
-_LINEAR = (ColumnParallelLinear, RowParallelLinear, torch.nn.Linear)
+_LINEAR = (*_SPLIT_LAYERS, torch.nn.Linear)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Numbers of parameters of one rank, by where their gradients are computed.
+    """Numbers of parameters of one rank, by the operation that computes the gradients.
 
     Attributes:
         total: number of all trained parameters.
         in_w: weights of layers whose backward is split, so that W computes the weights' gradients.
         embeddings: embedding tables, whose gradient is a sum of rows and not a matrix product that could be deferred.
         vectors: biases, and parameters of norms; their gradients are sums and not matrix products.
-        unsplit: (`name (Class)` of a module, number of the module's weights in neither `in_w` nor `embeddings`), with
-            `*` in place of the numbers of layers and experts. B computes the gradients of the weights in `unsplit`, by
-            matrix products or in unknown ways.
+        unsplit: pairs of a module's `name (Class)` and the number of its weights in neither `in_w` nor `embeddings`;
+            `*` in a name stands for the number of a layer or expert. B computes the gradients of the weights in
+            `unsplit`, by matrix products or in unknown ways.
         missed: modules in `unsplit` that could defer W but do not: linear layers, and modules with `backward_dw()` and
-            without submodules. `backward_dw()` of an MLP, for example, only calls the `backward_dw()` of submodules.
+            without submodules. A module with submodules, such as an MLP, only calls `backward_dw()` of its submodules.
     """
 
     total: int
@@ -237,11 +211,11 @@ class Gradients:
 
 
 def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
-    """Count the parameters of bare or wrapped chunks, by whether W computes their gradients.
+    """Count the parameters of model chunks, wrapped or not, by the operation that computes the gradient.
 
     Call `count_gradients` after `split_weight_gradients`.
     """
-    counts: Counter[str] = Counter()
+    counts = Counter(total=0, in_w=0, embeddings=0, vectors=0)
     unsplit: Counter[str] = Counter()
     missed = set()
     chunks = list(model_chunks)
@@ -265,22 +239,13 @@ def count_gradients(model_chunks: Iterable[torch.nn.Module]) -> Gradients:
             is_kept = parameter.dim() != 2 or getattr(module, "output_dtype", None) is not None or module in tied
             if can_be_split and not is_kept:
                 missed.add(kind)
-    return Gradients(
-        counts["total"],
-        counts["in_w"],
-        counts["embeddings"],
-        counts["vectors"],
-        tuple(sorted(unsplit.items())),
-        tuple(sorted(missed)),
-    )
+    return Gradients(**counts, unsplit=tuple(sorted(unsplit.items())), missed=tuple(sorted(missed)))
 
 
-def _trained_parameters(
-    model_chunks: Iterable[torch.nn.Module],
-) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
+def _trained_parameters(chunks: Iterable[Any]) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Parameter]]:
     """Yield (name of the module, module, parameter) for every trained parameter once."""
     seen = set()
-    for chunk in model_chunks:
+    for chunk in chunks:
         for name, module in chunk.named_modules():
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad and parameter not in seen:

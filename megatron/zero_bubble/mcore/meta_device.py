@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.zero_bubble.mcore import layer_spec
 from megatron.zero_bubble.mcore.counted_layers import MergedExperts, rotated
 from megatron.zero_bubble.mcore.cpu import ENVIRONMENT, FACTORIES, CpuSubstitution, Substitution, substitutions
-from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm, delta_net_kernels, delta_net_modules
+from megatron.zero_bubble.mcore.cpu_kernels import GatedRMSNorm, delta_net_kernels
 from megatron.zero_bubble.mcore.decoder_models import STACK_MODULE
 
 
@@ -45,7 +45,7 @@ def on_meta_device(*, tensor: int, context: int, expert: int, expert_tensor: int
         tensor: number of tensor-parallel ranks.
         context: number of context-parallel ranks.
         expert: number of expert-parallel ranks.
-        expert_tensor: number of ranks that share an expert.
+        expert_tensor: number of tensor-parallel ranks of an expert.
     """
     assert not dist.is_initialized(), "a default process group exists already"
     random_state, shapes = torch.get_rng_state(), cast("Any", symbolic_shapes)
@@ -84,8 +84,8 @@ def _substitutions() -> Iterator[Substitution]:
         yield Substitution(torch, name, _without_data(getattr(torch, name)), reason)
     yield Substitution(torch.cuda, "is_available", lambda: False, reason)
     yield Substitution(torch.cuda, "current_device", lambda: "meta", reason)
-    yield Substitution(torch.Tensor, "cuda", _itself, reason)
-    yield Substitution(torch.nn.Module, "cuda", _itself, reason)
+    for owner in (torch.Tensor, torch.nn.Module):
+        yield Substitution(owner, "cuda", lambda self, *_, **__: self, reason)
     reason = "on a GPU dropout is one kernel, which keeps a byte for each element"
     yield Substitution(torch.nn.functional, "dropout", _dropout, reason)
     reason = "on a GPU the rotary embedding is one kernel, which keeps no tensors"
@@ -106,9 +106,8 @@ def _substitutions() -> Iterator[Substitution]:
         yield Substitution(importlib.import_module(STACK_MODULE), "TENorm", layer_spec.LocalNorm, reason)
     yield Substitution(mamba_mixer, "HAVE_MAMBA_SSM", True, "Mamba's kernels are counted and do not run")
     yield Substitution(mamba_mixer, "ExtendedRMSNorm", GatedRMSNorm, "the gated norm is one kernel, which does not run")
-    for module in delta_net_modules(gated_delta_net):
-        for name, kernel in delta_net_kernels(lambda *_: None).items():
-            yield Substitution(module, name, kernel, "kernels of `fla` need data")
+    for replacement in delta_net_kernels(gated_delta_net, lambda *_: None):
+        yield Substitution(*replacement, "kernels of `fla` need data")
     if not hasattr(random, "FP8GlobalStateManager"):
         reason = "megatron-core's recomputation uses this name even without fp8, but only Transformer Engine defines it"
         without_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
@@ -123,10 +122,6 @@ def _without_data(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mask(length: int) -> torch.Tensor:
     return torch.nn.Parameter(torch.empty(length, length, dtype=torch.bool), requires_grad=False)
-
-
-def _itself(value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

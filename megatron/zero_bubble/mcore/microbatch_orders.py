@@ -1,10 +1,11 @@
-"""Reads the microbatches of each step, and gives them to the schedule in the order that was planned for their sizes."""
+"""Reads the microbatches of each step, and puts the microbatches into an order that is planned for their sizes."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from operator import add
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 
+from megatron.zero_bubble.mcore.step_call import StepCall
 from megatron.zero_bubble.planner.step_plan import StepRules
 from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.runtime.look_ahead import LookAhead
@@ -66,7 +68,7 @@ class StepData:
 
 
 def _items(source: Iterator[Any]) -> Iterator[Any]:
-    """Yield the items of an iterator that may have only `__next__`, as Megatron-LM's `RerunDataIterator` does."""
+    """Yield the items of an iterator that may lack `__iter__`, such as Megatron-LM's `RerunDataIterator`."""
     with suppress(StopIteration):
         while True:
             yield next(source)
@@ -127,11 +129,12 @@ class JobPeers:
         return int(highest)
 
 
+@dataclass(eq=False)
 class StepPlans:
     """The plans of a job's training steps.
 
     Args:
-        running: the plan of the run.
+        running: the current plan of the run.
         observer: the observer of the run's steps.
         planning: options of profiling and planning; None if the run is not profiled.
         timeout: time limit for a message about a plan.
@@ -141,51 +144,43 @@ class StepPlans:
             post-validation.
     """
 
-    def __init__(
-        self,
-        running: RunningPlan,
-        observer: StepObserver,
-        planning: PlanningOptions | None,
-        timeout: timedelta,
-        *,
-        reorders: bool | None,
-        interlocks: bool,
-    ) -> None:
-        self._running, self._observer, self._planning, self._timeout = running, observer, planning, timeout
-        self._may_reorder, self._interlocks = reorders, interlocks
-        self._planner: StepPlanner | None = None
+    running: RunningPlan
+    observer: StepObserver
+    planning: PlanningOptions | None
+    timeout: timedelta
+    reorders: bool | None
+    interlocks: bool
+    _planner: StepPlanner | None = None
 
     def are_made(self, config: Any) -> bool:
         """Tell whether the microbatches of a step are read before the step, so that the step can be planned."""
         return self._reorders(config) or (config.variable_seq_lengths and self._has_limit)
 
     def _reorders(self, config: Any) -> bool:
-        return config.variable_seq_lengths if self._may_reorder is None else self._may_reorder
+        return config.variable_seq_lengths if self.reorders is None else self.reorders
 
     @property
     def _has_limit(self) -> bool:
-        return self._planning is not None and self._planning.has_absolute_limit
+        return self.planning is not None and self.planning.has_absolute_limit
 
-    def decide(
-        self, step: int, config: Any, iterators: Iterators, num_microbatches: int
-    ) -> tuple[StepDecision, list[Iterator[Any] | None]]:
-        """Plan a step with `StepPlanner.decide`; return the plan and iterators in planned order; a collective call."""
-        planner, data = self._prepare_planner(), StepData(iterators, num_microbatches)
-        plan, profile, limits = self._running.plan, self._running.profile, None
+    def decide(self, step: int, call: StepCall) -> tuple[StepDecision, list[Iterator[Any] | None]]:
+        """Return the plan of a step, and iterators over the microbatches in planned order; a collective call."""
+        planner, data = self._prepare_planner(), StepData(call.data_iterators, call.num_microbatches)
+        plan, profile, limits = self.running.plan, self.running.profile, None
         if self._has_limit and profile is not None and plan.request.limits:
             # The limits of the plan leave out the temporary memory of an operation.
             limits = tuple(map(add, plan.request.limits, profile.inside_ranks))
-        rules = StepRules(plan, limits, self._reorders(config), self._interlocks)
-        decision = planner.decide(step, rules, num_microbatches, data.sizes, data.sizes_ahead)
+        rules = StepRules(plan, limits, self._reorders(call.config), self.interlocks)
+        decision = planner.decide(step, rules, call.num_microbatches, data.sizes, data.sizes_ahead)
         return decision, data.ordered(decision)
 
     def _prepare_planner(self) -> StepPlanner:
         if self._planner is None:
-            planning, placement = self._planning, self._running.plan.placement
+            planning, placement = self.planning, self.running.plan.placement
             is_profiled = planning is not None and planning.last_step > 0
             measured = (planning.first_step, planning.last_step) if planning and is_profiled else FIRST_STEPS
-            rank, peers = parallel_state.get_pipeline_model_parallel_rank(), JobPeers(self._timeout)
-            self._planner = StepPlanner(placement, rank, self._observer, measured, peers)
+            rank, peers = parallel_state.get_pipeline_model_parallel_rank(), JobPeers(self.timeout)
+            self._planner = StepPlanner(placement, rank, self.observer, measured, peers)
         return self._planner
 
     def after_step(self, step: int) -> None:
@@ -194,7 +189,7 @@ class StepPlans:
             self._planner.after_step(step, self._usual_costs)
 
     def _usual_costs(self) -> StageCosts:
-        plan, profile = self._running.plan, self._running.profile
+        plan, profile = self.running.plan, self.running.profile
         return (plan.costs if profile is None else profile.costs) or default_costs(plan.placement, plan.recompute)
 
     def take_times(self) -> OrderTimes | None:

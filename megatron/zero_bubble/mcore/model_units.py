@@ -1,4 +1,4 @@
-"""Describes and builds the units of a model, and provides the data with which units are measured.
+"""Describes the units of a model, which are measured separately, and provides data for the measurement.
 
 The units of a model are the embedding, each layer, and all modules after the layers.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
@@ -34,19 +35,32 @@ class UnitModels:
     Attributes:
         build: makes a unit of the model for a pipeline of one rank. The unit puts W into the `WeightGradStore` that
             `build` gets, and is wrapped in megatron-core's DDP.
-        forward_step: the forward step of the training, as megatron-core takes it.
+        forward_step: the forward step of the training, with megatron-core's signature.
         data: an endless iterator over microbatches for `forward_step`.
         message: shape, type and device of the tensor that passes between stages.
-        context_parallel_size: number of context-parallel ranks, by which megatron-core scales the loss.
-        state_bytes: (number of dense parameters, number of expert parameters) -> bytes of the parameters' model states.
+        state_bytes: function from the numbers of dense and of expert parameters to the bytes of their model states.
     """
 
     build: Callable[[Unit, WeightGradStore], torch.nn.Module]
     forward_step: Callable[..., Any]
     data: Iterator[Any]
     message: TensorSpec
-    context_parallel_size: int
     state_bytes: Callable[[int, int], float]
+
+    def step_arguments(self, chunks: list[torch.nn.Module], num_microbatches: int) -> dict[str, Any]:
+        """Return the arguments of the forward-backward function for a step of stages that consist of units."""
+        config = get_model_config(chunks[0])
+        parts = parallel_state.get_context_parallel_world_size()
+        if config.sequence_parallel:
+            parts *= config.tensor_model_parallel_size
+        return {
+            "forward_step_func": self.forward_step,
+            "data_iterator": [self.data] * len(chunks),
+            "model": chunks,
+            "num_microbatches": num_microbatches,
+            "seq_length": self.message.shape[0] * parts,
+            "micro_batch_size": self.message.shape[1],
+        }
 
 
 def keep_unit(model: Any, unit: Unit) -> None:
@@ -80,10 +94,10 @@ def random_microbatch(
 def release(chunks: Sequence[torch.nn.Module]) -> None:
     """Let the garbage collector free models that are no longer used, and the process groups that the models hold.
 
-    The hooks of megatron-core's DDP refer to the model and its configuration. Autograd graphs refer to the hooks, by
-    references that Python's collector does not see. The model's configuration refers to the optimizer, which keeps the
-    parameters in memory, because the optimizer's shards are views of parameters. Some modules, such as the dispatcher
-    of experts, keep a tensor and the graph of the last forward.
+    The hooks of megatron-core's DDP refer to the model and its configuration. Autograd graphs refer to the hooks by
+    references that Python's garbage collector does not see. The model's configuration refers to the optimizer, whose
+    shards are views of the parameters. Some modules, such as the dispatcher of experts, keep a tensor and the autograd
+    graph of the last forward.
 
     Args:
         chunks: this rank's chunks of the model, with their wrappers.

@@ -1,8 +1,8 @@
 """Reads and resets the losses of multi-token prediction, which megatron-core adds up in a global variable.
 
-With multi-token prediction, the last stage predicts further tokens, each with its own layer and loss. megatron-core
-computes the losses of further tokens inside the model, and adds their gradients to the last layer's output gradient.
-Schedules therefore need not handle the losses of multi-token prediction.
+With multi-token prediction, the last stage predicts further tokens, each with its own layer and loss. Schedules need
+not handle the losses of further tokens, because megatron-core computes these losses inside the model, and adds their
+gradients to the last layer's output gradient.
 """
 
 from __future__ import annotations

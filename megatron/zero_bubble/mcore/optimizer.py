@@ -1,10 +1,10 @@
 """Gives access to the parts of megatron-core's optimizers, and lets checkpoints of torch's Adam and SGD be loaded.
 
 With neither apex nor Transformer Engine, megatron-core 0.16 saves the state of its distributed optimizer but cannot
-load this state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not have
-yet. megatron-core then looks for the number of steps among the saved tensors of every shard, which do not contain the
-number of steps. megatron-core cannot load the state of SGD, because megatron-core has no function that allocates the
-state of SGD. From 0.19 on, megatron-core does not load the state of parameters whose learning rate has changed.
+load the saved state. When loading, megatron-core reads the number of steps from a state that a new optimizer does not
+have yet. megatron-core then looks for the number of steps among the saved tensors of every shard, which do not contain
+the number of steps. megatron-core cannot load the state of SGD, because megatron-core has no function that allocates
+the state of SGD. From 0.19 on, megatron-core does not load the state of parameters whose learning rate has changed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, clip_grads, distrib_optimizer
-from megatron.core.optimizer import optimizer as megatrons_optimizer
+from megatron.core.optimizer import optimizer as base
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import (
-    ChainedOptimizer,
-    Float16OptimizerWithFloat16Params,
-    FP32Optimizer,
-    MixedPrecisionOptimizer,
-)
 
 from megatron.zero_bubble.mcore.replaced import replaced
 from megatron.zero_bubble.mcore.shard_checkpoints import optimizer_shards
@@ -32,7 +26,7 @@ from megatron.zero_bubble.mcore.shard_checkpoints import optimizer_shards
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:
     """Return the optimizers that a chained optimizer consists of, or `[optimizer]` if `optimizer` is not chained."""
-    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, base.ChainedOptimizer) else [optimizer]
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
@@ -43,7 +37,7 @@ def torch_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 def copy_to_model(optimizer: MegatronOptimizer) -> None:
     """Copy the optimizer's parameters to the model's parameters, if optimizer and model use different precisions."""
     for part in parts(optimizer):
-        if isinstance(part, MixedPrecisionOptimizer) and not part.is_stub_optimizer:
+        if isinstance(part, base.MixedPrecisionOptimizer) and not part.is_stub_optimizer:
             part._copy_main_params_to_model_params()
 
 
@@ -53,10 +47,10 @@ def refuse_optimizer(optimizer: MegatronOptimizer) -> None:
     Raises:
         ValueError: the optimizer is not supported; the message names the optimizer or its setting.
     """
-    kinds = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+    kinds = (base.FP32Optimizer, base.Float16OptimizerWithFloat16Params, DistributedOptimizer)
     # Subclasses of ChainedOptimizer are refused: they distribute parameters over replicas in their own way.
     for part in (*parts(optimizer), optimizer):
-        if type(part) not in (*kinds, ChainedOptimizer):
+        if type(part) not in (*kinds, base.ChainedOptimizer):
             raise ValueError(f"megatron-core's optimizer {type(part).__name__} is not supported")
         if getattr(part.config, "grad_norm_skip_threshold", math.inf) < math.inf:
             raise ValueError("grad_norm_skip_threshold is not supported: the norm is known only after the step")
@@ -66,19 +60,19 @@ def allocate_states(optimizer: MegatronOptimizer) -> None:
     """Create, for every parameter without optimizer state, the state that the first step would create.
 
     With allocated states, a checkpoint holds the same tensors before and after the first step. Without allocated
-    states, a checkpoint that was saved before the first step could not be loaded. With a loss scale, the first steps of
-    a run are often skipped, so that the first checkpoint of a run may precede the first step.
+    states, a checkpoint from before the first step could not be loaded. With a loss scale, the first steps of a run are
+    often skipped, so that the first checkpoint of a run may precede the first step.
 
-    A part of the optimizer can have no parameters on this rank, such as the part for experts in a stage without
-    experts. A part without parameters also gets an entry with the number of steps, because rank 0 saves each part's
-    number of steps for all ranks.
+    In a stage without experts, for example, the optimizer of the experts has no parameters. An optimizer without
+    parameters also gets an entry with the number of steps, because rank 0 saves the number of steps for all ranks.
     """
     for torch_optimizer in torch_optimizers(optimizer):
         if _is_torch_adam(torch_optimizer) and not _has_parameters(torch_optimizer):
             torch_optimizer.state[_STEPS] = {"step": torch.zeros((), dtype=torch.float32)}
         for group in torch_optimizer.param_groups:
             for parameter in group["params"]:
-                for name in _state_names(torch_optimizer, group):
+                names = ["momentum_buffer"] if group.get("momentum") else []
+                for name in ["step", "exp_avg", "exp_avg_sq"] if _is_torch_adam(torch_optimizer) else names:
                     if name not in torch_optimizer.state[parameter]:
                         first = torch.zeros((), dtype=torch.float32) if name == "step" else torch.zeros_like(parameter)
                         torch_optimizer.state[parameter][name] = first
@@ -102,52 +96,31 @@ def _align_steps(optimizer: MegatronOptimizer) -> None:
         state["step"] = steps.clone()
 
 
-def _state_names(torch_optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of a parameter's states in torch's optimizers; other optimizers allocate states elsewhere."""
-    if _is_torch_adam(torch_optimizer):
-        return ("step", "exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if group.get("momentum") else ()
-
-
 @contextmanager
 def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Let megatron-core load a checkpoint into `optimizer` inside the `with` block, also with torch's Adam or SGD."""
     allocate_states(optimizer)
-    for part in parts(optimizer):
-        if part.init_state_fn is None:
-            part.init_state_fn = lambda *_: None  # megatron-core calls this function, but SGD has none
-    shards = [part for part in parts(optimizer) if _is_distributed(part) and _is_torch_adam(part.optimizer)]
-    for shard in shards:
-        shard._set_main_param_and_optimizer_states = _setter_that_keeps_steps(shard)
-    adams = [adam for adam in torch_optimizers(optimizer) if _is_torch_adam(adam)]
-    for adam in adams:
-        adam.load_state_dict = _loader_of_any_step(adam)
-    whole = [part for part in parts(optimizer) if part.optimizer is not None and not _is_distributed(part)]
-    for part in whole:
-        part.load_state_dict = _loader_of_shards(part)
-    keys = tuple(key for key in megatrons_optimizer.param_group_identifier_keys if key not in ("max_lr", "min_lr"))
-    try:
-        with ExitStack() as matching:
-            for module in (megatrons_optimizer, distrib_optimizer):
-                matching.enter_context(replaced(module, "param_group_identifier_keys", keys))
-            yield
-    finally:
-        for part in whole:
-            del part.load_state_dict
-        for adam in adams:
-            del adam.load_state_dict
-        for shard in shards:
-            del shard._set_main_param_and_optimizer_states
+    keys = tuple(key for key in base.param_group_identifier_keys if key not in ("max_lr", "min_lr"))
+    with ExitStack() as changes:
         # Loading gives all parameters the same tensor `step`, which the step of every parameter would count up.
-        _align_steps(optimizer)
+        changes.callback(_align_steps, optimizer)
+        for module in (base, distrib_optimizer):
+            changes.enter_context(replaced(module, "param_group_identifier_keys", keys))
+        for part in parts(optimizer):
+            if part.init_state_fn is None:
+                part.init_state_fn = lambda *_: None  # megatron-core calls this function, but SGD has none
+            if part.optimizer is not None and not isinstance(part, DistributedOptimizer):
+                changes.enter_context(replaced(part, "load_state_dict", _loader_of_shards(part)))
+            if _is_torch_adam(part.optimizer):
+                changes.enter_context(replaced(part.optimizer, "load_state_dict", _loader_of_any_step(part.optimizer)))
+                if isinstance(part, DistributedOptimizer):
+                    name = "_set_main_param_and_optimizer_states"
+                    changes.enter_context(replaced(part, name, _setter_that_keeps_steps(part)))
+        yield
 
 
 def _is_torch_adam(torch_optimizer: Any) -> bool:
     return isinstance(torch_optimizer, (torch.optim.Adam, torch.optim.AdamW))
-
-
-def _is_distributed(optimizer: Any) -> bool:
-    return isinstance(optimizer, DistributedOptimizer)
 
 
 def _loader_of_any_step(adam: torch.optim.Optimizer) -> Any:
@@ -189,7 +162,7 @@ def norm_groups(optimizer: MegatronOptimizer) -> list[tuple[list[MegatronOptimiz
     An entry contains the optimizers whose gradients the norm includes, and the process group over which the norm is
     reduced.
     """
-    if isinstance(optimizer, ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
+    if isinstance(optimizer, base.ChainedOptimizer) and optimizer.grads_states_parallel_group_is_shared():
         return [(parts(optimizer), optimizer.get_grad_stats_parallel_group())]
     return [([part], part.get_grad_stats_parallel_group()) for part in parts(optimizer)]
 
@@ -203,7 +176,7 @@ def gradients_of_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
 
 
 def squared_norm(optimizers: Sequence[MegatronOptimizer]) -> torch.Tensor:
-    """Return this rank's term of the squared global norm of gradients: one element in fp32."""
+    """Return this rank's term of the squared norm of all gradients, a tensor with one element in fp32."""
     gradients = [gradient for optimizer in optimizers for gradient in gradients_of_norm(optimizer)]
     device = torch.cuda.current_device()
     if not gradients:
@@ -220,10 +193,7 @@ def norm_of_all(squared_norms: Sequence[torch.Tensor]) -> Norm:
 
 
 def _root(squared_norm: torch.Tensor) -> Norm:
-    """Return the square root of a squared norm.
-
-    From 0.17 on, megatron-core keeps the norm as a tensor if Transformer Engine has a kernel that scales by a tensor.
-    """
+    """Return the square root of a squared norm, as a tensor if megatron-core has a kernel that scales by a tensor."""
     if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None:
         return squared_norm.pow(0.5)
     return squared_norm.item() ** 0.5

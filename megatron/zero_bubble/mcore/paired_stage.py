@@ -1,9 +1,9 @@
 """Runs a forward and a backward as one operation, layer by layer, with the schedule plans of megatron-core's models.
 
 megatron-core uses schedule plans for `--overlap-moe-expert-parallel-comm`. A schedule plan cuts a forward and its
-backward into nodes, such as the experts of a layer and the exchanges before and after them. The plans' `run` takes the
-schedule plans of a forward and of another microbatch's backward, and executes the nodes of the two plans in turn.
-Computation runs on one CUDA stream, and exchanges between experts run on another CUDA stream.
+backward into nodes, such as the experts of a layer and the exchanges before and after them. The method `run` of a plan
+takes the schedule plans of a forward and of another microbatch's backward, and executes the nodes of the two plans in
+turn. Computation runs on one CUDA stream, and exchanges between experts run on another CUDA stream.
 """
 
 from __future__ import annotations
@@ -59,18 +59,14 @@ class _KeptPlan(NamedTuple):
     """The node that computes the loss; None except on the last stage."""
 
 
-class _Forward(NamedTuple):
+class _Pass(NamedTuple):
+    """The arguments of a microbatch's forward or backward; only a backward has an output."""
+
     microbatch: int
     chunk: int
     input_tensor: torch.Tensor | None
-
-
-class _Backward(NamedTuple):
-    microbatch: int
-    chunk: int
-    input_tensor: torch.Tensor | None
-    output_tensor: torch.Tensor
-    output_grad: torch.Tensor | None
+    output_tensor: torch.Tensor | None = None
+    output_grad: torch.Tensor | None = None
 
 
 @dataclass
@@ -87,21 +83,14 @@ class PairedStage(MegatronStage):
         set_streams()
 
     def forward(self, microbatch: int, chunk: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        if self.forward_only:
+        if self.call.forward_only:
             return super().forward(microbatch, chunk, input_tensor)
-        output, _ = self._run(_Forward(microbatch, chunk, input_tensor), None)
+        output, _ = self._run(_Pass(microbatch, chunk, input_tensor), None)
         assert output is not None
         return output
 
-    def backward(
-        self,
-        microbatch: int,
-        chunk: int,
-        input_tensor: torch.Tensor | None,
-        output_tensor: torch.Tensor,
-        output_grad: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        return self._run(None, _Backward(microbatch, chunk, input_tensor, output_tensor, output_grad))[1]
+    def backward(self, *arguments: Any, **named: Any) -> torch.Tensor | None:
+        return self._run(None, _Pass(*arguments, **named))[1]
 
     def forward_backward(
         self,
@@ -113,15 +102,13 @@ class PairedStage(MegatronStage):
         output_grad: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         output, input_grad = self._run(
-            _Forward(forward.microbatch, forward.chunk, input_tensor),
-            _Backward(backward.microbatch, backward.chunk, backward_input, output_tensor, output_grad),
+            _Pass(forward.microbatch, forward.chunk, input_tensor),
+            _Pass(backward.microbatch, backward.chunk, backward_input, output_tensor, output_grad),
         )
         assert output is not None
         return output, input_grad
 
-    def _run(
-        self, forward: _Forward | None, backward: _Backward | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _run(self, forward: _Pass | None, backward: _Pass | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run a forward, a backward or both; return the forward's output and the backward's input gradient."""
         config = self._config
         if forward is not None and config.timers is not None:
@@ -137,17 +124,15 @@ class PairedStage(MegatronStage):
         input_tensor = backward.input_tensor if backward is not None else None
         return (output if forward is not None else None), (None if input_tensor is None else input_tensor.grad)
 
-    def _new_plan(self, forward: _Forward) -> tuple[Any, Any]:
+    def _new_plan(self, forward: _Pass) -> tuple[Any, Any]:
         """Return the schedule plan of a forward, and the loss function of the user's forward step."""
-        microbatch, chunk, input_tensor = forward
-        model = self.model_chunks[chunk]
-        if mcore.check_first_val_step(self.first_val_step, self.forward_only, microbatch == 0) and hasattr(
-            model, "set_is_first_microbatch"
-        ):
+        microbatch, chunk, input_tensor, *_ = forward
+        model = self.call.chunks[chunk]
+        if self._is_first(microbatch) and hasattr(model, "set_is_first_microbatch"):
             cast(Any, model).set_is_first_microbatch()
         mcore.set_current_microbatch(model, microbatch)
         get_attr_wrapped_model(model, "set_input_tensor")([input_tensor])
-        call = record_call(self.forward_step_func, self.data_iterators[chunk], model)
+        call = record_call(self.call.forward_step_func, self.data_iterators[chunk], model)
         planned = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         # The `WeightGradStore`, and not the schedule plan, determines when W runs.
         delays, self._config.delay_wgrad_compute = self._config.delay_wgrad_compute, False
@@ -170,9 +155,9 @@ class PairedStage(MegatronStage):
                     node.forward_func = recorder.timed_exchange(node.forward_func)
                     node.backward_func = recorder.timed_exchange(node.backward_func)
 
-    def _end_forward(self, forward: _Forward, plan: Any, loss_function: Any, output: torch.Tensor) -> torch.Tensor:
+    def _end_forward(self, forward: _Pass, plan: Any, loss_function: Any, output: torch.Tensor) -> torch.Tensor:
         """End a forward: compute the loss on the last stage, and keep the schedule plan for the backward."""
-        microbatch, chunk, _ = forward
+        microbatch, chunk, *_ = forward
         stage = self.placement.stage_of(self.rank, chunk)
         is_last = stage == self.placement.num_stages - 1
         node = None
@@ -183,18 +168,15 @@ class PairedStage(MegatronStage):
         self._kept[chunk, microbatch] = _KeptPlan(plan, node)
         return result
 
-    def _gradient_of_output(self, backward: _Backward) -> tuple[Any, torch.Tensor]:
-        """Return the schedule plan of a backward, and the gradient of the model's output.
-
-        On the last stage, the gradient of the output is computed from the loss.
-        """
+    def _gradient_of_output(self, backward: _Pass) -> tuple[Any, torch.Tensor]:
+        """Return the schedule plan of a backward, and the gradient of the model's output."""
         plan, loss = self._kept.pop((backward.chunk, backward.microbatch))
         if backward.input_tensor is not None:
             backward.input_tensor.retain_grad()
         if backward.output_grad is not None:
             return plan, backward.output_grad
         assert loss is not None, "only the last stage has no gradient of its output"
-        output = backward.output_tensor
+        output: Any = backward.output_tensor
         if self._config.grad_scale_func is not None:
             output = self._config.grad_scale_func(output)
         torch.autograd.backward(output)

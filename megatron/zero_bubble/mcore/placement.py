@@ -1,12 +1,13 @@
 """Builds models and reduces gradients for placements that megatron-core does not have, such as a V.
 
-megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`. In a V the odd chunks run
-from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were `p - 1 - r`. While chunk 1 is
-built, a `StagePosition` with the rank `p - 1 - r` takes the place of the pipeline's process group. `StagePosition` has
-only a rank and a size, because megatron-core reads nothing else of the process group. In a V, rank 0 has both the first
-and the last stage. If the last stage of a V also uses the embedding, in a tied output layer or for multi-token
-prediction, rank 0 has two copies of the embedding. The gradients of the two copies of the embedding are added locally,
-whereas megatron-core would all-reduce the gradients between the first and the last rank.
+With `p` pipeline ranks, megatron-core numbers virtual stages rank by rank: chunk `c` of rank `r` is stage `c * p + r`.
+In a V of `p` ranks, chunk 1 runs from the last rank to the first, so chunk 1 of rank `r` is built as if its rank were
+`p - 1 - r`. While chunk 1 is built, a `StagePosition` with the rank `p - 1 - r` takes the place of the pipeline's
+process group. `StagePosition` has only a rank and a size, because megatron-core reads nothing else of the process
+group. In a V, rank 0 has both the first and the last stage. If the last stage of a V also uses the embedding, in a tied
+output layer or for multi-token prediction, rank 0 has two copies of the embedding. The gradients of the two copies of
+the embedding are added locally, whereas megatron-core would all-reduce the gradients between the first and the last
+rank.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def adopt_placement(placement: Placement) -> None:
 def copy_tied_embedding(chunks: Sequence[torch.nn.Module]) -> None:
     """Copy the first stage's embedding weights to the last stage, if the weights are tied and on this rank.
 
-    megatron-core sets the last stage's copy of the embedding to zero and fills it by an all-reduce between ranks.
+    megatron-core sets the last stage's copy of the embedding to zero and fills the copy by an all-reduce between ranks.
     """
     tied = tied_weights(chunks)
     if tied is not None:
@@ -115,11 +116,8 @@ def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[t
     if not all(isinstance(model, DECODER_MODELS) for model in models):
         return
     group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["pp"]).pp
-    stages = torch.zeros(placement.num_stages, dtype=torch.int, device=torch.cuda.current_device())
-    for chunk, model in enumerate(models):
-        stages[placement.stage_of(group.rank(), chunk)] = len(model.decoder.layers)
-    dist.all_reduce(stages, group=group)
-    built = stages.tolist()
+    of_ranks = from_all_ranks([len(model.decoder.layers) for model in models], group)
+    built = [of_ranks[placement.rank_of(stage)][placement.chunk_of(stage)] for stage in range(placement.num_stages)]
     if sum(built) != num_layers:
         raise ValueError(
             f"--num-layers {num_layers}, but stages of {', '.join(map(str, built))} layers were built, {sum(built)} in "
@@ -130,7 +128,7 @@ def check_layers_built(num_layers: int, placement: Placement, chunks: Sequence[t
 def finalize_gradients(
     config: Any,
     placement: Placement,
-    chunks: list[torch.nn.Module],
+    chunks: list[Any],
     num_tokens: torch.Tensor | None,
     groups: ProcessGroupCollection,
     force_all_reduce: bool | None,
@@ -141,31 +139,22 @@ def finalize_gradients(
         num_tokens: number of tokens in this replica's step, valid only on the last stage's rank; None if the loss is
             not averaged per token.
     """
-    if placement.rank_of(placement.num_stages - 1) == placement.num_ranks - 1:
-        config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+    holder = placement.rank_of(placement.num_stages - 1)
+    # megatron-core takes the number of tokens from the last rank.
+    is_usual = holder == placement.num_ranks - 1
+    known = num_tokens if is_usual else None
+    config.finalize_model_grads_func(chunks, known, pg_collection=groups, force_all_reduce=force_all_reduce)
+    if is_usual:
         return
-    config.finalize_model_grads_func(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
     tied = tied_weights(chunks)
     if tied is not None:
         embedding, last = (weight.main_grad for weight in tied)
         embedding.add_(last)
         last.copy_(embedding)
     if num_tokens is not None:
-        _scale_by_tokens(placement, chunks, num_tokens, groups)
-
-
-def _scale_by_tokens(
-    placement: Placement, chunks: Sequence[Any], num_tokens: torch.Tensor, groups: ProcessGroupCollection
-) -> None:
-    """Divide the gradients by the number of tokens, as megatron-core does.
-
-    `finalize_model_grads` takes the number of tokens from the last rank, which need not hold the last stage.
-    """
-    holder = dist.get_global_rank(groups.pp, placement.rank_of(placement.num_stages - 1))
-    dist.broadcast(num_tokens, src=holder, group=groups.pp)
-    dist.all_reduce(num_tokens, group=groups.dp_cp)
-    if num_tokens > 0:
-        for chunk in chunks:
+        dist.broadcast(num_tokens, src=dist.get_global_rank(groups.pp, holder), group=groups.pp)
+        dist.all_reduce(num_tokens, group=groups.dp_cp)
+        for chunk in chunks if num_tokens > 0 else ():
             chunk.scale_gradients(1.0 / num_tokens)
 
 
@@ -218,7 +207,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 
 def place_layout(config: TransformerConfig, placement: Placement, rank: int) -> None:
-    """Replace the layout of `config`, if it has one, by the layout of pipeline rank `rank` under `placement`."""
+    """Replace the layout in `config`, if `config` has a layout, by the layout of rank `rank` under `placement`."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         config.pipeline_model_parallel_layout = PlacedLayout(layout.input_data, placement, rank)

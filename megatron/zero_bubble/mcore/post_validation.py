@@ -1,7 +1,7 @@
-"""Takes the optimizer's step without a global synchronisation, validates it later, and amends a wrong step.
+"""Takes the optimizer's step without a global synchronisation, validates the step later, and amends a wrong step.
 
-megatron-core's step reduces two values over all stages before it updates a parameter: the squared norm of the gradients
-and, with a loss scale, whether any gradient is not finite. With post-validation each stage checks only its own
+Before megatron-core's step updates a parameter, the step reduces the squared norm of the gradients over all stages and,
+with a loss scale, a flag for gradients that are not finite. With post-validation each stage checks only its own
 gradients, starts the reductions over all stages in the background, and steps. The reductions over all stages complete
 during the next iteration's warmup and usually confirm the step. If the reductions show that gradients should have been
 clipped or the step skipped, the step is undone and the right step is taken. While many steps are wrong, each rank takes
@@ -33,7 +33,7 @@ _SCHEDULED = ("lr", "weight_decay")
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The result of an optimizer step; megatron-core's `optimizer.step()` returns the first three values."""
+    """The result of an optimizer step; megatron-core's `optimizer.step()` returns the first three fields."""
 
     was_updated: bool
     grad_norm: float | None
@@ -47,29 +47,18 @@ class StepOutcome:
 
 
 @dataclass
-class _Reduction:
-    """A value whose reduction over all stages runs in the background."""
-
-    value: torch.Tensor
-    work: Any
-
-    def wait(self) -> torch.Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.value
-
-
-@dataclass
 class _Pending:
     """An optimizer step that was taken or withheld and is not yet validated."""
 
     has_stepped: bool
     waits: bool
     """Whether every rank withholds the step until its validation, because many recent steps were wrong."""
-    squared_norms: list[_Reduction]
-    """Reductions of squared gradient norms: one per optimizer, or a single one if all optimizers share a group."""
-    found_inf: list[_Reduction]
+    squared_norms: list[torch.Tensor]
+    """Squared gradient norms: one per optimizer, or a single one if all optimizers share a group."""
+    found_inf: list[torch.Tensor]
     """For each loss scale two flags: [an Inf or NaN was found, a rank has stepped]."""
+    reductions: list[Any]
+    """The reductions of `squared_norms` and `found_inf` over all stages, which run in the background."""
     scales: list[dict[str, Any]]
     """The loss scales before the optimizer step."""
     settings: list[dict[str, Any]]
@@ -77,25 +66,20 @@ class _Pending:
 
 
 class PostValidation:
-    """Takes the steps of a megatron-core optimizer without waiting for other stages, and validates them later.
+    """Takes the steps of a megatron-core optimizer without waiting for other stages, and validates the steps later.
 
     Args:
         optimizer: the optimizer that `get_megatron_optimizer` has made.
         rollback: undoes a step of the torch optimizers in `optimizer`.
         model_chunks: this rank's model chunks, wrapped in DDP.
-        settled: called with the outcome of every step, as soon as the step is validated and, if it was wrong, amended.
+
+    Attributes:
+        settled: called with the outcome of every step, once the step is validated and a wrong step is amended.
         check_norm: called with the norm of all gradients, or with None if an Inf or NaN was found, before a wrong step
             is amended; `check_norm` may raise an error.
     """
 
-    def __init__(
-        self,
-        optimizer: MegatronOptimizer,
-        rollback: Rollback,
-        model_chunks: Sequence[Any],
-        settled: Callable[[StepOutcome], None] = lambda outcome: None,
-        check_norm: Callable[[float | None], None] = lambda norm: None,
-    ) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, rollback: Rollback, model_chunks: Sequence[Any]) -> None:
         self._optimizer = optimizer
         self._optimizers = parts(optimizer)
         self._rollback = rollback
@@ -104,12 +88,12 @@ class PostValidation:
         self._num_instances = model_chunks[0].ddp_config.num_distributed_optimizer_instances
         self._pending: _Pending | None = None
         self._recent = RecentSteps()
-        self.settled = settled
-        self.check_norm = check_norm
+        self.settled: Callable[[StepOutcome], None] = lambda outcome: None
+        self.check_norm: Callable[[float | None], None] = lambda norm: None
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last optimizer step awaits validation, which may still change parameters and the loss scale."""
+        """Whether the last optimizer step is not validated yet, so that parameters may still change."""
         return self._pending is not None
 
     @property
@@ -119,17 +103,23 @@ class PostValidation:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the optimizer's step, unless it must be validated first or this stage's gradients show a wrong step."""
+        """Take the optimizer's step, unless validation must come first or this stage's gradients show a wrong step."""
         assert self._pending is None, "the last step has to be validated first"
         flags = self._prepare_gradients()
         norms = [(squared_norm(optimizers), group) for optimizers, group in norm_groups(self._optimizer)]
         waits = self._recent.next_waits
         has_stepped = not self._is_wrong(flags, [norm for norm, _ in norms]) and not waits
+        reductions = [dist.all_reduce(norm, group=group, async_op=True) for norm, group in norms]
+        found = [torch.cat([flag, torch.full_like(flag, float(has_stepped))]) for flag, _ in flags]
+        for both, (_, optimizer) in zip(found, flags, strict=True):
+            group = optimizer.get_grad_stats_parallel_group()
+            reductions.append(dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True))
         self._pending = _Pending(
             has_stepped,
             waits,
-            [_reduce(norm, dist.ReduceOp.SUM, group) for norm, group in norms],
-            [self._reduce_found(flag, has_stepped, optimizer) for flag, optimizer in flags],
+            [norm for norm, _ in norms],
+            found,
+            reductions,
             [scaler.state_dict() for scaler in self._scalers()],
             settings_of(self._optimizer.param_groups, _SCHEDULED),
         )
@@ -152,8 +142,10 @@ class PostValidation:
         if self._pending is None:
             return False
         pending, self._pending = self._pending, None
-        infinite = [bool(reduction.wait()[0] > 0) for reduction in pending.found_inf]
-        norm = None if any(infinite) else norm_of_all([reduction.wait() for reduction in pending.squared_norms])
+        for reduction in filter(None, pending.reductions):
+            reduction.wait()
+        infinite = [bool(found[0] > 0) for found in pending.found_inf]
+        norm = None if any(infinite) else norm_of_all(pending.squared_norms)
         self.check_norm(None if norm is None else float(norm))
         with with_settings(self._optimizer.param_groups, pending.settings):
             was_wrong = self._amend(pending, infinite, norm)
@@ -177,11 +169,10 @@ class PostValidation:
         self._rollback.prepare()
 
     def _amend(self, pending: _Pending, infinite: list[bool], norm: Norm | None) -> bool:
-        """Take the right step in place of the last step; return whether right and last step differ on any rank."""
+        """Amend the last optimizer step if it was wrong; return whether the step was wrong on any rank."""
         if any(infinite):
             self._skip(pending, infinite)
-            has_stepped = any(bool(reduction.wait()[1] > 0) for reduction in pending.found_inf)
-            return has_stepped or self._scales_forwards(pending)
+            return any(bool(found[1] > 0) for found in pending.found_inf) or self._scales_forwards(pending)
         if self._clips(norm):
             self._clip_and_step(pending, norm)
             return True
@@ -192,7 +183,7 @@ class PostValidation:
         return norm is not None and math.isnan(norm)
 
     def _scales_forwards(self, pending: _Pending) -> bool:
-        """Tell whether forwards have used an outdated loss scale; in a forward, only auxiliary losses use the scale."""
+        """Tell whether auxiliary losses, which use the loss scale in the forward, have used an outdated loss scale."""
         config = get_model_config(self._chunks[0])
         if config.num_moe_experts is None and not getattr(config, "mtp_num_layers", None):
             return False
@@ -200,10 +191,7 @@ class PostValidation:
         return any(bool(scaler.scale != before.get("scale", scaler.scale)) for scaler, before in scalers)
 
     def _prepare_gradients(self) -> list[tuple[torch.Tensor, MixedPrecisionOptimizer]]:
-        """Run megatron-core's `prepare_grads` without the reduction of the Inf flags over ranks.
-
-        Returns a pair for each loss scale: a flag that tells whether this rank found an Inf or NaN, and the optimizer.
-        """
+        """Run megatron-core's `prepare_grads` without its reduction; return (this rank's Inf flag, optimizer) pairs."""
         flags = []
         for optimizer in self._optimizers:
             scaler = getattr(optimizer, "grad_scaler", None)
@@ -219,8 +207,7 @@ class PostValidation:
         return flags
 
     def _is_wrong(self, flags: list[tuple[torch.Tensor, MixedPrecisionOptimizer]], norms: list[torch.Tensor]) -> bool:
-        """Tell whether gradients show that an optimizer step would be wrong: the gradients of this rank or, with a
-        distributed optimizer, the gradients of this rank's stage."""
+        """Tell whether a step would be wrong, by this rank's (with a distributed optimizer, this stage's) gradients."""
         zero = torch.zeros(1, device=norms[0].device)
         state = torch.cat([sum((flag for flag, _ in flags), zero), sum(norms, zero)])
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -231,10 +218,6 @@ class PostValidation:
         # Each instance of the distributed optimizer has all gradients, so that the sum counts them several times.
         squared /= self._num_instances
         return inf > 0 or not math.isfinite(squared) or self._clips(squared**0.5)
-
-    def _reduce_found(self, flag: torch.Tensor, has_stepped: bool, optimizer: MixedPrecisionOptimizer) -> _Reduction:
-        both = torch.cat([flag, torch.full_like(flag, float(has_stepped))])
-        return _reduce(both, dist.ReduceOp.MAX, optimizer.get_grad_stats_parallel_group())
 
     def _clips(self, norm: Norm | None) -> bool:
         """Tell whether megatron-core's clipping changes gradients of norm `norm`; a NaN norm changes no gradient."""
@@ -280,7 +263,3 @@ class PostValidation:
     def _scalers(self) -> list[Any]:
         scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers)
         return [scaler for scaler in scalers if scaler is not None]
-
-
-def _reduce(value: torch.Tensor, op: Any, group: dist.ProcessGroup) -> _Reduction:
-    return _Reduction(value, dist.all_reduce(value, op=op, group=group, async_op=True))

@@ -12,7 +12,7 @@ _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format", "logit_dtype": "--output
 
 
 def flag_of_setting(name: str) -> str:
-    """Return the name of Megatron-LM's flag for a refused setting, from `_FLAGS` or else from the setting's name."""
+    """Return the name of Megatron-LM's flag for a refused setting."""
     return _FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
@@ -20,7 +20,7 @@ def refuse_with_schedule(settings: object, schedule: str) -> None:
     """Refuse a script's arguments that no zero-bubble schedule supports.
 
     Args:
-        settings: an object with the settings as attributes; a version of Megatron may lack some settings.
+        settings: an object with the settings as attributes; settings that a version of Megatron lacks may be missing.
         schedule: the flag by which the user asked for a schedule; the error message names this flag.
 
     Raises:
@@ -37,22 +37,17 @@ def refuse_with_features(settings: object, features: Collection[Feature]) -> Non
         ValueError: a feature does not support an argument; the message has the argument, the reason and an alternative.
     """
     for feature in features:
-        for name, value, row in _refused(settings, feature):
+        for name, value, row in unsupported(settings, feature):
             raise ValueError(f"{feature.value} does not work with {_given(name, value)}: {_explained(row)}")
-
-
-def unsupported(settings: object) -> Iterator[tuple[str, Any, Refusal]]:
-    """Yield each setting that no zero-bubble schedule supports: its name, its value, and the `Refusal` with the
-    reason."""
-    yield from _refused(settings, None)
 
 
 def works_with(settings: object, feature: Feature) -> bool:
     """Tell whether a feature supports all values in `settings`."""
-    return next(_refused(settings, feature), None) is None
+    return next(unsupported(settings, feature), None) is None
 
 
-def _refused(settings: object, feature: Feature | None) -> Iterator[tuple[str, Any, Refusal]]:
+def unsupported(settings: object, feature: Feature | None = None) -> Iterator[tuple[str, Any, Refusal]]:
+    """Yield name, value and `Refusal` of each setting that `feature`, or by default every schedule, refuses."""
     for row in REFUSALS:
         if feature in row.features or (feature is None and not row.features):
             for name in row.names.split():

@@ -1,4 +1,4 @@
-"""The settings of Megatron that are refused, with every zero-bubble schedule or only with a feature of this project."""
+"""Lists the settings of Megatron that every zero-bubble schedule, or only a feature of this project, refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Feature(Enum):
-    """A feature of this project, named by its flag. A feature refuses settings that work without the feature."""
+    """A feature of this project, named by the feature's flag. A feature can refuse settings of Megatron."""
 
     POST_VALIDATION = "--zero-bubble-post-validation"
     SCRIPT_POST_VALIDATION = "--zero-bubble-post-validation under the launcher"
@@ -44,8 +44,7 @@ def _one_of(*values: str) -> Condition:
 
 
 def _more_than(name: str) -> Condition:
-    """Condition: the refused setting, a number of weight shards, is greater than the setting `name`, a number of
-    tensor-parallel ranks."""
+    """Return the condition that a number of weight shards exceeds the setting `name`, a number of tensor ranks."""
     return Condition(lambda value, settings: value is not None and value > (getattr(settings, name, None) or 1))
 
 
@@ -72,8 +71,8 @@ class Refusal:
     Attributes:
         names: the names of configuration fields and of Megatron-LM's arguments, separated by white space.
         reason: why the settings are refused, as the text after the colon of the error message.
-        instead: the remedy, as the text after the semicolon of the error message; empty if the setting can only be left
-            out.
+        instead: the remedy, as the text after the semicolon of the error message; empty if no other value of the
+            settings works.
         when: the condition under which the settings are refused; it may depend on the value and on other settings.
         features: features with which the settings are refused; empty if every zero-bubble schedule refuses them.
     """
@@ -86,7 +85,7 @@ class Refusal:
 
 
 def _with(features: list[Feature], *rows: Refusal) -> Iterator[Refusal]:
-    """Yield copies of the refusals in `rows`, restricted to the given features."""
+    """Yield copies of the refusals in `rows`, which apply only to the given features."""
     return (replace(row, features=tuple(features)) for row in rows)
 
 

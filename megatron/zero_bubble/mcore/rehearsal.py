@@ -1,4 +1,4 @@
-"""Rehearses schedules before a model is built: each schedule trains stages made of embedding, layers and output.
+"""Rehearses schedules before the model is built: measures training steps of each schedule with small stages.
 
 A rehearsed stage has as many layers of each kind as the stage of the model, but layers of one kind share their weights,
 so that a rehearsal needs little memory. A rehearsal uses the executor, messages, recomputation, and the operations and
@@ -91,11 +91,10 @@ def rehearse(
             opened.callback(run.close)
             run.milliseconds(1)
         start = time.perf_counter()
-        times = [[run.step_time() for run in runs]]
-        fitting = torch.tensor(seconds / (time.perf_counter() - start))
-        dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
-        num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(fitting.item())))
-        times += [[run.step_time() for run in runs] for _ in range(num_rounds - 1)]
+        times = [[run.milliseconds(run.num_steps) for run in runs]]
+        fitting = min(from_all_ranks(seconds / (time.perf_counter() - start)))
+        num_rounds = max(_FEWEST_ROUNDS, min(_MOST_ROUNDS, int(fitting)))
+        times += [[run.milliseconds(run.num_steps) for run in runs] for _ in range(num_rounds - 1)]
     slowest = torch.tensor(from_all_ranks(times), dtype=torch.float64).amax(0)  # [rounds, contenders]
     # The ratios within a round change less than the times, because all contenders share the machine's load.
     ratios = (slowest / slowest.mean(1, keepdim=True)).quantile(0.5, 0)
@@ -121,23 +120,8 @@ class _Rehearsal:
             vocabulary_parallel=layout.vocabulary_parallel,
         )
         self._run = ForwardBackward(plan, store, connections)
-        self._interlocks = contender.interlocks
-        config = get_model_config(self._stages[0])
-        parts = models.context_parallel_size
-        if config.sequence_parallel:
-            parts *= config.tensor_model_parallel_size
-        self._arguments = {
-            "forward_step_func": models.forward_step,
-            "data_iterator": [models.data] * schedule.num_chunks,
-            "model": self._stages,
-            "num_microbatches": schedule.num_microbatches,
-            "seq_length": models.message.shape[0] * parts,
-            "micro_batch_size": models.message.shape[1],
-        }
-
-    def step_time(self) -> float:
-        """Return the milliseconds of a step."""
-        return self.milliseconds(_INTERLOCKED_STEPS if self._interlocks else 1)
+        self.num_steps = _INTERLOCKED_STEPS if contender.interlocks else 1
+        self._arguments = models.step_arguments(self._stages, schedule.num_microbatches)
 
     def milliseconds(self, num_steps: int) -> float:
         """Run consecutive steps; return the mean milliseconds of a step."""
@@ -158,13 +142,7 @@ class _Rehearsal:
 def _build_stages(
     contender: Contender, models: UnitModels, kinds: Sequence[int], store: WeightGradStore
 ) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Build this rank's stages for a rehearsal, each from a unit of the model and the stage's number of layers.
-
-    The first stage is made from the unit with the embedding, and the last stage from the unit with the output layer.
-
-    Returns:
-        The stages, and the units from which the layers of the stages were taken.
-    """
+    """Return this rank's stages for a rehearsal, and the units from which the layers of the stages were taken."""
     placement, partition = contender.layout.placement, contender.layout.partition
     rank = parallel_state.get_pipeline_model_parallel_group().rank()
     layers: dict[int, torch.nn.Module] = {}
@@ -174,12 +152,12 @@ def _build_stages(
         own = kinds[begin : begin + partition[stage]]
         for kind in {*own} - {*layers}:
             sources.append(models.build(Unit(layer=kind), store))
-            [layers[kind]] = _stack_of(sources[-1]).layers
+            [layers[kind]] = unwrap_model(sources[-1]).decoder.layers
         is_last = stage == placement.num_stages - 1
         # A stage in between has at least one layer.
         unit = Unit(embeds=stage == 0, is_last=is_last) if stage == 0 or is_last else Unit(layer=own[0])
         model = models.build(unit, store)
-        stack = _stack_of(model)
+        stack: Any = unwrap_model(model).decoder
         stack.layers = torch.nn.ModuleList(layers[kind] for kind in own)
         stack.num_layers_per_pipeline_rank = len(own)
         _set_position(model, StagePosition(stage, placement.num_stages))
@@ -190,11 +168,8 @@ def _build_stages(
 
 
 def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> None:
-    """Adapt the configurations of the stages to a rehearsal; each unit of the model has its own configuration.
-
-    megatron-core collects the losses of experts in a tensor with `config.num_layers` elements. A stage combines layers
-    of several units, so that `config.num_layers` must be at least the largest layer number on this rank.
-    """
+    """Adapt the configurations of the units in `stages`; each unit of the model has its own configuration."""
+    # megatron-core collects the losses of experts in a tensor with `config.num_layers` elements.
     modules = [module for stage in stages for module in stage.modules()]
     last = max(getattr(module, "layer_number", None) or 0 for module in modules)
     given = (getattr(module, "config", None) for module in modules)
@@ -205,14 +180,8 @@ def _adapt_configs(stages: Sequence[torch.nn.Module], *, recomputes: bool) -> No
 
 
 def _set_position(model: torch.nn.Module, position: StagePosition) -> None:
-    """Tell `Float16Module` the position of a stage, because `Float16Module` converts the inputs of the first stage to
-    16 bits, and the outputs of the last stage to 32 bits."""
+    """Tell `Float16Module` the position of a stage; inputs of the first and outputs of the last stage are converted."""
     for module in model.modules():
         if isinstance(module, Float16Module):
             module.pg_collection = copy.copy(module.pg_collection)
             module.pg_collection.pp = position
-
-
-def _stack_of(model: torch.nn.Module) -> Any:
-    """Return the module of megatron-core's model that runs the layers one after the other."""
-    return unwrap_model(model).decoder

@@ -1,12 +1,12 @@
 """Hierarchical SGD for megatron-core: replicas step on their own gradients, and their parameters are averaged.
 
-The parameters of the optimizer are averaged, which are the fp32 parameters in mixed precision. The model's parameters
-are copies of the optimizer's parameters.
+In mixed precision, the fp32 parameters of the optimizer are averaged, and the model's parameters are their copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.zero_bubble.runtime.joint import from_all_ranks
 from megatron.zero_bubble.schedule.hierarchy import Hierarchy
 
 
+@dataclass(eq=False)
 class ReplicaAveraging:
     """Averages this rank's parameters, in place of gradients, over replicas.
 
@@ -32,35 +33,28 @@ class ReplicaAveraging:
     Args:
         optimizer: the optimizer that `get_megatron_optimizer` has made.
         chunks: this rank's model chunks, wrapped in DDP.
-        iteration: number of the last iteration before the first step of this job.
+        averaged_at: the last iteration after which all replicas had the same parameters.
         changed: called when parameters or moments have been averaged.
 
     Raises:
         ValueError: a part of the optimizer is of a class whose parameters cannot be averaged.
     """
 
-    def __init__(
-        self,
-        hierarchy: Hierarchy,
-        optimizer: MegatronOptimizer,
-        chunks: Sequence[Any],
-        iteration: int,
-        timeout: timedelta,
-        changed: Callable[[], None] = lambda: None,
-    ) -> None:
-        for part in parts(optimizer):
+    hierarchy: Hierarchy
+    optimizer: MegatronOptimizer
+    chunks: Sequence[Any]
+    averaged_at: int
+    timeout: InitVar[timedelta]
+    changed: Callable[[], None]
+    is_local: bool = field(default=False, init=False)
+    """Whether the next optimizer step uses only this replica's own gradients."""
+
+    def __post_init__(self, timeout: timedelta) -> None:
+        for part in parts(self.optimizer):
             if type(part) not in (FP32Optimizer, Float16OptimizerWithFloat16Params):
                 raise ValueError(f"the parameters of megatron-core's {type(part).__name__} cannot be averaged")
-        self.hierarchy = hierarchy
-        self._optimizer = optimizer
-        self._chunks = chunks
-        self._changed = changed
-        self._averager = GroupAverager(hierarchy, _averaging_groups(hierarchy, timeout))
-        self._averaged_at = iteration
-        """The last iteration after which all replicas had the same parameters."""
-        self.is_local = False
-        """Whether the next optimizer step uses only this replica's own gradients."""
-        self._begin_local_steps(iteration)
+        self._averager = GroupAverager(self.hierarchy, _averaging_groups(self.hierarchy, timeout))
+        self._begin_local_steps(self.averaged_at)
 
     def after_step(self, iteration: int) -> None:
         """If an average is due after `iteration`, average parameters over a group of replicas.
@@ -73,7 +67,7 @@ class ReplicaAveraging:
             self._averager.average(self._parameters(), iteration)
             self._hand_out()
         if size == self.hierarchy.num_replicas or not self.hierarchy.is_local(iteration):
-            self._averaged_at = iteration
+            self.averaged_at = iteration
         self._begin_local_steps(iteration)
 
     def average_all(self, iteration: int, *, with_states: bool = False) -> None:
@@ -83,13 +77,13 @@ class ReplicaAveraging:
             with_states: whether to average the optimizer's moments, too. With averaged moments, a checkpoint holds the
                 state of all replicas, and a job that loads the checkpoint continues like the job that saved it.
         """
-        if self._averaged_at != iteration:
+        if self.averaged_at != iteration:
             self._averager.average_over_all(self._parameters())
             self._hand_out()
-            self._averaged_at = iteration
+            self.averaged_at = iteration
         if with_states and self.is_local:
             self._averager.average_over_all(self._moments())
-            self._changed()
+            self.changed()
 
     def _begin_local_steps(self, iteration: int) -> None:
         """If replicas step on their own gradients in the next iteration, reduce gradients only within this replica."""
@@ -98,7 +92,7 @@ class ReplicaAveraging:
         self.is_local = True
         # This group is one rank, or with context parallelism the ranks that hold parts of the same sequences.
         replica = parallel_state.get_context_parallel_group()
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             assert not chunk.expert_parallel_bucket_groups, "experts that replicas share"
             for bucket_group in chunk.bucket_groups:
                 bucket_group.data_parallel_group = replica
@@ -107,23 +101,22 @@ class ReplicaAveraging:
                         bucket.gradient_scaling_factor = 1.0 / replica.size()
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        for optimizer in torch_optimizers(self._optimizer):
+        for optimizer in torch_optimizers(self.optimizer):
             for group in optimizer.param_groups:
                 yield from group["params"]
 
     def _moments(self) -> Iterator[torch.Tensor]:
-        """Yield the optimizer's state tensors of each parameter, except the number of steps, which is the same on all
-        replicas."""
-        for optimizer in torch_optimizers(self._optimizer):
+        """Yield the optimizer's state tensors of each parameter, except the number of steps."""
+        for optimizer in torch_optimizers(self.optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter, {})
                     yield from (value for name, value in sorted(state.items()) if name != "step")
 
     def _hand_out(self) -> None:
-        _unify_tied_embeddings(self._chunks)
-        copy_to_model(self._optimizer)
-        self._changed()
+        _unify_tied_embeddings(self.chunks)
+        copy_to_model(self.optimizer)
+        self.changed()
 
 
 def _averaging_groups(hierarchy: Hierarchy, timeout: timedelta) -> dict[int, dist.ProcessGroup]:

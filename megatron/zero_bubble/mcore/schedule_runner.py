@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.connections import Connections
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
@@ -37,7 +36,7 @@ from megatron.zero_bubble.runtime.running_plan import RunningPlan
 from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.runtime.watchdog import Position
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.schedule import Idle, Schedule, ScheduleError
+from megatron.zero_bubble.schedule import Schedule, ScheduleError
 from megatron.zero_bubble.schedule.formats import Profile
 from megatron.zero_bubble.schedule.lower_collectives import joined_early
 from megatron.zero_bubble.schedule.pairs import PAIRED
@@ -106,13 +105,9 @@ class ForwardBackward:
             replanner = Replanner(plan, planning, measured, report, own_device())
         interlocks = post_validation is not None
         self._running = RunningPlan(plan, replanner, self._make_executor, post_validation=interlocks)
+        timeout = self._connections.timeout
         self._step_plans = StepPlans(
-            self._running,
-            self.observer,
-            planning,
-            self._connections.timeout,
-            reorders=orders_microbatches,
-            interlocks=interlocks,
+            self._running, self.observer, planning, timeout, reorders=orders_microbatches, interlocks=interlocks
         )
 
     @property
@@ -130,8 +125,7 @@ class ForwardBackward:
         return self._running.schedule(num_microbatches)
 
     def position(self) -> Position | None:
-        """Return the position of this rank in a step, None between steps; a `Watchdog` calls this method from another
-        thread."""
+        """Return this rank's position in a step, or None between steps; a `Watchdog` calls `position` in a thread."""
         executor = self._last_executor
         if executor is None:
             return None
@@ -154,11 +148,6 @@ class ForwardBackward:
     def prediction(self, num_microbatches: int) -> Prediction | None:
         """Return the current schedule's timeline, simulated with measured costs; None before costs are measured."""
         return self._running.prediction(num_microbatches)
-
-    def predicted_idle(self, num_microbatches: int) -> Idle | None:
-        """Return the idle share in the simulation of the current schedule; None before costs are measured."""
-        prediction = self.prediction(num_microbatches)
-        return None if prediction is None else prediction.idle
 
     @property
     def shapes_vary(self) -> bool:
@@ -186,9 +175,7 @@ class ForwardBackward:
         self._prepare(call)
         iterators, decision = call.data_iterators, None
         if not call.forward_only and self._step_plans.are_made(call.config):
-            decision, iterators = self._step_plans.decide(
-                self._num_steps + 1, call.config, iterators, call.num_microbatches
-            )
+            decision, iterators = self._step_plans.decide(self._num_steps + 1, call)
         executor = self._running.executor(
             call.groups.pp,
             call.num_microbatches,
@@ -200,7 +187,7 @@ class ForwardBackward:
         stage = self._make_stage(call, iterators, executor)
         if self.warms_up and not call.forward_only:
             self.warms_up = False
-            warm_up(stage, self._store, call.groups)
+            warm_up(stage, self._store)
         self._run(executor, stage)
         if not call.forward_only:
             self._running.after_step(self._num_steps, call.num_microbatches)
@@ -208,11 +195,7 @@ class ForwardBackward:
         return stage.forward_data_store if decision is None else decision.in_data_order(stage.forward_data_store)
 
     def _prepare(self, call: StepCall) -> None:
-        """Open this rank's connections, after validating the last optimizer step and adopting the next plan, if needed.
-
-        The last optimizer step is validated before an evaluation, and before any step if the optimizer step was
-        withheld until its validation. The next plan is adopted before a training step begins.
-        """
+        """Validate the last optimizer step and adopt the next plan if needed, and open this rank's connections."""
         if self._recomputation_store is not None:
             refuse_unsplit_recomputation(call.config)
         if call.forward_only or (self._post_validation is not None and self._post_validation.waits):
@@ -224,38 +207,29 @@ class ForwardBackward:
             self._running.let_microbatches_differ()
 
     def _make_stage(self, call: StepCall, iterators: Sequence[Any], executor: Executor) -> MegatronStage:
-        shape, forward_only = call.output_shape, call.forward_only
         # megatron-core's schedule plans take additional time, so only schedules with pairs use them.
         has_pairs = self._pairs and not executor.schedule.kinds.isdisjoint(PAIRED)
         return (PairedStage if has_pairs else MegatronStage)(
-            forward_step_func=call.forward_step_func,
-            data_iterators=iterators,
-            model_chunks=call.chunks,
-            placement=executor.schedule.placement,
-            rank=executor.rank,
-            num_microbatches=call.num_microbatches,
-            output_shape=shape,
+            call,
+            iterators,
+            executor.schedule.placement,
+            executor.rank,
+            own_device(),
             shapes_vary=self._connections.shapes_vary,
-            cp_group_size=call.groups.cp.size(),
-            device=own_device(),
-            forward_only=forward_only,
-            collect_non_loss_data=call.collect_non_loss_data,
-            first_val_step=call.first_val_step,
-            finalize=call.finalize,
-            post_validation=None if forward_only else self._post_validation,
+            post_validation=None if call.forward_only else self._post_validation,
             num_early_forwards=num_forwards_before_validation(executor.schedule),
             recomputation_store=self._recomputation_store,
-            vocabulary=self._connections.vocabulary_step(call.num_microbatches, shape, forward_only=forward_only),
+            vocabulary=self._connections.vocabulary_step(call),
         )
 
     def _run(self, executor: Executor, stage: MegatronStage) -> None:
-        config = get_model_config(stage.model_chunks[0])
+        config = stage.call.config
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         self._usual_message = stage.usual_message
         self._num_calls += 1
         self._last_executor, self._is_in_step = executor, True
-        recorder = None if stage.forward_only else self._start_recording(stage.vocabulary)
+        recorder = None if stage.call.forward_only else self._start_recording(stage.vocabulary)
         if isinstance(stage, PairedStage):
             stage.recorder = recorder
         executor.run(stage, recorder)
@@ -267,7 +241,7 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
 
     def settle(self) -> None:
-        """Validate the last optimizer step now, if post-validation has taken or withheld it and not validated it yet.
+        """Validate the last optimizer step now, if post-validation has not validated this step yet.
 
         Call `settle` on every rank before code outside of a training step reads parameters or the optimizer.
         """
@@ -289,10 +263,8 @@ class ForwardBackward:
         return self.observer.start(self._num_steps, meter)
 
     def _measure_messages(self) -> tuple[dict[int, float], float]:
-        message, connections = self._usual_message, self._connections
-        assert message is not None
-        edges = connections.measure_edges(self.plan.placement, self._rank, message)
-        return edges, connections.measure_collective(message)
+        assert self._usual_message is not None
+        return self._connections.measure_messages(self.plan.placement, self._rank, self._usual_message)
 
     def _make_executor(self, schedule: Schedule, group: dist.ProcessGroup, *, tail_by_parameter: bool) -> Executor:
         assert schedule.num_ranks == group.size(), "a plan for another pipeline size"

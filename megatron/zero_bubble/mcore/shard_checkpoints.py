@@ -9,7 +9,6 @@ of rows of gated layers, and the conversion of loaded tensors to shards.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -29,26 +28,19 @@ FP32_COPIES = "fp32_from_fp16_params"
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, model: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
-    """Return the optimizer's `sharded_state_dict`, with fp32 copies in a dictionary: index of their group -> copies.
+    """Return the optimizer's `sharded_state_dict`, with the fp32 copies in a dictionary by number of the group.
 
     megatron-core's own `sharded_state_dict` has the fp32 copies in a list of parameter groups. In a list, a group
     without parameters on this rank, such as the group of biases in a stage without layers, would change the positions
     of the other groups.
     """
-    with _shards_matched():
+    # megatron-core matches parameters by the ids of local tensors, but `to_local` creates a new tensor in each call.
+    with replaced(matching, "to_local_if_dtensor", _local_tensor):
         state: dict[str, Any] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     for part in (state, *state.values()):
         if isinstance(part, dict) and FP32_COPIES in part:
             part[FP32_COPIES] = {group: copies for group, copies in enumerate(part[FP32_COPIES]) if copies}
     return state
-
-
-def _shards_matched() -> AbstractContextManager[None]:
-    """Let megatron-core find the parameter of each shard of the optimizer's state inside the `with` block.
-
-    megatron-core compares the ids of local tensors, but torch's `to_local` creates a new tensor in each call.
-    """
-    return replaced(matching, "to_local_if_dtensor", _local_tensor)
 
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:

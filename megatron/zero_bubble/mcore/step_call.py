@@ -13,9 +13,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.decoder_models import HYBRID, HYBRID_RECOMPUTES
-from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.placement import finalize_gradients
 from megatron.zero_bubble.mcore.refusals import unsupported
+from megatron.zero_bubble.schedule import Placement
 from megatron.zero_bubble.schedule.recomputation import recomputes_blocks
 
 _GROUPS = (
@@ -27,7 +27,7 @@ _GROUPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """The arguments of one call of the forward-backward function, as megatron-core's own functions take them.
+    """The arguments of one call of a forward-backward function, under the names that megatron-core uses.
 
     `p2p_communicator` is not used, because messages go through the project's own channels.
     """
@@ -74,7 +74,7 @@ class StepCall:
         ddp_config = getattr(self.chunks[0], "ddp_config", None)
         return ddp_config is not None and ddp_config.overlap_grad_reduce and self.groups.dp_cp.size() > 1
 
-    @property
+    @cached_property
     def output_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that passes between stages."""
         shapes = mcore.get_tensor_shapes(
@@ -87,12 +87,12 @@ class StepCall:
         )
         return tuple(shapes[0])
 
-    def finalize(self, stage: MegatronStage) -> None:
+    def finalize(self, placement: Placement, num_tokens: torch.Tensor) -> None:
         """Reduce the gradients of this rank, as megatron-core does at the end of a step."""
         config = self.config
         if config.finalize_model_grads_func is not None and not self.forward_only:
-            num_tokens = stage.num_tokens if config.calculate_per_token_loss else None
-            finalize_gradients(config, stage.placement, self.chunks, num_tokens, self.groups, self.force_all_reduce)
+            tokens = num_tokens if config.calculate_per_token_loss else None
+            finalize_gradients(config, placement, self.chunks, tokens, self.groups, self.force_all_reduce)
 
 
 def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_tensor_shapes_fn: Any) -> None:
@@ -114,11 +114,17 @@ def refuse_unsupported(config: Any, chunks: Sequence[torch.nn.Module], adjust_te
             "model's settings; leave it out"
         )
     for chunk in chunks:
-        _refuse_lost_gradients(chunk)
+        ddp_config: Any = getattr(chunk, "ddp_config", None)
+        defers = ddp_config is None or ddp_config.delay_wgrad_compute
+        if not defers and any(getattr(weight, "skip_backward_post_hook", False) for weight in chunk.parameters()):
+            raise ValueError(
+                "DistributedDataParallelConfig(delay_wgrad_compute=False) loses the weight gradients that are "
+                "deferred: wrap the model with delay_wgrad_compute=True"
+            )
 
 
 def refuse_unsplit_recomputation(config: Any, model_class: type[Any] | None = None) -> None:
-    """Raise `ValueError` if a model recomputes nothing or only within B, and so cannot run the R of a schedule.
+    """Raise `ValueError` if a model cannot run R, because it recomputes nothing, or recomputes only within B.
 
     Args:
         model_class: the class of the model; None if the class is known to support recomputation.
@@ -132,18 +138,6 @@ def refuse_unsplit_recomputation(config: Any, model_class: type[Any] | None = No
         raise ValueError(
             "a schedule that recomputes needs a model with recompute_granularity 'full', without fp8 and fp4, "
             f"got {config.recompute_granularity!r}"
-        )
-
-
-def _refuse_lost_gradients(chunk: torch.nn.Module) -> None:
-    """Raise an error if DDP lacks `delay_wgrad_compute`, without which DDP would lose the gradients that W computes."""
-    ddp_config: Any = getattr(chunk, "ddp_config", None)
-    if ddp_config is None or ddp_config.delay_wgrad_compute:
-        return
-    if any(getattr(parameter, "skip_backward_post_hook", False) for parameter in chunk.parameters()):
-        raise ValueError(
-            "DistributedDataParallelConfig(delay_wgrad_compute=False) loses the weight gradients that are deferred: "
-            "wrap the model with delay_wgrad_compute=True"
         )
 
 

@@ -9,7 +9,6 @@ runs the oldest W of the queue and calls the hooks that DDP registered. A zero-b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -50,11 +49,8 @@ def defers_by_itself(module: torch.nn.Module) -> bool:
 
 def deferred_parameters(module: torch.nn.Module) -> list[str]:
     """Return the names of the parameters whose gradient `backward_dw()` computes."""
-    return [
-        name
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad and getattr(parameter, "skip_backward_post_hook", False)
-    ]
+    named = module.named_parameters(recurse=False)
+    return [name for name, part in named if part.requires_grad and getattr(part, "skip_backward_post_hook", False)]
 
 
 def put_into_store(module: Any, store: WeightGradStore) -> None:
@@ -94,9 +90,15 @@ def put_into_store(module: Any, store: WeightGradStore) -> None:
             of_b.setdefault(parameter, deque()).append(parameter.grad)
         parameter.grad = None
 
+    def on_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        # A tuple holds, after the result, a bias that is added elsewhere or the input of the norm.
+        result = output[0] if isinstance(output, tuple) else output
+        if result.requires_grad:
+            result.register_hook(on_backward)
+
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(on_gradient_of_b)
-    module.register_forward_hook(_on_gradient_of_output(on_backward))
+    module.register_forward_hook(on_forward)
 
 
 def is_in_main_grad(parameter: Any) -> bool:
@@ -110,13 +112,3 @@ def placeholder_gradient(weight: torch.Tensor) -> torch.Tensor:
     DDP's hook expects a gradient, and adds this gradient to `main_grad` if `zero_out_wgrad` is set.
     """
     return weight.detach().new_zeros(1).expand_as(weight)
-
-
-def _on_gradient_of_output(call: Callable[[torch.Tensor], None]) -> Callable[..., None]:
-    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        # A tuple holds, after the result, a bias that is added elsewhere or the input of the norm.
-        result = output[0] if isinstance(output, tuple) else output
-        if result.requires_grad:
-            result.register_hook(call)
-
-    return hook

@@ -6,8 +6,9 @@ The packages `mcore` and `trainer` call `stand_in_for_triton()` when one of thei
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
@@ -25,7 +26,7 @@ def stand_in_for_triton() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules that need triton, and loads them with a `_LoaderWithTriton`."""
+    """Finds the modules that need triton, and loads these modules with a stand-in for triton."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,26 +35,18 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _LoaderWithTriton(spec.loader)
+            vars(spec.loader)["exec_module"] = partial(_with_triton, spec.loader.exec_module)
         return spec
 
 
-class _LoaderWithTriton(Loader):
-    """Loads a module of megatron-core with a stand-in for triton, which the module can import."""
+def _with_triton(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Execute a module of megatron-core with a stand-in for triton, which the module can import."""
+    from unittest.mock import MagicMock
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        from unittest.mock import MagicMock
-
-        added = [name for name in ("triton", "triton.language") if name not in sys.modules]
-        sys.modules.update({name: MagicMock(__version__="3.0.0") for name in added})
-        try:
-            self._loader.exec_module(module)
-        finally:
-            for name in added:
-                del sys.modules[name]
+    added = [name for name in ("triton", "triton.language") if name not in sys.modules]
+    sys.modules.update({name: MagicMock(__version__="3.0.0") for name in added})
+    try:
+        execute(module)
+    finally:
+        for name in added:
+            del sys.modules[name]

@@ -17,16 +17,9 @@ from dataclasses import fields
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.mcore.communication_costs import (
-    collective,
-    exchange,
-    measure_beside_compute,
-    measure_collective_of_pipeline,
-    measure_message,
-)
+from megatron.zero_bubble.mcore import communication_costs
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels
 from megatron.zero_bubble.mcore.restart import Restart
 from megatron.zero_bubble.mcore.unit_run import MeasuredUnit, UnitRun
@@ -68,13 +61,13 @@ def measure_model(
         communicator: the class of the channels over which a message is measured.
         timeout: time limit for one message.
         seconds: time for building and measuring all units; each unit is timed at least once, even if that takes longer.
-        pairs: whether the model may run a forward and a backward as one operation (see `PairedStage`). With `pairs`,
-            each unit also runs one pair of a forward and a backward, and `all_to_all_f` and `all_to_all_b` in a unit's
-            costs are the times of the exchanges between experts, which a pair overlaps with computation.
+        pairs: whether the model may run a forward and a backward as one operation, a pair (see `PairedStage`). With
+            `pairs`, `UnitCosts.all_to_all_f` and `UnitCosts.all_to_all_b` are the times of the exchanges between
+            experts, which a pair overlaps with computation.
 
     Returns:
-        The model's costs, and the time of an F and a B as a pair divided by their time one after the other, or None
-        without `pairs`.
+        The model's costs, and the duration of a pair divided by the duration of its F and B in sequence. Without
+        `pairs`, the second value is None.
 
     Raises:
         ValueError: `pairs` is set, but the model cannot run a forward and a backward as one operation.
@@ -88,18 +81,15 @@ def measure_model(
     one_layer = [measured for replicas in everyone for measured in replicas[1:-1]]
     spread = statistics.median(measured.spread for measured in one_layer)
     between = statistics.median(measured.time_between for measured in one_layer)
-    message = measure_message(communicator, models.message, timeout)
-    layers = tuple(of_layers[kind] for kind in kinds)
-    taken = (measure_beside_compute(models.message, communicate) for communicate in (exchange, collective))
-    of_exchange, of_collective = taken
+    message = models.message
     costs = ModelCosts(
         embedding,
-        layers,
+        tuple(of_layers[kind] for kind in kinds),
         output,
-        message,
-        time_exchange=of_exchange,
-        time_collective=of_collective,
-        latency_collective=measure_collective_of_pipeline(models.message, timeout),
+        communication_costs.measure_message(communicator, message, timeout),
+        time_exchange=communication_costs.measure_beside_compute(message, communication_costs.exchange),
+        time_collective=communication_costs.measure_beside_compute(message, communication_costs.collective),
+        latency_collective=communication_costs.measure_collective_of_pipeline(message, timeout),
         time_between=between,
         spread=spread,
         fused_backward=_fused_backward(everyone, kinds),
@@ -134,7 +124,7 @@ def _median(measured: Sequence[UnitCosts]) -> UnitCosts:
 
 
 def _fused_backward(everyone: Sequence[Sequence[MeasuredUnit]], kinds: Sequence[int]) -> float:
-    """Return the time of the model's fused backward, with both gradients, divided by the time of separate B and W."""
+    """Return the time of the model's fused backward, divided by the time of separate B and W."""
     copies = [1, *(kinds.count(kind) for kind in range(max(kinds) + 1)), 1]
     fused = split = 0.0
     for number, replicas in zip(copies, zip(*everyone, strict=True), strict=True):
@@ -183,7 +173,8 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
         unit_run.run_measured(caches, with_memory=True)
         unit_run.run_backwards(caches)
     now = time.perf_counter()
-    for _ in range(_agreed_passes((end - now) / (now - start))):
+    passes = math.floor(min(from_all_ranks((end - now) / (now - start))))
+    for _ in range(max(0, min(_MOST_PASSES - 1, passes))):
         for unit_run in unit_runs:
             unit_run.run_measured(caches)
             unit_run.run_backwards(caches)
@@ -191,14 +182,3 @@ def _measure_units(models: UnitModels, units: Sequence[Unit], seconds: float, *,
     for unit_run in unit_runs:
         unit_run.close()
     return measured
-
-
-def _agreed_passes(fitting: float) -> int:
-    """Return the number of further passes that every rank has time for; a collective call of all ranks.
-
-    Args:
-        fitting: number of passes that this rank has time for; it is limited to the range from 0 to `_MOST_PASSES - 1`.
-    """
-    passes = torch.tensor(max(0, min(_MOST_PASSES - 1, math.floor(fitting))), device=torch.cuda.current_device())
-    dist.all_reduce(passes, op=dist.ReduceOp.MIN)
-    return int(passes.item())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import statistics
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,14 +19,15 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, release
 from megatron.zero_bubble.mcore.paired_stage import PairedStage, refuse_unpaired
+from megatron.zero_bubble.mcore.step_call import StepCall
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.cold_caches import ColdCaches
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.made_up_neighbours import MadeUpNeighbours
-from megatron.zero_bubble.runtime.memory_meter import memory_meter
+from megatron.zero_bubble.runtime.memory_meter import MemoryMeter, memory_meter
 from megatron.zero_bubble.runtime.pair_times import PairTime
 from megatron.zero_bubble.runtime.profiler import Profiler
-from megatron.zero_bubble.runtime.recorder import OpRecorder, device_clock
+from megatron.zero_bubble.runtime.recorder import MeasuredOp, OpRecorder, device_clock
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind, Placement, Schedule, lower
 from megatron.zero_bubble.schedule.model_costs import UnitCosts
@@ -53,14 +54,10 @@ class MeasuredUnit(NamedTuple):
 def clear_losses() -> None:
     """Clear megatron-core's sums of losses, so that the next model's first forward creates sums of the right size."""
     MTPLossLoggingHelper.tracker.clear()
-    _losses_of_experts().clear()
-
-
-def _losses_of_experts() -> dict[str, Any]:
-    """Return megatron-core's dictionary with the sums of the auxiliary losses that balance the load of experts."""
     if find_spec(f"{moe_utils.__package__}.moe_logging") is None:  # before megatron-core 0.18
-        return moe_utils.get_moe_layer_wise_logging_tracker()
-    return importlib.import_module(f"{moe_utils.__package__}.moe_logging").get_moe_metrics_tracker().metrics
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        importlib.import_module(f"{moe_utils.__package__}.moe_logging").get_moe_metrics_tracker().metrics.clear()
 
 
 def _with_a_pair(placement: Placement, own: int) -> Schedule:
@@ -103,63 +100,42 @@ class UnitRun:
 
     def run_for_gaps(self) -> None:
         """Measure the time from the end of each operation to the start of the next operation."""
-        recorder = OpRecorder(device_clock(self._device))
-        self._run(recorder, self._executor)
-        self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(recorder.take())]
+        ops = self._run(self._executor)
+        self._gaps += [(after.start - before.end) * 1e3 for before, after in pairwise(ops)]
 
     def run_measured(self, caches: ColdCaches, *, with_memory: bool = False) -> None:
         """Measure the operations of a pass through the unit of the model; evict the caches before each operation."""
         meter = memory_meter(self._device, self._store) if with_memory else None
-        recorder = OpRecorder(device_clock(self._device), meter, caches.evict)
         caches.evict()
-        self._run(recorder, self._executor)
-        self._profiler.add(recorder.take())
+        self._profiler.add(self._run(self._executor, meter, caches.evict))
 
     def run_backwards(self, caches: ColdCaches) -> None:
-        """Measure a backward that computes both gradients at once, and a B and the W right after it.
-
-        For a fair comparison, caches are evicted only before F and before the backward, and not between B and W.
-        """
+        """Measure a fused backward, and a B followed by its W; evict the caches only before F and before B."""
         self._split_backwards.append(self._time_of_backward(caches, self._split_executor))
         self._fused_backwards.append(self._time_of_backward(caches, self._fused_executor))
 
     def _time_of_backward(self, caches: ColdCaches, executor: Executor) -> float:
         """Return the milliseconds from the start of the first operation after F to the end of the last operation."""
-        evictions = [caches.evict]
-
-        def evict_once() -> None:
-            while evictions:
-                evictions.pop()()
-
-        recorder = OpRecorder(device_clock(self._device), after_op=evict_once)
         caches.evict()
-        self._run(recorder, executor)
-        _, *backward = recorder.take()
+        evict_once = functools.cache(caches.evict)
+        _, *backward = self._run(executor, after_op=evict_once)
         return (backward[-1].end - backward[0].start) * 1e3
 
-    def _run(self, recorder: OpRecorder, executor: Executor) -> None:
-        """Run F, B and W of one microbatch, or of two microbatches if pairs are measured.
-
-        DDP would reduce gradients in the last microbatch of a step. The stage's `num_microbatches` is therefore one
-        more than the number of microbatches that run, so that the stage never runs a last microbatch.
-        """
-        stage_class = partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
-        stage = stage_class(
-            forward_step_func=self._models.forward_step,
-            data_iterators=[self._models.data],
-            model_chunks=[self._model],
-            placement=self._placement,
-            rank=self._index,
-            num_microbatches=executor.schedule.num_microbatches + 1,
-            output_shape=self._models.message.shape,
-            cp_group_size=self._models.context_parallel_size,
-            device=self._device,
-        )
+    def _run(
+        self, executor: Executor, meter: MemoryMeter | None = None, after_op: Callable[[], None] = lambda: None
+    ) -> list[MeasuredOp]:
+        """Run F, B and W of one microbatch, or of two microbatches if pairs are measured."""
+        recorder = OpRecorder(device_clock(self._device), meter, after_op)
+        stage_class = functools.partial(PairedStage, recorder=recorder) if self._pairs else MegatronStage
+        # DDP would reduce gradients in the last microbatch of a step, so the stage expects one more microbatch.
+        call = StepCall(**self._models.step_arguments([self._model], executor.schedule.num_microbatches + 1))
+        stage = stage_class(call, call.data_iterators, self._placement, self._index, self._device, finalizes=False)
         executor.run(stage, recorder)
         stage.finish()
         clear_losses()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+        return recorder.take()
 
     def costs(self) -> MeasuredUnit:
         """Return the costs of the unit of the model, which are medians of all measured passes."""
@@ -184,14 +160,9 @@ class UnitRun:
             all_to_all_f=min(times[OpKind.F], exchanged.get(OpKind.F, 0.0)),
             all_to_all_b=min(times[OpKind.B], exchanged.get(OpKind.B, 0.0)),
         )
-        return MeasuredUnit(
-            costs,
-            measured.noise,
-            max(0.0, statistics.median(self._gaps)),
-            statistics.median(self._fused_backwards),
-            statistics.median(self._split_backwards),
-            measured.pairs,
-        )
+        fused, split = (statistics.median(times) for times in (self._fused_backwards, self._split_backwards))
+        between = max(0.0, statistics.median(self._gaps))
+        return MeasuredUnit(costs, measured.noise, between, fused, split, measured.pairs)
 
     def close(self) -> None:
         """Free the memory of the built model."""

@@ -88,10 +88,7 @@ class _Construction:
     def around(
         self, owner: Any, unit: _UnitKind, number_of: Callable[[dict[str, Any]], int]
     ) -> AbstractContextManager[None]:
-        """Return a context in which the construction of each object of class `owner` begins a unit of the model.
-
-        An object that is constructed inside of another unit begins no unit.
-        """
+        """Return a context that seeds the construction of each `owner` object that is not inside another unit."""
         original = owner.__init__
         signature = inspect.signature(original)
 
@@ -138,7 +135,7 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     config = get_model_config(models[0])
-    if not _draws(config):
+    if not any(getattr(config, name, None) for name in ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")):
         yield
         return
     if random.is_graph_safe_cuda_rng_tracker(random.get_cuda_rng_tracker()):
@@ -154,27 +151,27 @@ def drawn_by_unit(seed: int, chunks: Sequence[torch.nn.Module], iteration: Calla
             microbatch = int(random.get_cuda_rng_tracker().get_states()[_MICROBATCH])
             _begin(microbatch, unit, layer.layer_number, generator)
 
+    set_microbatch = schedules.set_current_microbatch
+
+    # megatron-core sets the number of the microbatch only in the layers.
+    def set_in_model_too(model: torch.nn.Module, microbatch_id: int) -> None:
+        set_microbatch(model, microbatch_id)
+        get_attr_wrapped_model(model, "decoder", return_model_obj=True).current_microbatch = microbatch_id
+
     with ExitStack() as hooks:
-        hooks.enter_context(_microbatch_told())
+        hooks.enter_context(replaced(schedules, "set_current_microbatch", set_in_model_too))
         for model in models:
             # Under sequence parallelism a `TransformerBlock` runs its layers in a fork of the tensor-parallel state.
             forks = config.sequence_parallel and isinstance(model.decoder, TransformerBlock)
             in_decoder = random._MODEL_PARALLEL_RNG_TRACKER_NAME if forks else _DEFAULT
             further = model.mtp.layers if getattr(model, "mtp_process", False) else ()
             hooks.callback(model.register_forward_pre_hook(begin_microbatch).remove)
-            for layer in model.decoder.layers:
-                begin = functools.partial(begin_unit, _UnitKind.LAYER, in_decoder)
-                hooks.callback(layer.register_forward_pre_hook(begin).remove)
-            for layer in further:
-                begin = functools.partial(begin_unit, _UnitKind.FURTHER, _DEFAULT)
+            layers = [(layer, _UnitKind.LAYER, in_decoder) for layer in model.decoder.layers]
+            layers += [(layer, _UnitKind.FURTHER, _DEFAULT) for layer in further]
+            for layer, unit, generator in layers:
+                begin = functools.partial(begin_unit, unit, generator)
                 hooks.callback(layer.register_forward_pre_hook(begin).remove)
         yield
-
-
-def _draws(config: Any) -> bool:
-    """Tell whether a model with this configuration draws random numbers in its forward."""
-    names = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
-    return any(getattr(config, name, None) for name in names)
 
 
 def _begin(microbatch: int, unit: _UnitKind, number: int, current: str) -> None:
@@ -204,17 +201,6 @@ def _generator_states(seed: int) -> dict[str, torch.Tensor]:
     }
     generator = torch.Generator(torch.device(torch.cuda.current_device()))
     return {name: generator.manual_seed(number).get_state() for name, number in seeds.items()}
-
-
-def _microbatch_told() -> AbstractContextManager[None]:
-    """Let forward steps set the microbatch number in the model, and not only in the layers as megatron-core does."""
-    original = schedules.set_current_microbatch
-
-    def tell(model: torch.nn.Module, microbatch_id: int) -> None:
-        original(model, microbatch_id)
-        get_attr_wrapped_model(model, "decoder", return_model_obj=True).current_microbatch = microbatch_id
-
-    return replaced(schedules, "set_current_microbatch", tell)
 
 
 def _mixed(*numbers: int) -> int:

@@ -14,24 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.zero_bubble.mcore.decoder_models import DECODER_MODELS
 from megatron.zero_bubble.mcore.vocabulary_shard import Rows, ShardWeight
 from megatron.zero_bubble.mcore.vocabulary_size import check_vocabulary_size
-from megatron.zero_bubble.runtime.joint import from_all_ranks
+from megatron.zero_bubble.runtime.joint import attempt, from_all_ranks, raise_first
 from megatron.zero_bubble.schedule import Placement
 
 _NAME = "vocabulary_shard"
@@ -96,7 +91,7 @@ class VocabularyShard(torch.nn.Module):
 
 
 class SummedEmbedding(torch.nn.Module):
-    """Replaces a `VocabParallelEmbedding`: returns the sum, over tensor ranks, of embeddings that E has looked up.
+    """Replaces a `VocabParallelEmbedding`; returns the sum over tensor ranks of embeddings that E has looked up.
 
     Attributes:
         looked_up: [batch, sequence, hidden], the embeddings of the next microbatch's tokens that are in this tensor
@@ -113,39 +108,34 @@ class SummedEmbedding(torch.nn.Module):
         assert self.looked_up is not None, "a forward of the first stage before its embedding"
         looked_up, self.looked_up = self.looked_up, None
         if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(
-                looked_up.transpose(0, 1).contiguous(), group=self.tp_group
-            )
-        return reduce_from_tensor_model_parallel_region(looked_up, group=self.tp_group)
-
-
-class LossInputs(NamedTuple):
-    """The inputs of a model's loss."""
-
-    hidden: torch.Tensor
-    """Hidden states, [sequence, batch, hidden]; with sequence parallelism this rank's part of the sequence."""
-    labels: torch.Tensor
-    """Token numbers of the labels, [batch, sequence]."""
+            looked_up = looked_up.transpose(0, 1).contiguous()
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(looked_up, group=self.tp_group)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(looked_up, group=self.tp_group)
 
 
 class HiddenOutput(torch.nn.Module):
     """Replaces an output layer and the loss after it; keeps the hidden states and the labels, and computes nothing.
 
     Attributes:
-        loss_inputs: the inputs of the loss in the last forward; None if this forward had no labels.
+        loss_inputs: the inputs of the loss in the last forward; None if the last forward had no labels. The inputs are
+            the hidden states, [sequence, batch, hidden], and the labels, [batch, sequence]. With sequence parallelism,
+            the hidden states are this rank's part of the sequence.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss_inputs: LossInputs | None = None
+        self.loss_inputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         return hidden, None
 
     def keep(self, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Stand in for `compute_language_model_loss(labels, logits)`."""
-        self.loss_inputs = LossInputs(hidden, labels)
+        self.loss_inputs = hidden, labels
         return hidden
+
+
+Replacement = TypeVar("Replacement", SummedEmbedding, HiddenOutput)
 
 
 class _Weight(NamedTuple):
@@ -176,8 +166,8 @@ def shard_vocabulary(chunks: Sequence[torch.nn.Module], placement: Placement | N
     placement = placement or Placement("linear" if len(chunks) == 1 else "interleaved", group.size(), len(chunks))
     models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
     first, last = _model_of_stage(models, placement, 0), _model_of_stage(models, placement, placement.num_stages - 1)
-    for refusal in filter(None, from_all_ranks(_refusal(models, placement, first, last), group)):
-        raise ValueError(refusal)
+    _, refusal = attempt(lambda: _refuse_vocabulary(models, placement, first, last))
+    raise_first(from_all_ranks(refusal, group), refusal)
     own = {} if first is None else {_EMBEDDING: first.embedding.word_embeddings.weight}
     if last is not None and not last.share_embeddings_and_output_weights:
         own[_OUTPUT] = last.output_layer.weight
@@ -203,17 +193,8 @@ def vocabulary_shard_of(chunks: Sequence[torch.nn.Module]) -> VocabularyShard | 
     return getattr(unwrap_model(chunks[0]), _NAME, None)
 
 
-def embedding_of_first_stage(chunks: Sequence[torch.nn.Module]) -> SummedEmbedding | None:
-    """Return the replacement of the embedding in the first stage, or None if the first stage is on another rank."""
-    return _only(SummedEmbedding, chunks)
-
-
-def output_of_last_stage(chunks: Sequence[torch.nn.Module]) -> HiddenOutput | None:
-    """Return the replacement of the output layer in the last stage, or None if the last stage is on another rank."""
-    return _only(HiddenOutput, chunks)
-
-
-def _only(kind: type[Any], chunks: Sequence[torch.nn.Module]) -> Any:
+def replacement(kind: type[Replacement], chunks: Sequence[torch.nn.Module]) -> Replacement | None:
+    """Return the module of the class `kind`, which replaces a layer, or None if this rank has no such module."""
     return next((module for chunk in chunks for module in chunk.modules() if isinstance(module, kind)), None)
 
 
@@ -223,34 +204,34 @@ def _model_of_stage(models: Sequence[Any], placement: Placement, stage: int) -> 
     return models[placement.chunk_of(stage)] if placement.rank_of(stage) == rank else None
 
 
-def _refusal(models: Sequence[Any], placement: Placement, first: Any, last: Any) -> str | None:
-    """Return the reason why the models' vocabulary cannot be sharded, in one line; None if sharding is possible."""
+def _refuse_vocabulary(models: Sequence[Any], placement: Placement, first: Any, last: Any) -> None:
+    """Raise `ValueError` if the vocabulary of the models cannot be sharded."""
     flag = "--zero-bubble-vocabulary-parallel"
     config = get_model_config(models[0])
     kinds = {type(model).__name__ for model in models if not isinstance(model, DECODER_MODELS)}
     if kinds:
         known = " or ".join(kind.__name__ for kind in DECODER_MODELS)
-        return f"{flag} needs megatron-core's {known}, got {', '.join(sorted(kinds))}"
+        raise ValueError(f"{flag} needs megatron-core's {known}, got {', '.join(sorted(kinds))}")
     if placement.num_ranks < 2:
-        return f"{flag} needs at least two pipeline ranks: set --pipeline-model-parallel-size"
+        raise ValueError(f"{flag} needs at least two pipeline ranks: set --pipeline-model-parallel-size")
     if config.mtp_num_layers:
-        return f"{flag} does not support multi-token prediction: leave out --mtp-num-layers {config.mtp_num_layers}"
+        raise ValueError(
+            f"{flag} does not support multi-token prediction: leave out --mtp-num-layers {config.mtp_num_layers}"
+        )
     if config.variable_seq_lengths:
-        return f"{flag} does not work with variable_seq_lengths: its collectives need one shape on all ranks"
+        raise ValueError(f"{flag} does not work with variable_seq_lengths: its collectives need one shape on all ranks")
     if config.defer_embedding_wgrad_compute:
-        return f"{flag} defers the output layer's weight gradient itself: leave out --defer-embedding-wgrad-compute"
+        raise ValueError(
+            f"{flag} defers the output layer's weight gradient itself: leave out --defer-embedding-wgrad-compute"
+        )
     whole = [first and first.embedding.word_embeddings, last and last.output_layer]
     if any(not weight.requires_grad for layer in whole if layer is not None for weight in layer.parameters()):
-        return f"{flag} trains embedding and output layer: frozen weights are not supported"
-    if last is not None and not isinstance(last.output_layer, ColumnParallelLinear):
-        return f"{flag} does not support an output layer of the class {type(last.output_layer).__name__}"
+        raise ValueError(f"{flag} trains embedding and output layer: frozen weights are not supported")
+    if last is not None and not isinstance(last.output_layer, tensor_parallel.ColumnParallelLinear):
+        raise ValueError(f"{flag} does not support an output layer of the class {type(last.output_layer).__name__}")
     if first is not None:
         tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
-        try:
-            check_vocabulary_size(first.embedding.word_embeddings.num_embeddings, placement.num_ranks, tensor_ranks)
-        except ValueError as error:
-            return str(error)
-    return None
+        check_vocabulary_size(first.embedding.word_embeddings.num_embeddings, placement.num_ranks, tensor_ranks)
 
 
 def _describe(weight: torch.Tensor) -> _Weight:
@@ -289,11 +270,5 @@ def _replace_layers(models: Sequence[Any], first: Any, last: Any) -> None:
     if last is not None:
         last.output_layer = HiddenOutput()
         last.compute_language_model_loss = last.output_layer.keep
-        last.sharded_state_dict = MethodType(_sharded_state_dict, last)
-
-
-def _sharded_state_dict(
-    model: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Stand in for the model's own `sharded_state_dict`, which needs an output layer with a weight."""
-    return MegatronModule.sharded_state_dict(model, prefix, sharded_offsets, metadata)
+        # The model's own `sharded_state_dict` needs an output layer with a weight.
+        last.sharded_state_dict = MethodType(MegatronModule.sharded_state_dict, last)

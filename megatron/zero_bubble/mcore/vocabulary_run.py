@@ -1,4 +1,4 @@
-"""The state that all steps share in a run with vocabulary shards: the shard, and the collectives between shards.
+"""Holds this rank's vocabulary shard, and the collectives between shards, for all steps of a run.
 
 The collectives run in a lane, which is a CUDA stream or a thread beside the computation.
 """
@@ -18,8 +18,7 @@ from megatron.zero_bubble.mcore.vocabulary_model import (
     HiddenOutput,
     SummedEmbedding,
     VocabularyShard,
-    embedding_of_first_stage,
-    output_of_last_stage,
+    replacement,
     vocabulary_shard_of,
 )
 from megatron.zero_bubble.runtime.collectives import Collectives, TorchCollectives
@@ -88,14 +87,14 @@ def open_vocabulary(
         tensor_group=groups.tp,
         is_sequence_parallel=config.sequence_parallel,
         is_fused=config.gradient_accumulation_fusion,
-        embedding_layer=embedding_of_first_stage(chunks),
-        output_layer=output_of_last_stage(chunks),
+        embedding_layer=replacement(SummedEmbedding, chunks),
+        output_layer=replacement(HiddenOutput, chunks),
     )
 
 
 @dataclass(frozen=True)
 class ShardCollectives:
-    """Collectives of this rank's pipeline and tensor-parallel group, over groups that only an `ExchangeLane` uses."""
+    """Collectives among the vocabulary shards, in process groups that only the `ExchangeLane` of this rank uses."""
 
     pipeline: Collectives
     tensor: Collectives | None

@@ -1,11 +1,11 @@
 """Computes the embedding and the softmax of the output layer on one shard of the vocabulary, without communication.
 
-The rows of the output weights W are cut into shards W_d. With the hidden states X and the labels of n tokens a shard
-first computes
+The rows of the output weights W are cut into shards W_d. From the hidden states X of n tokens, a shard computes:
 
     Y_d = X W_d^T,   m_d = rowmax(Y_d),   s_d = rowsum(exp(Y_d - m_d)),   P_d = exp(Y_d - m_d) / s_d
 
-and z_d, the label's logit if the label's row is in the shard, else 0. The m_d, s_d and z_d of all shards give
+A shard also takes z_d, which is the label's logit if the label's row is in the shard, else 0. From m_d, s_d and z_d of
+all shards, every rank computes:
 
     M = max m_d,   S = sum s_d exp(m_d - M),   Z = sum z_d,   loss l = log S + M - Z,   alpha_d = s_d exp(m_d - M) / S.
 
@@ -54,12 +54,10 @@ class Rows:
     count: int
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return every token's row in this shard, and whether the token is in this shard; tokens of other shards get
-        arbitrary rows.
+        """Return every token's row in this shard, and whether the token is in this shard.
 
-        The arbitrary rows of tokens of other shards are spread over all rows of this shard. If the tokens of other
-        shards shared one row, a GPU would add the gradients of these tokens, which are zeros, to this row one after the
-        other.
+        Tokens of other shards get rows that are spread over all rows of this shard. If the tokens of other shards had
+        one row in common, a GPU would add the gradients of these tokens, which are zeros, to this row one by one.
         """
         row = tokens - self.first
         return torch.remainder(row, self.count), (row >= 0) & (row < self.count)
@@ -126,7 +124,7 @@ class ShardSoftmax:
 def softmax(
     weight: torch.Tensor, rows: Rows, hidden: torch.Tensor, labels: torch.Tensor, *, with_gradients: bool = True
 ) -> ShardSoftmax:
-    """Compute the softmax of a shard, and the values that its gradients need.
+    """Compute the softmax of a shard, and the values that the gradients of the softmax need.
 
     As in megatron-core, the logits are computed in the type of the weights and then converted to `statistics_type`.
 
@@ -206,7 +204,7 @@ class ShardWeight(torch.nn.Module):
         num_uses: 2 for tied weights, which get gradients of the embedding and of the output layer, else 1.
 
     Attributes:
-        embedding_sum: sum of the embedding's gradients, if they are not added up in `main_grad`; None between steps.
+        embedding_sum: sum of the embedding's gradients, if `main_grad` does not contain this sum; None between steps.
     """
 
     def __init__(self, values: torch.Tensor, rows: Rows, attributes: Mapping[str, Any], num_uses: int) -> None:

@@ -22,7 +22,7 @@ def check_vocabulary_size(
         divisible_by: the value of `--make-vocab-size-divisible-by`.
 
     Raises:
-        ValueError: equal shards are impossible; the message names a value of `divisible_by` that makes them possible.
+        ValueError: equal shards are impossible; the message names a value of `divisible_by` that allows equal shards.
     """
     if not divides(padded_vocab_size, pipeline_ranks, tensor_ranks):
         raise ValueError(

@@ -70,8 +70,33 @@ class VocabularyStep:
     @torch.no_grad()
     def exchange(self, op: Op) -> None:
         """Run this rank's part of the collective `op`; called on the stream or thread that runs all collectives."""
-        microbatch = self._microbatches[op.microbatch]
-        _EXCHANGES[op.kind](self, microbatch)
+        state, run = self._microbatches[op.microbatch], self._run
+        if op.kind is OpKind.EMBEDDED:
+            self._pipeline.sum_to(_there(state.looked_up), run.first_rank)
+        elif op.kind is OpKind.SOFTMAX:
+            self._exchange_softmax(state)
+        else:
+            root = run.first_rank if op.kind in (OpKind.TOKENS, OpKind.EMBEDDED_GRAD) else run.last_rank
+            tensors = state.outgoing.pop(op.kind, None) or self._allocate_received(op.kind, state)
+            for tensor in tensors:
+                self._pipeline.broadcast(tensor, root)
+            _mark_as_read(*tensors)
+
+    def _allocate_received(self, kind: OpKind, state: Microbatch) -> tuple[torch.Tensor, ...]:
+        """Allocate the tensors that this rank receives in a broadcast, and store the tensors in `state`."""
+        weight = self._shard.embedding.weight
+        if kind is OpKind.TOKENS:
+            state.tokens = weight.new_empty(self._token_shape, dtype=torch.int64)
+            return (state.tokens,)
+        if kind is OpKind.EMBEDDED_GRAD:
+            state.embedding_gradient = weight.new_empty(*self._token_shape, weight.shape[1])
+            return (state.embedding_gradient,)
+        if kind is OpKind.HIDDEN:
+            state.hidden = self._shard.output.weight.new_empty(self._hidden_shape)
+            state.labels = weight.new_empty(self._token_shape, dtype=torch.int64)
+            return state.hidden, state.labels
+        state.loss_gradient = torch.empty_like(_there(state.alpha))
+        return (state.loss_gradient,)
 
     # ---- Methods for the embedding
 
@@ -97,40 +122,16 @@ class VocabularyStep:
         weight = self._shard.embedding()
         state.looked_up = look_up(weight, self._shard.embedding.rows, _there(state.tokens))
 
-    def _exchange_tokens(self, state: Microbatch) -> None:
-        tensors = state.outgoing.pop(OpKind.TOKENS, None)
-        if tensors is None:
-            state.tokens = torch.empty(self._token_shape, dtype=torch.int64, device=self._device)
-            tensors = (state.tokens,)
-        self._broadcast(self._run.first_rank, *tensors)
-
-    def _broadcast(self, root: int, *tensors: torch.Tensor) -> None:
-        """Broadcast `tensors` from rank `root`; the other ranks receive into their own `tensors`."""
-        for tensor in tensors:
-            self._pipeline.broadcast(tensor, root)
-        _mark_as_read(*tensors)
-
-    def _exchange_embedded(self, state: Microbatch) -> None:
-        self._pipeline.sum_to(_there(state.looked_up), self._run.first_rank)
-
     def begin_first_stage(self, microbatch: int) -> RecordedCall:
         """Give the first stage a microbatch's embeddings; return the recorded call of the model, which F then makes."""
         state, layer = self._microbatches[microbatch], self._run.embedding_layer
         assert layer is not None
         layer.looked_up = _there(state.looked_up)
         if not self._forward_only:
-            trigger = torch.empty((), device=self._device, requires_grad=True)
+            trigger = torch.empty((), device=layer.looked_up.device, requires_grad=True)
             layer.looked_up = KeptGradient.apply(trigger, layer.looked_up, state)
         call, state.call, state.looked_up = _there(state.call), None, None
         return call
-
-    def _exchange_embedding_gradient(self, state: Microbatch) -> None:
-        tensors = state.outgoing.pop(OpKind.EMBEDDED_GRAD, None)
-        if tensors is None:
-            weight = self._shard.embedding.weight
-            state.embedding_gradient = weight.new_empty(*self._token_shape, weight.shape[1])
-            tensors = (state.embedding_gradient,)
-        self._broadcast(self._run.first_rank, *tensors)
 
     @torch.no_grad()
     def add_embedding_gradient(self, microbatch: int) -> None:
@@ -166,14 +167,6 @@ class VocabularyStep:
         state.outgoing[OpKind.HIDDEN] = state.hidden, state.labels
         return output
 
-    def _exchange_hidden(self, state: Microbatch) -> None:
-        tensors = state.outgoing.pop(OpKind.HIDDEN, None)
-        if tensors is None:
-            state.hidden = self._shard.output.weight.new_empty(self._hidden_shape)
-            state.labels = torch.empty(self._token_shape, dtype=torch.int64, device=self._device)
-            tensors = state.hidden, state.labels
-        self._broadcast(self._run.last_rank, *tensors)
-
     @torch.no_grad()
     def compute_softmax(self, microbatch: int) -> None:
         """Run S: compute the softmax on this shard."""
@@ -187,12 +180,11 @@ class VocabularyStep:
             state.looked_up = None
 
     def _whole_hidden(self, state: Microbatch) -> torch.Tensor:
-        """Return the hidden states of all tokens, [n, hidden]; with sequence parallelism, each call gathers them."""
+        """Return the hidden states of all tokens, [n, hidden]; sequence parallelism requires a gather in each call."""
         hidden = _there(state.hidden)
         if self._run.is_sequence_parallel:
-            group = self._run.tensor_group
             whole = hidden.new_empty(self._sequence, *hidden.shape[1:])
-            dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
+            dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self._run.tensor_group)
             hidden = whole
         return hidden.reshape(-1, hidden.shape[-1])
 
@@ -204,8 +196,7 @@ class VocabularyStep:
             return
         _mark_as_read(result.product, result.label_weights)
         terms = result.take_input_gradient(state.alpha)
-        splits = run.is_sequence_parallel
-        total = run.collectives.sum_to(terms, run.last_rank, splits_sequence=splits)
+        total = run.collectives.sum_to(terms, run.last_rank, splits_sequence=run.is_sequence_parallel)
         if self._pipeline.rank == run.last_rank:
             state.input_gradient = total
 
@@ -224,13 +215,6 @@ class VocabularyStep:
             torch.zeros_like(losses) if gradient is None else gradient.t().reshape(-1).to(losses.dtype)
         )
         state.outgoing[OpKind.LOSS_GRAD] = (state.loss_gradient,)
-
-    def _exchange_loss_gradient(self, state: Microbatch) -> None:
-        tensors = state.outgoing.pop(OpKind.LOSS_GRAD, None)
-        if tensors is None:
-            state.loss_gradient = torch.empty_like(_there(state.alpha))
-            tensors = (state.loss_gradient,)
-        self._broadcast(self._run.last_rank, *tensors)
 
     @torch.no_grad()
     def gradient_of_last_stage(self, microbatch: int) -> torch.Tensor:
@@ -257,20 +241,6 @@ class VocabularyStep:
     def _complete_with_last(self, microbatch: int, weight: ShardWeight) -> None:
         if microbatch == self._num_microbatches - 1:
             weight.complete()
-
-    @property
-    def _device(self) -> torch.device:
-        return self._shard.embedding.weight.device
-
-
-_EXCHANGES: dict[OpKind, Callable[[VocabularyStep, Microbatch], None]] = {
-    OpKind.TOKENS: VocabularyStep._exchange_tokens,
-    OpKind.EMBEDDED: VocabularyStep._exchange_embedded,
-    OpKind.HIDDEN: VocabularyStep._exchange_hidden,
-    OpKind.SOFTMAX: VocabularyStep._exchange_softmax,
-    OpKind.LOSS_GRAD: VocabularyStep._exchange_loss_gradient,
-    OpKind.EMBEDDED_GRAD: VocabularyStep._exchange_embedding_gradient,
-}
 
 
 def _there(value: Any) -> Any:

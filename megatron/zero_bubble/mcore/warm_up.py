@@ -1,5 +1,4 @@
-"""Runs F, B and W of every stage once before the first step, without messages, because first uses of kernels
-could make a step hang.
+"""Runs F, B and W of every stage once before the first step, because first uses of kernels could make a step hang.
 
 On a GPU, the first launch of a kernel, the allocator's growth and the creation of a communicator may wait until the
 device has finished all work. In a step, a device's work includes receives that are posted ahead and end only when their
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
-from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
 from megatron.zero_bubble.mcore.multi_token import forget_losses
@@ -27,7 +25,7 @@ from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
 from megatron.zero_bubble.schedule import Op, OpKind
 
 
-def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCollection) -> None:
+def warm_up(stage: MegatronStage, store: WeightGradStore) -> None:
     """Compute one microbatch on each stage of this rank, and discard all results; a collective call of all ranks.
 
     The warm-up runs at the start of the first training step, and leaves the gradients at zero. The first step reads the
@@ -35,28 +33,31 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
     forward. With varying message shapes, the warm-up only creates communicators, because a stage learns the shapes from
     the previous stage.
     """
-    _make_communicators(groups, stage.device)
-    if get_model_config(stage.model_chunks[0]).fp8 or stage.shapes_vary:
+    _make_communicators(stage.call.groups, stage.device)
+    chunks: list[Any] = stage.call.chunks
+    if stage.call.config.fp8 or stage.shapes_vary:
         return
-    restart = Restart(stage.model_chunks)
+    restart = Restart(chunks)
     stage.data_iterators, rewindable = make_rewindable(stage.data_iterators)
     # The warm-up computes the first of two microbatches, because DDP reduces gradients with the last.
     rehearsal = replace(
         stage,
-        num_microbatches=2,
+        call=replace(stage.call, num_microbatches=2),
         forward_data_store=[],
-        finalize=lambda stage: None,
+        finalizes=False,
         post_validation=None,
         vocabulary=None if stage.vocabulary is None else stage.vocabulary.rehearsal(2),
     )
     # Gradients are removed, because without DDP W would add to these gradients.
-    gradients = [(parameter, parameter.grad) for chunk in stage.model_chunks for parameter in chunk.parameters()]
+    gradients = [(parameter, parameter.grad) for chunk in chunks for parameter in chunk.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    shard = vocabulary_shard_of(stage.model_chunks)
+    shard = vocabulary_shard_of(chunks)
     if shard is not None:
-        _embed(rehearsal)
-    for chunk in range(len(stage.model_chunks)):
+        if stage.rank != stage.placement.rank_of(0):
+            rehearsal.exchange(Op(OpKind.TOKENS, 0))
+        rehearsal.run_on_shard(Op(OpKind.E, 0))
+    for chunk in range(len(chunks)):
         _compute_microbatch(rehearsal, store, chunk)
     if shard is not None:
         _compute_output(rehearsal)
@@ -64,10 +65,9 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
     rehearsal.finish()
     for parameter, gradient in gradients:
         parameter.grad = gradient
-    for module in stage.model_chunks:
-        ddp: Any = module
+    for module in chunks:
         if hasattr(module, "zero_grad_buffer"):
-            ddp.zero_grad_buffer()
+            module.zero_grad_buffer()
     restart.apply()
     for iterator in rewindable:
         iterator.rewind()
@@ -76,11 +76,7 @@ def warm_up(stage: MegatronStage, store: WeightGradStore, groups: ProcessGroupCo
 
 
 def _make_communicators(groups: ProcessGroupCollection, device: torch.device) -> None:
-    """Create the communicator of every process group that a step may use, by one all-reduce in each group.
-
-    Each rank belongs to one group of each kind, such as tensor-parallel, and all ranks create the communicators of the
-    kinds in the same order.
-    """
+    """Create the communicator of every process group that a step may use, by one all-reduce in each group."""
     expert_groups = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),
         parallel_state.get_expert_data_parallel_group(check_initialized=False),
@@ -109,13 +105,6 @@ def _compute_microbatch(stage: MegatronStage, store: WeightGradStore, chunk: int
     store.flush(chunk, 0)
     stage.before_gradients(Op(OpKind.W, 0, chunk))
     store.pop(chunk, 0)
-
-
-def _embed(stage: MegatronStage) -> None:
-    """Run the embedding E on this rank's vocabulary shard, with made-up tensors as contributions of other ranks."""
-    if stage.rank != stage.placement.rank_of(0):
-        stage.exchange(Op(OpKind.TOKENS, 0))
-    stage.run_on_shard(Op(OpKind.E, 0))
 
 
 def _compute_output(stage: MegatronStage) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class LayerWeightGrad:
         return self._sum
 
     def accumulate(self, grad: torch.Tensor, into: MicrobatchSum, weight: torch.Tensor) -> None:
-        """Add the term `grad` to the sum `into`; when the sum is complete, add it to `weight.grad` and call DDP's hook.
+        """Add the term `grad` to the sum `into`; add a complete sum to `weight.grad`, and call DDP's hook.
 
         Args:
             weight: the weight that the forward used: the layer's parameter, or a gathered copy of the parameter.
@@ -89,6 +90,7 @@ class MicrobatchSum:
         return total if self.num_missing == 0 else None
 
 
+@dataclass(eq=False)
 class DeferredWeightGrad:
     """W of one layer for one microbatch.
 
@@ -97,38 +99,35 @@ class DeferredWeightGrad:
     before W.
     """
 
-    def __init__(
-        self,
-        layer: LayerWeightGrad,
-        weight: torch.Tensor,
-        kept_input: torch.Tensor,
-        grad_output: torch.Tensor,
-        gradient_accumulation_fusion: bool,
-        gather_group: dist.ProcessGroup | None,
-    ) -> None:
-        self._layer, self._sum = layer, layer.defer()
-        self._weight, self._kept_input, self._grad_output = weight, kept_input, grad_output
-        self._is_fused, self._gather_group = gradient_accumulation_fusion, gather_group
+    layer: LayerWeightGrad
+    weight: torch.Tensor
+    kept_input: torch.Tensor
+    grad_output: torch.Tensor
+    is_fused: bool
+    gather_group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        self._sum = self.layer.defer()
         self._gathering: tuple[torch.Tensor, Any] | None = None
 
     def start_to_gather(self) -> None:
-        if self._gather_group is None:
+        if self.gather_group is None:
             return
-        kept = self._kept_input.contiguous()
-        whole = kept.new_empty((kept.shape[0] * self._gather_group.size(), *kept.shape[1:]))
-        self._gathering = whole, dist.all_gather_into_tensor(whole, kept, group=self._gather_group, async_op=True)
+        kept = self.kept_input.contiguous()
+        whole = kept.new_empty((kept.shape[0] * self.gather_group.size(), *kept.shape[1:]))
+        self._gathering = whole, dist.all_gather_into_tensor(whole, kept, group=self.gather_group, async_op=True)
 
     def run(self) -> None:
-        grad_output, whole_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, self._whole_input())
-        if self._is_fused:
-            grad = add_to_main_grad(self._weight, whole_input, grad_output)
+        grad_output, whole_input = prepare_input_tensors_for_wgrad_compute(self.grad_output, self._whole_input())
+        if self.is_fused:
+            grad = add_to_main_grad(self.weight, whole_input, grad_output)
         else:
             grad = grad_output.t().matmul(whole_input)
-        self._layer.accumulate(grad, self._sum, self._weight)
+        self.layer.accumulate(grad, self._sum, self.weight)
 
     def _whole_input(self) -> torch.Tensor:
         if self._gathering is None:
-            return self._kept_input
+            return self.kept_input
         whole, gathering = self._gathering
         gathering.wait()
         return whole

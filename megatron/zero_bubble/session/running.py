@@ -127,8 +127,7 @@ def units_of(
         tp_group=groups[0],
         cp_group=groups[1],
     )
-    states, context_size = States.of(settings), groups[1].size()
-    replicas = settings.data_parallel_size * context_size
+    states, replicas = States.of(settings), settings.data_parallel_size * groups[1].size()
     expert_ranks = parallel_state.get_expert_model_parallel_world_size()
     device = torch.device(torch.cuda.current_device())
     return UnitModels(
@@ -136,7 +135,6 @@ def units_of(
         forward_step=forward_step,
         data=itertools.repeat(microbatch),
         message=TensorSpec(shape, config.pipeline_dtype or torch.float32, device),
-        context_parallel_size=context_size,
         state_bytes=lambda dense, expert: states.of_rank(Parameters(dense, expert), replicas, expert_ranks),
     )
 

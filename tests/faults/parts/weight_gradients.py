@@ -55,10 +55,8 @@ FAULTS = (
     Fault(
         name="lost-gradients-rarely-refused",
         file="mcore/step_call.py",
-        old="""    if any(getattr(parameter, "skip_backward_post_hook", False) for parameter in chunk.parameters()):
-""",
-        new="""    if all(getattr(parameter, "skip_backward_post_hook", False) for parameter in chunk.parameters()):
-""",
+        old="""not defers and any(getattr(weight, "skip_backward_post_hook", False) for weight in""",
+        new="""not defers and all(getattr(weight, "skip_backward_post_hook", False) for weight in""",
         effect=(
             "A model in DDP without delay_wgrad_compute is no longer refused, and trains without its deferred "
             "weight gradients."

@@ -14,6 +14,7 @@ import torch
 from megatron.zero_bubble.cli.check.models import Model
 from megatron.zero_bubble.cli.trainings import one_process, rank_model
 from megatron.zero_bubble.mcore.forward_backward import MegatronStage
+from megatron.zero_bubble.mcore.step_call import StepCall
 from megatron.zero_bubble.planner import generate
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.made_up_neighbours import MadeUpNeighbours
@@ -150,17 +151,15 @@ def make_stage(
 ) -> MegatronStage:
     """Build a rank's stage as training does, with batches that are the same on every rank."""
     batches = _batches(args, device)
-    return MegatronStage(
+    call = StepCall(
         forward_step_func=make_forward_step(args),
-        data_iterators=[iter(batches) for _ in chunks],
-        model_chunks=chunks,
-        placement=placement,
-        rank=rank,
+        data_iterator=[iter(batches) for _ in chunks],
+        model=chunks,
         num_microbatches=NUM_MICROBATCHES,
-        output_shape=(args.seq_length, args.micro_batch_size, args.hidden_size),
-        cp_group_size=1,
-        device=device,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
     )
+    return MegatronStage(call, call.data_iterators, placement, rank, device, finalizes=False)
 
 
 def _batches(args: Arguments, device: torch.device) -> list[dict[str, torch.Tensor]]:
