@@ -1,12 +1,12 @@
-"""The flags of `pretrain_gpt.py`, named as in Megatron-LM; this project's own flags begin with `--zero-bubble`.
+"""Defines the flags of `pretrain_gpt.py`; a flag that Megatron-LM also has keeps Megatron-LM's name.
 
-`core_flags.py` makes a flag from each field of megatron-core's configurations. This file lists further flags of the
-trainer, except flags that the launcher also has; `session/flags.py` lists the flags of both programs.
+`core_flags.py` makes a flag from each field of megatron-core's configurations. `session/flags.py` lists the flags that
+the trainer and the launcher share. This file lists all further flags of the trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from typing import Any
 
@@ -206,7 +206,7 @@ class Arguments(
     AliasFlags,
     _CoreFlags,
 ):
-    """All flags of the trainer, with this process's ranks and the size of the vocabulary."""
+    """All flags of the trainer, the rank of this process, the number of processes and the size of the vocabulary."""
 
     rank: int = 0
     world_size: int = 1
@@ -215,10 +215,6 @@ class Arguments(
     """Number of rows of the embedding, with padding; 0 until the size of the vocabulary is known."""
     zero_bubble_layout_limits: tuple[float, ...] | None = None
     """The memory limit of each rank in bytes, under which the layout was chosen."""
-
-    def changed(self, values: Mapping[str, Any]) -> Arguments:
-        """Return a copy of the flags with the values in `values`: name of a flag -> its new value."""
-        return replace(self, **values)
 
     @property
     def checks_finite(self) -> bool:
@@ -266,17 +262,13 @@ def parse_arguments(
             "Megatron-LM (docs/megatron_lm.md)"
         )
     patterns, _ = take_flags(_PatternFlags, (_PatternFlags,), argv)
-    given = [name for name, value in vars(patterns).items() if value is not None]
+    given = {name: text for name, text in vars(patterns).items() if text is not None}
     if len(given) > 1:
-        raise ValueError(
-            f"--{given[0].replace('_', '-')} and --{given[1].replace('_', '-')} are names of one flag: give the first"
-        )
-    if given:
-        pattern = HybridPattern.parse(getattr(patterns, given[0]))
-        said = {argument.split("=")[0] for argument in argv}
-        numbers = {"--num-layers": len(pattern.symbols), "--mtp-num-layers": pattern.num_further or None}
-        for name, number in numbers.items():
-            argv = [*argv, *([] if number is None or name in said else [name, str(number)])]
+        raise ValueError(f"{' and '.join(map(flag_name, given))} are names of one flag: give the first")
+    for text in given.values():
+        pattern, said = HybridPattern.parse(text), {argument.split("=")[0] for argument in argv}
+        numbers = {"--num-layers": len(pattern.symbols), "--mtp-num-layers": pattern.num_further}
+        argv = [*argv, *(f"{name}={number}" for name, number in numbers.items() if number and name not in said)]
     try:
         args = translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
     except ValueError as error:
@@ -286,12 +278,12 @@ def parse_arguments(
             f"{error}; {prog} --help lists all flags; other flags of Megatron-LM need your own Megatron-LM "
             "(docs/megatron_lm.md)"
         ) from error
-    return replace(args, hybrid_layer_pattern=getattr(patterns, given[0])) if given else args
+    return replace(args, hybrid_layer_pattern=args.hybrid_layer_pattern or args.hybrid_override_pattern)
 
 
 @dataclass(frozen=True)
 class _PatternFlags:
-    """The layer pattern of a hybrid model, under the new and the old name of the flag."""
+    """The two flags that can give a hybrid model's layer pattern."""
 
     hybrid_layer_pattern: str | None = flag("the layers", None)
     hybrid_override_pattern: str | None = flag("the layers", None)

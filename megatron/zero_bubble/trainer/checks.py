@@ -13,21 +13,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.zero_bubble.session.environment import (
-    check_device_found,
-    check_devices,
-    check_num_ranks,
-)
+from megatron.zero_bubble.session.environment import check_device_found, check_devices, check_num_ranks
 from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.job_flags import JobFlags
 from megatron.zero_bubble.session.layers import chunks_of_flags
 from megatron.zero_bubble.session.settings import JobSettings, check_implementation, job_settings
 from megatron.zero_bubble.trainer.arguments import Arguments
-from megatron.zero_bubble.trainer.defaults import (
-    check_learning_rate,
-    completed,
-    require_multiple,
-)
+from megatron.zero_bubble.trainer.defaults import check_learning_rate, completed, require_multiple
 from megatron.zero_bubble.trainer.hybrid_stages import check_pattern
 from megatron.zero_bubble.trainer.output_folders import check_output
 from megatron.zero_bubble.trainer.recomputation_checks import check_recomputation
@@ -40,8 +32,7 @@ def complete_and_check(
     """Complete the flags with defaults that depend on other flags or on the machine, and make the job's settings.
 
     Args:
-        for_this_machine: whether the job runs on this machine. If so, `complete_and_check` also checks the packages,
-            devices and folders of the machine.
+        for_this_machine: whether the job runs on this machine, whose packages, devices and folders are then checked.
 
     Raises:
         ValueError: a flag cannot work; the message names the first such flag.
@@ -228,10 +219,8 @@ def _check_replicas(args: Arguments) -> None:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     instances, replicas = args.num_distributed_optimizer_instances, args.data_parallel_size * args.context_parallel_size
-    expert_ranks = args.expert_model_parallel_size * (
-        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    )
-    sharing = args.world_size // (args.pipeline_model_parallel_size * expert_ranks)
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    sharing = args.world_size // (args.pipeline_model_parallel_size * args.expert_model_parallel_size * expert_tensor)
     given = f"--num-distributed-optimizer-instances {instances}"
     if instances > 1 and not args.use_distributed_optimizer:
         raise ValueError(f"{given} needs --use-distributed-optimizer: each instance shards the optimizer's state")
@@ -276,13 +265,6 @@ def _check_training(args: Arguments) -> None:
     check_learning_rate(args)
 
 
-_NOT_OF_ONE_LENGTH = {
-    "reset_attention_mask": "each sample is one document",
-    "reset_position_ids": "each sample is one document",
-}
-"""Flag -> reason why the flag is refused with `--variable-seq-lengths`."""
-
-
 def _check_data(args: Arguments) -> None:
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     if sum([args.mock_data, bool(args.data_path), any(per_split)]) != 1:
@@ -290,9 +272,11 @@ def _check_data(args: Arguments) -> None:
             "give the data once: --data-path PREFIX, or --train-data-path PREFIX (and --valid-data-path), or "
             "--mock-data"
         )
-    for name, problem in _NOT_OF_ONE_LENGTH.items():
+    for name in ("reset_attention_mask", "reset_position_ids"):
         if args.variable_seq_lengths and getattr(args, name):
-            raise ValueError(f"{flag_name(name)} does not work with --variable-seq-lengths: {problem}")
+            raise ValueError(
+                f"{flag_name(name)} does not work with --variable-seq-lengths: each sample is one document"
+            )
     if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
         raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
     if args.no_create_attention_mask_in_dataloader and args.reset_attention_mask:

@@ -1,9 +1,8 @@
 """Makes the trainer's flags from the fields of megatron-core's configurations, and the configurations from the flags.
 
-Every field of the installed megatron-core's configurations is a flag with the name in the field's metadata or in
-`_NAMES`. Without a name in the metadata or in `_NAMES`, a field that is a switch and on by default has the flag
-`--no-NAME`, and any other field has the flag `--NAME`. Fields that no command line can give, such as functions, and the
-fields in `_WITHOUT_FLAG`, are not flags.
+The name of a field's flag is in the field's metadata or in `_NAMES`. If neither the metadata nor `_NAMES` gives a name,
+the flag is `--NAME`, or `--no-NAME` for a boolean field whose default is True. Fields in `_WITHOUT_FLAG`, and fields
+that no command line can give, such as functions, have no flag.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields, make_dataclass
 from enum import Enum
 from functools import cache
 from itertools import pairwise
-from types import MappingProxyType, UnionType
+from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -39,7 +38,7 @@ _TITLES = {
     OptimizerConfig: "Optimizer, of megatron-core's OptimizerConfig.",
     DistributedDataParallelConfig: "Data parallelism, of megatron-core's DistributedDataParallelConfig.",
 }
-_DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8})
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 """Name of a data type in Megatron-LM's flags -> the data type."""
 _NAMES = {
     "num_moe_experts": "--num-experts",
@@ -51,30 +50,26 @@ _NAMES = {
 }
 """Configuration field whose metadata contains no flag name -> the flag's name in Megatron-LM."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "lr")
-_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "min_lr": 0.0,
-        "attention_backend": "auto",
-        "transformer_impl": "local",
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "rotary_scaling_factor": 1.0,
-        "rope_type": None,
-        "optimizer_offload_fraction": 1.0,
-    }
-)
+_DEFAULTS: Mapping[str, Any] = {
+    "min_lr": 0.0,
+    "attention_backend": "auto",
+    "transformer_impl": "local",
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "rotary_scaling_factor": 1.0,
+    "rope_type": None,
+    "optimizer_offload_fraction": 1.0,
+}
 """Field -> default of its flag, if the default differs from the field's own default. Each default in `_DEFAULTS` is
 Megatron-LM's default, or a default for megatron-core's layers without Transformer Engine."""
-_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "normalization": ("LayerNorm", "RMSNorm"),
-        "transformer_impl": ("local", "transformer_engine"),
-        "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
-        "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
-        "optimizer": ("adam", "sgd"),
-        "rope_type": ("rope", "yarn"),
-    }
-)
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "transformer_impl": ("local", "transformer_engine"),
+    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    "optimizer": ("adam", "sgd"),
+    "rope_type": ("rope", "yarn"),
+}
 _WITHOUT_FLAG = re.compile(
     "|".join(
         (
@@ -100,9 +95,8 @@ _WITHOUT_FLAG = re.compile(
 """Names of configuration fields that have no flag."""
 
 
-_FORMS: Mapping[str, tuple[Any, dict[str, Any]]] = MappingProxyType({"rotary_base": (int, {})})
-"""Configuration field -> (type of its flag, keyword arguments of `flag_parser.flag`), if the type of the flag differs
-from the type of the field."""
+_TYPES = {"rotary_base": int}
+"""Configuration field -> type of the field's flag, if the flag and the field have different types."""
 
 
 class CoreFlag(NamedTuple):
@@ -111,6 +105,8 @@ class CoreFlag(NamedTuple):
     name: str
     """Name of the attribute that holds the flag's value: `disable_bias_linear` for `--disable-bias-linear`."""
     field: str
+    kind: Any
+    """Type of the field, without None."""
     is_negated: bool
     """Whether the flag switches the configuration's field off."""
     entry: tuple[Any, Any]
@@ -121,13 +117,13 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
     """Return dataclasses of flags, one for each of megatron-core's configurations.
 
     Args:
-        listed: names of flags to leave out, because other dataclasses define them.
+        listed: names of flags to leave out; other dataclasses define these flags.
     """
     seen, groups = set(listed), []
     for config_class, title in _TITLES.items():
-        new = [known_flag for known_flag in core_flags(config_class) if known_flag.name not in seen]
-        seen.update(known_flag.name for known_flag in new)
-        entries = [(known_flag.name, *known_flag.entry) for known_flag in new]
+        new = {core_flag.name: core_flag.entry for core_flag in core_flags(config_class) if core_flag.name not in seen}
+        seen.update(new)
+        entries = [(name, *entry) for name, entry in new.items()]
         group = make_dataclass(f"{config_class.__name__}Flags", entries, frozen=True, kw_only=True)
         group.__doc__ = title
         groups.append(group)
@@ -135,26 +131,20 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
 
 
 def config_values(args: Any, config_class: type) -> dict[str, Any]:
-    """Return name of a field of the configuration -> the value that the flags give to this field."""
+    """Return a dictionary: name of a field of the configuration -> the value that the flags give to the field."""
     values = {}
     for known_flag in core_flags(config_class):
         value = getattr(args, known_flag.name)
         if value is None and known_flag.field in ("rope_type", "offload_modules"):
             continue  # without the flag, the field keeps the configuration's default, which is not None
-        values[known_flag.field] = (
-            not value if known_flag.is_negated else _of_field(value, _hints(config_class)[known_flag.field])
-        )
+        values[known_flag.field] = not value if known_flag.is_negated else _of_field(value, known_flag.kind)
     return values
 
 
 @cache
 def core_flags(config_class: type) -> tuple[CoreFlag, ...]:
     """Return the flags of the fields of `config_class`."""
-    return tuple(_flags_of(config_class))
-
-
-def _flags_of(config_class: type) -> Iterator[CoreFlag]:
-    hints, explanations = _hints(config_class), _explanations(config_class)
+    hints, explanations, flags = _hints(config_class), _explanations(config_class), []
     for entry in fields(config_class):
         kind = _without_none(hints[entry.name])
         form = _form(kind)
@@ -162,12 +152,13 @@ def _flags_of(config_class: type) -> Iterator[CoreFlag]:
             continue
         is_negated = kind is bool and entry.default is True and entry.name != "multi_latent_attention"
         names = _names(entry, is_negated=is_negated)
-        hint, options = _FORMS.get(entry.name, form)
+        hint, options = _TYPES.get(entry.name, form[0]), form[1]
         options = {**options, "choices": _CHOICES.get(entry.name, options.get("choices")), "names": names[1:]}
-        default = _default(config_class, entry, hint)
         text = explanations.get(entry.name, entry.name.replace("_", " "))
         name = names[0].removeprefix("--").replace("-", "_")
-        yield CoreFlag(name, entry.name, is_negated, (hint, flag(text, default, **options)))
+        defined = (hint, flag(text, _default(config_class, entry, hint), **options))
+        flags.append(CoreFlag(name, entry.name, kind, is_negated, defined))
+    return tuple(flags)
 
 
 def _names(entry: Field[Any], *, is_negated: bool) -> list[str]:
@@ -196,10 +187,7 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
 
 
 def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
-    """Return (type of the flag, keyword arguments of `flag_parser.flag`) for a field of type `kind`.
-
-    `_form` returns None if no flag can set a field of type `kind`.
-    """
+    """Return (type of the flag, options of `flag()`) for a field of type `kind`; None if no flag can set the field."""
     arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:
         return bool, {}
@@ -222,9 +210,8 @@ def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
     return None
 
 
-def _of_field(value: Any, hint: Any) -> Any:
-    """Convert `value` of a flag to the value of the configuration field that the flag sets; `hint` is its type."""
-    kind = _without_none(hint)
+def _of_field(value: Any, kind: Any) -> Any:
+    """Convert the value of a flag to the value of a configuration field of type `kind`."""
     if value is None:
         return None
     if kind is torch.dtype:
@@ -289,7 +276,7 @@ def _hints(config_class: type) -> dict[str, Any]:
 
 
 def _explanations(config_class: type) -> dict[str, str]:
-    """Return name of a field -> first sentence of the docstring that follows the field in the source."""
+    """Return a dictionary: name of a field -> first sentence of the docstring that follows the field in the source."""
     sentences: dict[str, str] = {}
     for owner in reversed(config_class.__mro__[:-1]):
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body

@@ -45,14 +45,14 @@ def check_data(args: Arguments, vocab_size: int | None = None) -> None:
 
 
 def _blends(args: Arguments) -> dict[str, Blend]:
-    """Return data flag -> blend, for every data flag that is given."""
+    """Return a dictionary: name of a given data flag -> the blend of datasets that the flag describes."""
     paths = {"--data-path": args.data_path}
     paths |= {f"--{name}-data-path": getattr(args, f"{name}_data_path") for name in SPLITS}
     return {flag: parse_blend(values, flag) for flag, values in paths.items() if values}
 
 
 def requested_samples(args: Arguments) -> tuple[int, int, int]:
-    """Return the numbers of training, validation and test samples of a run, as in Megatron; `args` must be complete."""
+    """Return the numbers of training, validation and test samples of a run; `args` must have all defaults filled in."""
     assert args.train_iters is not None
     assert args.global_batch_size is not None
     evaluations = args.train_iters // args.eval_interval + 1

@@ -28,6 +28,7 @@ from megatron.zero_bubble.mcore.hybrid_spec import (
 )
 from megatron.zero_bubble.mcore.placement import StagePosition
 from megatron.zero_bubble.mcore.replaced import replaced
+from megatron.zero_bubble.session.flags import flag_name
 from megatron.zero_bubble.session.hybrid_pattern import HybridPattern
 from megatron.zero_bubble.trainer.arguments import TORCH_BACKENDS, Arguments
 
@@ -56,7 +57,7 @@ def check_pattern(args: Arguments) -> None:
         )
     for name in ("use_rope_scaling", "apply_query_key_layer_scaling"):
         if getattr(args, name, None):
-            raise ValueError(f"{given} does not work with --{name.replace('_', '-')} in this trainer")
+            raise ValueError(f"{given} does not work with {flag_name(name)} in this trainer")
     if args.context_parallel_size > 1:
         raise ValueError(f"{given} does not work with --context-parallel-size {args.context_parallel_size}")
     if (args.recompute_granularity == "full" or args.zero_bubble_recompute) and not HYBRID_RECOMPUTES:
@@ -117,11 +118,7 @@ def build_hybrid_stage(
 
 @contextmanager
 def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """In the `with` block, build hybrid models with the layers `symbols` instead of megatron-core's own selection.
-
-    The built model has layers of multi-token prediction if the model's pattern contains layers of multi-token
-    prediction.
-    """
+    """In the `with` block, build hybrid models with the layers `symbols` instead of megatron-core's own selection."""
     if not HYBRID_TAKES_STAGES:
         yield
         return
@@ -134,7 +131,7 @@ def _placed(symbols: str, first_layer: int) -> Iterator[None]:
 
 
 def _chunk_class(vp_stage: int | None) -> Any:
-    """Return a hybrid model class whose models are the chunk `vp_stage` of a rank, for megatron-core before 0.17."""
+    """Return a class of hybrid models that are the model chunk `vp_stage` of a rank, for megatron-core before 0.17."""
 
     class ModelChunk(HYBRID):
         def setup_embeddings_and_output_layer(self) -> None:
@@ -145,10 +142,10 @@ def _chunk_class(vp_stage: int | None) -> Any:
 
 
 def _stage_stack() -> Any:
-    """Return a class for the layers of a stage of a hybrid model, for megatron-core before 0.17.
+    """Return a class for the layers of a hybrid model's stage, for megatron-core before 0.17.
 
-    The class builds the layers of a stage with the configuration of a pipeline with one stage. megatron-core's own
-    class can build only stages with equal numbers of layers, and only one chunk on each rank.
+    megatron-core's own class can build only stages with equal numbers of layers, and only one chunk on each rank.
+    Therefore the returned class builds the layers with the configuration of a pipeline with one stage.
     """
     base: Any = importlib.import_module(STACK_MODULE).MambaStack
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -27,7 +28,7 @@ from megatron.zero_bubble.trainer.optimization import in_mixed_precision, wrap_i
 
 
 def unit_models(args: Arguments) -> UnitModels:
-    """Return functions that build a model's units (embedding, layers, output) and run them, for measurements.
+    """Return the functions that build and run a model's units (embedding, layers, output) for measurements.
 
     Call `unit_models` in a `with initialized(...)` block, after the size of the vocabulary is known. Any placement on
     the job's pipeline ranks may be passed to `initialized`.
@@ -45,7 +46,8 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
         defer_weight_gradients(config)
     # Replicas of a unit neither gather parameters nor reduce gradients: only forward and backward are measured.
     sharing = ("use_distributed_optimizer", "use_torch_fsdp2", "overlap_grad_reduce", "overlap_param_gather")
-    alone = args.changed({**dict.fromkeys(sharing, False), "num_distributed_optimizer_instances": 1})
+    unshared: dict[str, Any] = {**dict.fromkeys(sharing, False), "num_distributed_optimizer_instances": 1}
+    alone = replace(args, **unshared)
     model = build_unit(alone, config, unit)
     chunks = in_mixed_precision(alone, config, [model])
     split_weight_gradients(chunks, store)
@@ -54,7 +56,7 @@ def _build(args: Arguments, unit: Unit, store: WeightGradStore) -> DistributedDa
 
 
 def settle_layout(args: Arguments, session: Session) -> Arguments:
-    """Choose the parts of the layout that no flag gives, and adopt the layout's placement; a collective call.
+    """Choose the parts of the layout that no flag gives, and set the layout in the session; a collective call.
 
     Call `settle_layout` in a `with initialized(...)` block, before the model is built. After the call, random states
     are the same as in a run that started with the chosen layout. A job that continues from a checkpoint keeps the

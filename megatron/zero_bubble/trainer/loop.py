@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints and exits."""
+"""Runs the training loop with its optimizer steps, evaluations, checkpoints and exits."""
 
 from __future__ import annotations
 
@@ -146,9 +146,7 @@ class Trainer:
             self._finite.steps_with = parallel_state.get_model_parallel_group()
         batch_size = get_current_global_batch_size()
         num_microbatches = get_num_microbatches()
-        reports = self._forward_backward(
-            data_iterator=self._data.train, num_microbatches=num_microbatches, forward_only=False
-        )
+        reports = self._forward_backward(data_iterator=self._data.train, num_microbatches=num_microbatches)
         self._free_unused_memory(level=1)
         self._log_unlogged()
         if self._finite is not None:
@@ -204,15 +202,10 @@ class Trainer:
         self._session.replicas.after_step(self._progress.iteration)
         result = replace(
             result,
-            grad_norm=outcome.grad_norm,
-            num_zeros=outcome.num_zeros,
+            outcome=outcome,
             # As in Megatron-LM, this is the learning rate after the scheduler's step.
             learning_rate=get_canonical_lr_for_logging(self._optimizer.param_groups) or 0.0,
             loss_scale=self._optimizer.get_loss_scale().item(),
-            was_skipped=not outcome.was_updated,
-            was_rolled_back=outcome.was_amended,
-            num_redone_forwards=outcome.num_redone_forwards,
-            has_waited=outcome.has_waited,
             finished_at=finished_at,
         )
         mean_step = self._zero_bubble.observer.take_mean() if self._zero_bubble and self._prints_a_line() else None
@@ -237,7 +230,8 @@ class Trainer:
         self._log.record(result)
         if self._numerics is not None:
             assert unlogged.parameter_digest is not None
-            self._numerics.write(self._progress.iteration, result.lm_loss, result.grad_norm, unlogged.parameter_digest)
+            norm = result.outcome.grad_norm
+            self._numerics.write(self._progress.iteration, result.lm_loss, norm, unlogged.parameter_digest)
 
     def _gather_parameters(self) -> None:
         """With `--overlap-param-gather`, gather the parameters now instead of during the next forward."""
@@ -288,10 +282,10 @@ class Trainer:
             self._log.record_validation(mean_loss(reports, _all_replicas()))
 
     def _pausing(self, action: Callable[[], None]) -> None:
+        """Validate and log the last optimizer step, and run `action`, which is not timed."""
         self._settle()
-        paused_at = self._log.pause()
-        action()
-        self._log.resume(paused_at)
+        with self._log.untimed():
+            action()
 
 
 def _all_replicas() -> dist.ProcessGroup:

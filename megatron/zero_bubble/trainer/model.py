@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -203,15 +204,13 @@ value for the layer."""
 
 def layer_kinds(args: Arguments) -> list[int]:
     """Return the index of each layer's kind; the first layer has kind 0, and each new kind gets the next index."""
-    distinct = list(dict.fromkeys(_differences(args)))
-    return [distinct.index(layer) for layer in _differences(args)]
+    layers = _differences(args)
+    distinct = list(dict.fromkeys(layers))
+    return [distinct.index(layer) for layer in layers]
 
 
 def _differences(args: Arguments) -> list[tuple[int | str, ...]]:
-    """Return, for each layer, the properties in which the layers of a model may differ.
-
-    In a hybrid model, layers differ in their symbols only. In a GPT model, layers differ in the values that the flags
-    in `_PATTERNS` give to the layers.
+    """Return each layer's symbol in a hybrid model, or each layer's values of the flags in `_PATTERNS` in a GPT model.
 
     Raises:
         ValueError: the list that a flag gives does not have one entry for each layer.
@@ -245,18 +244,14 @@ def build_unit(args: Arguments, config: TransformerConfig, unit: Unit) -> Any:
 def unit_config(args: Arguments, unit: Unit) -> TransformerConfig:
     """Return the configuration of a one-stage model with one layer of each kind and without full recomputation."""
     kinds = list(dict.fromkeys(_differences(args)))
-    patterns = {}
+    patterns: dict[str, Any] = {}
     if args.hybrid_layer_pattern is None:
-        patterns = {
-            name: list(column)
-            for name, column in zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
-            if getattr(args, name) is not None
-        }
-    of_units = {
+        columns = zip(_PATTERNS, zip(*kinds, strict=True), strict=True)
+        patterns = {name: list(column) for name, column in columns if getattr(args, name) is not None}
+    of_units: dict[str, Any] = {
         "num_layers": len(kinds),
         "mtp_num_layers": args.mtp_num_layers if unit.is_last else None,
         "pipeline_model_parallel_size": 1,
         "pipeline_model_parallel_layout": None,
     }
-    unit_args = args.changed({**of_units, **patterns, **keeping_everything(args)})
-    return transformer_config(unit_args, 1, None)
+    return transformer_config(replace(args, **of_units, **patterns, **keeping_everything(args)), 1, None)

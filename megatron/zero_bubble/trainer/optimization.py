@@ -16,7 +16,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.zero_bubble.mcore.fully_sharded import FullyShardedChunk
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.core_flags import config_values
-from megatron.zero_bubble.trainer.defaults import learning_rate_steps
 
 
 def parameter_dtype(args: Arguments) -> torch.dtype:
@@ -44,7 +43,7 @@ def wrap_in_ddp(
     """Wrap a rank's model chunks in megatron-core's DDP, or in FSDP2 with `--use-torch-fsdp2`.
 
     Args:
-        defers_weights: whether the chunks' linear layers are split, so that W is deferred.
+        defers_weights: whether the backward of the chunks' linear layers is split into B and W.
 
     Raises:
         ValueError: a parameter cannot be sharded.
@@ -102,18 +101,22 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
 
 def build_lr_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the scheduler of the learning rate's warm-up and decay; as in Megatron-LM, the scheduler counts samples."""
-    steps = learning_rate_steps(args)
+    batch, train_iters = args.global_batch_size, args.train_iters
+    assert batch is not None
+    assert train_iters is not None
+    decay_steps = (args.lr_decay_iters or train_iters) * batch
+    fraction = args.lr_warmup_fraction
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=steps.warmup,
-        lr_decay_steps=steps.decay,
+        lr_warmup_steps=args.lr_warmup_iters * batch if fraction is None else fraction * decay_steps,
+        lr_decay_steps=decay_steps,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=steps.weight_decay,
+        wd_incr_steps=train_iters * batch,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,

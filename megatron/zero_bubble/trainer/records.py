@@ -38,8 +38,8 @@ class NumericsLog:
     """Writes the file of `--log-numerics` on the rank that holds the loss, with parameter digests from all ranks.
 
     Args:
-        path: path of the file. A resumed run removes the lines of iterations after `iteration`, and an incomplete line
-            of a killed run. A resumed run then ends with the same file as an uninterrupted run.
+        path: path of the file, from which a resumed run removes the lines of iterations after `iteration` and the
+            incomplete line of a killed run.
         iteration: the iteration after which the run starts.
         log_rank: the global rank that holds the loss.
 
@@ -92,18 +92,16 @@ class NumericsLog:
             "grad_norm": None if grad_norm is None else float(grad_norm).hex(),
             "parameters": digests,
         }
-        self._on_log_rank(lambda: self._append(json.dumps(entry) + "\n"))
 
-    def _append(self, line: str) -> None:
-        with open(self._path, "a") as file:
-            file.write(line)
+        def append() -> None:
+            with open(self._path, "a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+        self._on_log_rank(append)
 
 
 def _iteration_of(line: str) -> float | None:
-    """Return the iteration of a line in the file; None for a line that `NumericsLog` did not write.
-
-    For the incomplete line of a killed run, `_iteration_of` returns infinity.
-    """
+    """Return the iteration of a line; infinity for an incomplete line; None for a line of another program."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError:
@@ -122,8 +120,10 @@ class RunSummary:
 
     def __init__(self) -> None:
         self.line: str | None = None
-        self._predicted: Idle | None = None
-        self._first = self._iterations = 0
+        self._reset(None, 0)
+
+    def _reset(self, predicted: Idle | None, first: int) -> None:
+        self._predicted, self._first, self._iterations = predicted, first, 0
         self._milliseconds = self._in_pipeline = self._bubble = 0.0
 
     def record(
@@ -138,8 +138,7 @@ class RunSummary:
         if measured is None or prediction is None:
             return
         if prediction.idle != self._predicted:
-            self._predicted, self._first, self._iterations = prediction.idle, iteration + 1, 0
-            self._milliseconds = self._in_pipeline = self._bubble = 0.0
+            self._reset(prediction.idle, iteration + 1)
             return
         self._iterations += num_iterations
         self._milliseconds += num_iterations * milliseconds
