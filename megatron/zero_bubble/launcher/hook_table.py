@@ -1,4 +1,4 @@
-"""The launcher's hooks, and the state that the hooks share until the script ends."""
+"""Makes the launcher's hooks, and holds the state that the hooks share until the script ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MODELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("megatron.core.models.mamba.mamba_model:MambaModel", (), ("0.16", "0.17")),
     ("megatron.core.models.hybrid.hybrid_model:HybridModel", ("vp_stage", "hybrid_layer_pattern"), _NEWER),
 )
-"""(path of a model class, constructor parameters that not all model classes have, versions of megatron-core)."""
+"""Path of each model class, constructor parameters that not all model classes have, and versions of megatron-core."""
 _PATTERNS = (
     ("megatron.core.ssm.mamba_hybrid_layer_allocation", ("0.17",)),
     ("megatron.core.models.hybrid.hybrid_layer_allocation", _NEWER),
@@ -43,7 +43,7 @@ class ScriptHooks:
         self._run: Run | LoopRun | None = None
 
     def hooks(self) -> Iterator[Hook]:
-        """The hooks that a schedule needs, in the order in which the script reaches them."""
+        """Yield the hooks that a schedule needs, in the order in which a script calls the hooked functions."""
         yield from self._layout_hooks()
         yield from self._model_hooks()
         yield from self._step_hooks()
@@ -55,7 +55,7 @@ class ScriptHooks:
             yield from replica_hooks(lambda: self.script_run.replicas)
 
     def _layout_hooks(self) -> Iterator[Hook]:
-        """The hooks that choose the layout of the model, and give this layout to the model's configuration."""
+        """Yield the hooks that choose the layout of the model, and give this layout to the model's configuration."""
         yield Hook(
             "megatron.training.arguments:validate_args",
             ("args",),
@@ -92,10 +92,7 @@ class ScriptHooks:
             )
 
     def _model_hooks(self) -> Iterator[Hook]:
-        """The hooks that build the stages of the layout.
-
-        The hooks for a V-shaped placement do nothing under another placement.
-        """
+        """Yield the hooks that build the stages of the layout."""
         yield Hook(
             "megatron.core.transformer.module:MegatronModule.__init__",
             ("config",),
@@ -144,7 +141,7 @@ class ScriptHooks:
             )
 
     def _step_hooks(self) -> Iterator[Hook]:
-        """The hooks that run a training step, and extend the training log line."""
+        """Yield the hooks that run a training step, and extend the training log line."""
         yield Hook(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
             (),
@@ -159,7 +156,7 @@ class ScriptHooks:
         )
 
     def _optimizer_hooks(self) -> Iterator[Hook]:
-        """The hooks that post-validation and hierarchical SGD share."""
+        """Yield the hooks that post-validation and hierarchical SGD share."""
         whose = "the optimizer for post-validation and for the averaging of replicas"
         chain = "the chain of Muon and the optimizer of `get_megatron_optimizer`"
         for function, kept in ((":get_megatron_optimizer", whose), (".muon:get_megatron_muon_optimizer", chain)):
@@ -179,7 +176,7 @@ class ScriptHooks:
         )
 
     def needed(self) -> Iterator[Needed]:
-        """Functions that the launcher needs but does not hook; another version of Megatron may lack or change them."""
+        """Yield the functions of megatron-core and Megatron-LM that the launcher needs without replacing them."""
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
@@ -210,7 +207,7 @@ class ScriptHooks:
 
     @property
     def run(self) -> Run | LoopRun:
-        """The `Run` of a script with Megatron-LM's loop, or the `LoopRun` of a script with its own loop.
+        """The `Run` of a script with Megatron-LM's training loop, or the `LoopRun` of a script with another loop.
 
         Raises:
             SessionError: Megatron-LM's trainer made its process groups before zero bubble was enabled.
@@ -245,19 +242,20 @@ class ScriptHooks:
             SessionError: no training step ran under the zero-bubble schedule, although the script had iterations to
                 train.
         """
-        if self._run is None or (self._run.num_steps == 0 and not self._run.had_nothing_to_train):
+        run = self._run
+        if run is None or not (run.had_nothing_to_train or any(session.num_steps for session in run.sessions)):
             raise SessionError(
                 "the script ended without a training step through megatron-core's get_forward_backward_func: "
                 "the schedule had no effect"
             )
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.close()
+        for session in () if self._run is None else self._run.sessions:
+            session.close()
 
 
 def _script_arguments() -> Namespace | None:
-    """The arguments of Megatron-LM's trainer; None if another loop trains."""
+    """Return the arguments of Megatron-LM's trainer; None if another training loop runs."""
     if "megatron.training.global_vars" not in sys.modules:
         return None
     from megatron.training.global_vars import get_args
@@ -275,7 +273,7 @@ def _defer_weight_gradients(call: Call) -> None:
 
 
 def cpu_hooks() -> Iterator[Hook]:
-    """The hooks of `--zero-bubble-cpu` in Megatron-LM's trainer, in addition to the substitutions of `mcore/cpu.py`."""
+    """Yield the hooks that Megatron-LM's trainer needs on a machine without CUDA, in addition to `mcore/cpu.py`."""
 
     def allow_no_cuda(call: Call) -> Any:
         from megatron.training.global_vars import get_args

@@ -58,7 +58,7 @@ class Needed:
         return self.path.replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Whether a megatron-core version has the function; functions of Megatron-LM's trainer need `has_trainer`."""
+        """Return whether a megatron-core version, and Megatron-LM's trainer if installed, have the function."""
         if self.path.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions
@@ -66,13 +66,13 @@ class Needed:
 
 @dataclass(frozen=True)
 class Hook(Needed):
-    """A function to replace: each call of the function becomes a `Call`, which is passed to `around` for its result."""
+    """A function to replace by a hook; `around` gets each call of the function, and returns the result of the call."""
 
     around: Callable[[Call], Any]
 
 
 def minor_version(version: str) -> str:
-    """The first two numbers of a version: `0.16` of `0.16.1rc0`."""
+    """Return the first two numbers of a version, such as `0.16` for version 0.16.1rc0."""
     return ".".join(version.split(".")[:2])
 
 
@@ -87,9 +87,9 @@ class Target:
 
 
 class InstalledHooks:
-    """Replaces functions by hooks until `restore()` is called, including names that other modules have imported.
+    """Replaces functions by hooks until `restore()` is called, also in modules that imported the functions by name.
 
-    The constructor checks all functions before it replaces the first function.
+    The constructor checks all functions before the constructor replaces the first function.
 
     Raises:
         SessionError: a function is missing, or lacks a parameter.

@@ -49,7 +49,7 @@ def take_over_overlap(script: Namespace) -> None:
 
 
 def flags_of(script: Namespace, flags: LaunchFlags, **known: Any) -> JobFlags:
-    """The flags of the job, made from a script's arguments and the launcher's flags.
+    """Return the flags of the job, made from a script's arguments and the launcher's flags.
 
     Args:
         script: the result of Megatron-LM's `get_args()`, or arguments that are not validated yet. Flags that `script`
@@ -106,7 +106,7 @@ def refuse_script_settings(script: Namespace, flags: JobFlags, placement: str | 
 
 
 def chunks_asked(flags: JobFlags) -> str | None:
-    """The flag, with its value, that asks for several model chunks a rank; None if no flag asks for several chunks."""
+    """Return the flag and value that ask for several model chunks a rank; None if no flag asks for several chunks."""
     entry, kind = ENTRIES.get(flags.zero_bubble_schedule or ""), flags.zero_bubble_placement
     if kind is not None and kind != "linear":
         return f"--zero-bubble-placement {kind}"

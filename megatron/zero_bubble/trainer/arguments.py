@@ -32,7 +32,7 @@ class ModelFlags:
         None,
     )
     hybrid_override_pattern: str | None = flag("the older name of --hybrid-layer-pattern", None)
-    max_position_embeddings: int | None = flag("largest position that is embedded (default: --seq-length)", None)
+    max_position_embeddings: int = flag("largest position that is embedded (default: --seq-length)", None)
     group_query_attention: bool = flag("share keys and values among groups of heads", False)
     use_rope_scaling: bool = flag("scale rotary frequencies as Llama 3.1 does", False)
     rope_scaling_factor: float = flag("factor of --use-rope-scaling", 8.0)
@@ -59,11 +59,11 @@ class TrainingFlags:
     """Training."""
 
     micro_batch_size: int = flag("sequences in a microbatch, on one data-parallel rank")
-    global_batch_size: int | None = flag("sequences in an iteration (default: one microbatch on each replica)", None)
+    global_batch_size: int = flag("sequences in an iteration (default: one microbatch on each replica)", None)
     rampup_batch_size: list[int] | None = flag(
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES", None, nargs=3
     )
-    train_iters: int | None = flag("number of iterations", None)
+    train_iters: int = flag("number of iterations", None)
     lr_decay_style: str = flag(
         "shape of the decay", "linear", choices=("constant", "linear", "cosine", "inverse-square-root")
     )
@@ -206,7 +206,11 @@ class Arguments(
     AliasFlags,
     _CoreFlags,
 ):
-    """All flags of the trainer, the rank of this process, the number of processes and the size of the vocabulary."""
+    """All flags of the trainer, the rank of this process, the number of processes and the size of the vocabulary.
+
+    Before `complete_and_check`, `train_iters`, `global_batch_size` and `max_position_embeddings` may be None, although
+    their types are `int`.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -222,16 +226,14 @@ class Arguments(
         return not self.no_check_for_nan_in_loss_and_grad and (not self.fp16 or self.loss_scale is not None)
 
     @property
-    def fp8(self) -> str | None:
+    def fp8(self) -> Any:
         """The value of `--fp8-format`, under Megatron-LM's name for the attribute."""
-        value: str | None = self.fp8_format
-        return value
+        return self.fp8_format
 
     @property
-    def fp4(self) -> str | None:
+    def fp4(self) -> Any:
         """The value of `--fp4-format`, under Megatron-LM's name for the attribute."""
-        value: str | None = self.fp4_format
-        return value
+        return self.fp4_format
 
     @property
     def pattern(self) -> HybridPattern | None:

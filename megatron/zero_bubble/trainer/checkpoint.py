@@ -54,7 +54,7 @@ _SHARDING: Mapping[str, Any] = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-"""Settings of megatron-core for the form of the state in new checkpoints."""
+"""Settings with which megatron-core shards the state in new checkpoints."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Progress:
 
 
 class TrainingState(NamedTuple):
-    """The part of a checkpoint that changes during training, as held by this rank."""
+    """The training state of this rank that a checkpoint contains."""
 
     progress: Progress
     model: list[Any]
@@ -165,7 +165,17 @@ class Checkpointer:
         with loadable(self._optimizer):
             request = self._sharded_state(sharding, is_loading=True, with_optimizer=with_optimizer, with_rng=with_rng)
             state = load(request, folder, description)
-            self._restore(state, common["args"], with_optimizer=with_optimizer, with_rng=with_rng)
+            for key, chunk in self._chunks.items():
+                chunk.load_state_dict(shards_of(chunk, state.get(key, {})))  # a stage may have no parameters
+            if with_optimizer:
+                self._optimizer.load_state_dict(state["optimizer"])
+            else:
+                self._optimizer.reload_model_params()
+            if not args.finetune:
+                self._restore_scheduler(state["opt_param_scheduler"], common["args"])
+            if with_rng:
+                for name, (_, set_state) in _generators().items():
+                    set_state(state["rng_state"][0][name])
         return common
 
     def _sharded_state(
@@ -179,21 +189,6 @@ class Checkpointer:
         if with_rng:
             state["rng_state"] = _rng_state()
         return state
-
-    def _restore(
-        self, state: dict[str, Any], saved: argparse.Namespace, *, with_optimizer: bool, with_rng: bool
-    ) -> None:
-        for key, chunk in self._chunks.items():
-            chunk.load_state_dict(shards_of(chunk, state.get(key, {})))  # a stage may have no parameters
-        if with_optimizer:
-            self._optimizer.load_state_dict(state["optimizer"])
-        else:
-            self._optimizer.reload_model_params()
-        if not self._args.finetune:
-            self._restore_scheduler(state["opt_param_scheduler"], saved)
-        if with_rng:
-            for name, (_, set_state) in _generators().items():
-                set_state(state["rng_state"][0][name])
 
     def _restore_scheduler(self, state: dict[str, Any], saved: argparse.Namespace) -> None:
         scheduler = self._scheduler

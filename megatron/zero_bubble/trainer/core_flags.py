@@ -146,7 +146,9 @@ def core_flags(config_class: type) -> tuple[CoreFlag, ...]:
     """Return the flags of the fields of `config_class`."""
     hints, explanations, flags = _hints(config_class), _explanations(config_class), []
     for entry in fields(config_class):
-        kind = _without_none(hints[entry.name])
+        kind = hints[entry.name]
+        if get_origin(kind) in (Union, UnionType):
+            kind = Union[tuple(member for member in get_args(kind) if member is not type(None))]  # noqa: UP007
         form = _form(kind)
         if form is None or _WITHOUT_FLAG.fullmatch(entry.name):
             continue
@@ -261,13 +263,6 @@ def _pair(text: str) -> tuple[int, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected two numbers such as 128,0, got {text!r}") from None
     return first, second
-
-
-def _without_none(hint: Any) -> Any:
-    if get_origin(hint) in (Union, UnionType):
-        rest = tuple(member for member in get_args(hint) if member is not type(None))
-        return Union[rest]  # noqa: UP007
-    return hint
 
 
 @cache

@@ -53,8 +53,6 @@ def _blends(args: Arguments) -> dict[str, Blend]:
 
 def requested_samples(args: Arguments) -> tuple[int, int, int]:
     """Return the numbers of training, validation and test samples of a run; `args` must have all defaults filled in."""
-    assert args.train_iters is not None
-    assert args.global_batch_size is not None
     evaluations = args.train_iters // args.eval_interval + 1
     per_evaluation = args.eval_iters * args.global_batch_size
     return args.train_iters * args.global_batch_size, evaluations * per_evaluation, per_evaluation
@@ -71,22 +69,16 @@ def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, u
         ValueError: too little data is left; the message is one line.
     """
     batch, train_iters = args.global_batch_size, args.train_iters
-    assert batch is not None
-    assert train_iters is not None
-    evaluations = train_iters // args.eval_interval - iteration // args.eval_interval
-    still_needed = (
-        (train_iters - iteration) * batch,
-        evaluations * args.eval_iters * batch,
-    )
-    batch_size = f"--global-batch-size {batch}"
-    flags = (batch_size, f"--eval-interval {args.eval_interval} --eval-iters {args.eval_iters} {batch_size}")
-    instead = ("", ", or --eval-iters 0")
-    for split in (0, 1):
-        have, need = samples[split], still_needed[split]
-        if need > 0 and 0 < have < used[split] + need:
+    iterations = train_iters - iteration
+    evaluations = (train_iters // args.eval_interval - iteration // args.eval_interval) * args.eval_iters
+    of_evaluation = f"--eval-interval {args.eval_interval} --eval-iters {args.eval_iters} "
+    rows = (("train", iterations, "", ""), ("valid", evaluations, of_evaluation, ", or --eval-iters 0"))
+    for have, read, (split, batches, flags, instead) in zip(samples, used, rows, strict=False):
+        need = batches * batch
+        if need > 0 and 0 < have < read + need:
             raise ValueError(
-                f"{flags[split]}: the {SPLITS[split]} data has {have} samples for this, of which the run in --load "
-                f"has used {used[split]}, and {need} more are needed: give that run's values{instead[split]}"
+                f"{flags}--global-batch-size {batch}: the {split} data has {have} samples for this, of which the run "
+                f"in --load has used {read}, and {need} more are needed: give that run's values{instead}"
             )
 
 

@@ -110,7 +110,8 @@ def sample_indices(
 ) -> Iterator[list[int]]:
     """Yield the sample indices of each microbatch of one data-parallel rank, in the order of the dataset.
 
-    The microbatches of all ranks alternate. A last round with too few samples for all ranks is dropped.
+    The ranks take microbatches from the dataset in turn. Samples at the end of the dataset that do not fill a
+    microbatch for every rank are dropped.
     """
     round_size, offset = micro_batch_size * num_ranks, rank * micro_batch_size
     for start in range(consumed_samples, total_samples - round_size + 1, round_size):

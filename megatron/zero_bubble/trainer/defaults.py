@@ -87,6 +87,5 @@ def check_learning_rate(args: Arguments) -> None:
         raise ValueError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
     if fraction is not None and warmup:
         raise ValueError(f"--lr-warmup-fraction {fraction} and --lr-warmup-iters {warmup}: give one of them")
-    assert decay is not None
     if warmup >= decay:
         raise ValueError(f"--lr-warmup-iters {warmup} must be below the {decay} iterations of decay")

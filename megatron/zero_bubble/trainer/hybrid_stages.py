@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from megatron.core import __version__ as core_version
@@ -105,29 +103,19 @@ def build_hybrid_stage(
     if HYBRID_TAKES_STAGES:
         name = ("hybrid" if HYBRID_RECOMPUTES else "mamba") + "_stack_spec"
         described = {**described, name: spec, "hybrid_layer_pattern": symbols + further, "vp_stage": vp_stage}
-        build = HYBRID
+        allocation, models = map(importlib.import_module, (ALLOCATION_MODULE, HYBRID.__module__))
+        with (
+            # Build the layers of this stage, and any layers of multi-token prediction in its part of the pattern.
+            replaced(allocation, "select_pipeline_segment", lambda *args, **kwargs: (list(symbols), first_layer)),
+            replaced(models, "mtp_on_this_rank", lambda *args, **kwargs: True),
+        ):
+            model = HYBRID(**described)
     else:
         stack = ModuleSpec(module=_stage_stack(), params={"first_layer": first_layer}, submodules=spec.submodules)
         described = {**described, "mamba_stack_spec": stack, "hybrid_override_pattern": symbols}
-        build = _chunk_class(vp_stage)
-    with _placed(symbols, first_layer):
-        model = build(**described)
+        model = _chunk_class(vp_stage)(**described)
     model.vp_stage, model.mtp_process = vp_stage, bool(further)
     return model
-
-
-@contextmanager
-def _placed(symbols: str, first_layer: int) -> Iterator[None]:
-    """In the `with` block, build hybrid models with the layers `symbols` instead of megatron-core's own selection."""
-    if not HYBRID_TAKES_STAGES:
-        yield
-        return
-    allocation, models = map(importlib.import_module, (ALLOCATION_MODULE, HYBRID.__module__))
-    with (
-        replaced(allocation, "select_pipeline_segment", lambda *args, **kwargs: (list(symbols), first_layer)),
-        replaced(models, "mtp_on_this_rank", lambda *args, **kwargs: True),
-    ):
-        yield
 
 
 def _chunk_class(vp_stage: int | None) -> Any:

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.mcore.post_validation import StepOutcome
 from megatron.zero_bubble.planner.prediction import Prediction
-from megatron.zero_bubble.runtime.recorder import PipelineTime
+from megatron.zero_bubble.runtime.recorder import PipelineTime, StepTime
 from megatron.zero_bubble.runtime.replica_waits import Waits
 from megatron.zero_bubble.runtime.step_planner import OrderTimes
 from megatron.zero_bubble.session.reports import idle_fields, order_fields, print_line, wait_fields
@@ -54,6 +54,10 @@ class StepResult:
     """How long replicas waited for each other since the last log line; None without a log line or with one replica."""
     orders: OrderTimes | None = None
     """Times and counts of steps with planned orders of microbatches, summed over the steps since the last log line."""
+    mean_step: StepTime | None = None
+    """Mean times of this rank in the steps since the last log line; None if `measured` is None."""
+    parameter_digest: str | None = None
+    """Digest of this rank's parameters; None without `--log-numerics`."""
     finished_at: float | None = None
     """Time at which the step was complete, in seconds of `time.perf_counter`; None stands for the time of logging."""
 
@@ -90,8 +94,7 @@ class TrainingLog:
             self._print(result, (finished_at - self._start) / len(self._results))
             self._results, self._start = [], finished_at
         if args.log_memory_interval is not None and self.progress.iteration % args.log_memory_interval == 0:
-            for line in memory_lines(self.progress.iteration):
-                print_line(line)
+            _print_memory(self.progress.iteration)
 
     def _say(self, text: str) -> None:
         """Print `text` on the rank that has the loss."""
@@ -166,10 +169,10 @@ class TrainingLog:
         self._say(f"{rule}\n{line}\n{rule}")
 
 
-def memory_lines(iteration: int) -> list[str]:
-    """Return a list with one line about this rank's CUDA memory in MiB; the list is empty without CUDA."""
+def _print_memory(iteration: int) -> None:
+    """Print a line about this rank's CUDA memory in MiB, in Megatron-LM's format; print nothing without CUDA."""
     if not torch.cuda.is_available():
-        return []
+        return
     figures = {
         "allocated": torch.cuda.memory_allocated(),
         "max allocated": torch.cuda.max_memory_allocated(),
@@ -177,7 +180,7 @@ def memory_lines(iteration: int) -> list[str]:
         "max reserved": torch.cuda.max_memory_reserved(),
     }
     words = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in figures.items())
-    return [f"[Rank {dist.get_rank()}] (after {iteration} iterations) memory (MB) | {words}"]
+    print_line(f"[Rank {dist.get_rank()}] (after {iteration} iterations) memory (MB) | {words}")
 
 
 def _now() -> float:

@@ -142,7 +142,7 @@ def build_stage(
     symbols: str | None = None,
     first_layer: int = 0,
 ) -> Any:
-    """Build one stage of the model; the caller later splits the linear layers and wraps the stage in DDP.
+    """Build one stage of the model on this rank's device, before its linear layers are split and DDP wraps the stage.
 
     Args:
         embeds: whether the stage begins with the embedding.
@@ -167,26 +167,19 @@ def build_stage(
         "pg_collection": groups,
     }
     if symbols is not None:
-        return _finished(build_hybrid_stage(args, vp_stage, symbols, first_layer, described))
-    layers = layer_specs(config, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
-    model = GPTModel(
-        transformer_layer_spec=block_spec(config, layers, vp_stage, groups.pp.rank()),
-        mtp_block_spec=multi_token_spec(config, layers[-1], vp_stage, is_last_stage=is_last),
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        vp_stage=vp_stage,
-        **described,
-    )
-    return _finished(model)
-
-
-def _finished(model: Any) -> Any:
-    """Move the built model to its device, and give parameters the attributes that megatron-core's optimizer reads.
-
-    With multi-token prediction and tied embeddings, the output layer of the last stage uses the stage's copy of the
-    embedding. `_finished` then removes the output layer's own weight, which megatron-core neither uses nor saves.
-    """
-    if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
+        model = build_hybrid_stage(args, vp_stage, symbols, first_layer, described)
+    else:
+        layers = layer_specs(config, uses_torch_attention=args.attention_backend in TORCH_BACKENDS)
+        model = GPTModel(
+            transformer_layer_spec=block_spec(config, layers, vp_stage, groups.pp.rank()),
+            mtp_block_spec=multi_token_spec(config, layers[-1], vp_stage, is_last_stage=is_last),
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            vp_stage=vp_stage,
+            **described,
+        )
+    if model.mtp_process and not embeds and model.share_embeddings_and_output_weights:
+        # The output layer uses the stage's copy of the embedding; megatron-core neither uses nor saves its own weight.
         model.output_layer.weight = None
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -49,26 +49,21 @@ def wrap_in_ddp(
         ValueError: a parameter cannot be sharded.
     """
     if args.use_torch_fsdp2:
-        return [_fully_sharded(args, config, chunk) for chunk in chunks]
+        options: dict[str, Any] = {
+            "keeps_parameters": args.torch_fsdp2_no_reshard_after_forward,
+            "reduces_every_microbatch": args.zero_bubble_reduce_every_microbatch,
+            "gradient_dtype": torch.float32 if reduces_in_fp32(args) else parameter_dtype(args),
+        }
+        try:
+            return [FullyShardedChunk(config, chunk, **options) for chunk in chunks]
+        except ValueError as error:
+            raise ValueError(f"--use-torch-fsdp2: {error}") from error
     # As in Megatron-LM, the first chunk's gradients are divided into buckets; every other chunk has one bucket.
     ddp_config = _ddp_config(args, defers_weights)
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-
-
-def _fully_sharded(args: Arguments, config: TransformerConfig, chunk: torch.nn.Module) -> FullyShardedChunk:
-    try:
-        return FullyShardedChunk(
-            config,
-            chunk,
-            keeps_parameters=args.torch_fsdp2_no_reshard_after_forward,
-            reduces_every_microbatch=args.zero_bubble_reduce_every_microbatch,
-            gradient_dtype=torch.float32 if reduces_in_fp32(args) else parameter_dtype(args),
-        )
-    except ValueError as error:
-        raise ValueError(f"--use-torch-fsdp2: {error}") from error
 
 
 def _ddp_config(args: Arguments, splits_backward: bool) -> DistributedDataParallelConfig:
@@ -102,8 +97,6 @@ def build_optimizer(args: Arguments, model: list[torch.nn.Module], config: Trans
 def build_lr_scheduler(args: Arguments, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Build the scheduler of the learning rate's warm-up and decay; as in Megatron-LM, the scheduler counts samples."""
     batch, train_iters = args.global_batch_size, args.train_iters
-    assert batch is not None
-    assert train_iters is not None
     decay_steps = (args.lr_decay_iters or train_iters) * batch
     fraction = args.lr_warmup_fraction
     return OptimizerParamScheduler(

@@ -1,4 +1,4 @@
-"""Records a training: the exact values of every iteration for `--log-numerics`, and a summary line at the end."""
+"""Writes the exact values of every iteration for `--log-numerics`, and summarises a training in one line."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class RunSummary:
         measured: PipelineTime | None,
         prediction: Prediction | None,
     ) -> None:
-        """Add a log line about `num_iterations` iterations up to `iteration`, of `milliseconds` each on average."""
+        """Add the values of a log line about `num_iterations` iterations that took `milliseconds` each on average."""
         if measured is None or prediction is None:
             return
         if prediction.idle != self._predicted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.session.flags import flag_name, flags_text
+from megatron.zero_bubble.session.flags import flags_text
 from megatron.zero_bubble.trainer.arguments import Arguments
 
 _FSDP = "--use-torch-fsdp2"
@@ -26,15 +26,12 @@ _REASONS_OF_VALUES = {
 
 
 def check_fully_sharded(args: Arguments) -> None:
-    """Refuse flags that do not work with `--use-torch-fsdp2`, and flags that work only with `--use-torch-fsdp2`.
+    """Refuse flags that do not work with `--use-torch-fsdp2`.
 
     Raises:
         ValueError: a flag is refused; the message names the first such flag.
     """
     if not args.use_torch_fsdp2:
-        for name in ("torch_fsdp2_no_reshard_after_forward", "zero_bubble_reduce_every_microbatch"):
-            if getattr(args, name):
-                raise ValueError(f"{flag_name(name)} needs {_FSDP}")
         return
     wrong = {(name, getattr(args, name)): reason for name, reason in _REASONS.items() if getattr(args, name)}
     wrong |= {(name, value): why for (name, value), why in _REASONS_OF_VALUES.items() if getattr(args, name) == value}

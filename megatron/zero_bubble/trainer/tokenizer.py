@@ -1,9 +1,8 @@
 """Loads tokenizers from local files, with the interface that megatron-core's datasets use.
 
-megatron-core's own Hugging Face tokenizers need the `transformers` package and look up names on a hub. The tokenizers
-of this module use only the `tokenizers` library and read only local files, so that every rank of an offline cluster
-gets the same tokenizer. megatron-core's tokenizers are not imported, because importing `transformers` takes seconds on
-every rank.
+megatron-core's own Hugging Face tokenizers need the `transformers` package and look up names on a hub. Importing
+`transformers` also takes seconds on every rank. The tokenizers of this module use only the `tokenizers` library and
+read only local files, so that every rank of an offline cluster gets the same tokenizer.
 """
 
 from __future__ import annotations
@@ -30,14 +29,8 @@ if TYPE_CHECKING:
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "NullTokenizer")
 
 END_OF_DOCUMENT_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|endofdocument|>",
-    "</s>",
-    "<eos>",
-    "<EOD>",
-    "<eod>",
-    "[EOS]",
+    *("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "</s>"),
+    *("<eos>", "<EOD>", "<eod>", "[EOS]"),
 )
 """Candidates, in order, for the end-of-document token of a tokenizer whose configuration names no such token."""
 
@@ -124,7 +117,11 @@ class NullTokenizer(LocalTokenizer):
 
 
 def load_tokenizer(args: Arguments) -> LocalTokenizer:
-    """Load the tokenizer that the flags name. Raises `ValueError` if the tokenizer cannot be read."""
+    """Load the tokenizer that the flags name.
+
+    Raises:
+        ValueError: a flag is missing or a file cannot be read.
+    """
     assert args.tokenizer_type is not None
     return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.vocab_file, args.merge_file)
 

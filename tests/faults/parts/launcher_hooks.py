@@ -47,13 +47,11 @@ FAULTS = (
     Fault(
         name="v-keeps-the-running-stage",
         file="launcher/script_stages.py",
-        old="""        self._running = stage
-        try:
-            yield
-        finally:
-            self._running = None""",
-        new="""        self._running = stage
-        yield""",
+        old="""            try:
+                return forward_step(data_iterator, model, *more, **options)
+            finally:
+                self._running = None""",
+        new="            return forward_step(data_iterator, model, *more, **options)",
         effect=(
             "In a V, the script asks for its stage after a step and gets that of the last microbatch, so that "
             "losses or data are missing on a rank."
