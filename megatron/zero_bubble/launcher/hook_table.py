@@ -20,10 +20,10 @@ from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.session.start_up import SessionError
 
 _NEWER = ("0.18", "0.19", "0.20")
-_MODELS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("megatron.core.models.gpt.gpt_model:GPTModel", ("vp_stage",), ()),
-    ("megatron.core.models.mamba.mamba_model:MambaModel", (), ("0.16", "0.17")),
-    ("megatron.core.models.hybrid.hybrid_model:HybridModel", ("vp_stage", "hybrid_layer_pattern"), _NEWER),
+_MODELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("megatron.core.models.gpt.gpt_model:GPTModel", ", vp_stage", ()),
+    ("megatron.core.models.mamba.mamba_model:MambaModel", "", ("0.16", "0.17")),
+    ("megatron.core.models.hybrid.hybrid_model:HybridModel", ", vp_stage, hybrid_layer_pattern", _NEWER),
 )
 """Path of each model class, constructor parameters that not all model classes have, and versions of megatron-core."""
 _PATTERNS = (
@@ -57,26 +57,23 @@ class ScriptHooks:
     def _layout_hooks(self) -> Iterator[Hook]:
         """Yield the hooks that choose the layout of the model, and give this layout to the model's configuration."""
         yield Hook(
-            "megatron.training.arguments:validate_args",
-            ("args",),
+            "megatron.training.arguments:validate_args(args)",
             "refuses unsupported settings; allows uneven stages if zero bubble chooses the layout or padding is set",
             partial(validate_arguments, self.flags),
         )
         yield Hook(
-            "megatron.core.parallel_state:initialize_model_parallel",
-            ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "get_embedding_ranks"),
+            "megatron.core.parallel_state:initialize_model_parallel"
+            "(pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, get_embedding_ranks)",
             "chooses and checks the schedule, when the script's arguments are complete and nothing is built yet",
             self._begin,
         )
         yield Hook(
-            "megatron.training.training:setup_model_and_optimizer",
-            ("model_provider_func",),
+            "megatron.training.training:setup_model_and_optimizer(model_provider_func)",
             "chooses the layout under `--zero-bubble`, before the script builds its model",
             lambda call: self.script_run.set_up_model(call),
         )
         yield Hook(
-            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-            (),
+            "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__()",
             "gives the configuration the layers of each stage, for a V placement and for a chosen layout",
             partial(self._in_script, lambda run, call: run.stages.configure_new(call)),
         )
@@ -85,8 +82,7 @@ class ScriptHooks:
             "multi_token_prediction:get_mtp_num_layers_to_build",
         ):
             yield Hook(
-                f"megatron.core.transformer.{function}",
-                ("config",),
+                f"megatron.core.transformer.{function}(config)",
                 "gives the layers of each stage to a configuration that was made before the process groups",
                 partial(self._in_script, lambda run, call: run.stages.configure_old(call)),
             )
@@ -94,23 +90,20 @@ class ScriptHooks:
     def _model_hooks(self) -> Iterator[Hook]:
         """Yield the hooks that build the stages of the layout."""
         yield Hook(
-            "megatron.core.transformer.module:MegatronModule.__init__",
-            ("config",),
+            "megatron.core.transformer.module:MegatronModule.__init__(config)",
             "makes Transformer Engine's modules defer W in models of every class",
             _defer_weight_gradients,
         )
-        for model, parameters, versions in _MODELS:
+        for model, more, versions in _MODELS:
             yield Hook(
-                f"{model}.__init__",
-                ("config", "pre_process", "post_process", "pg_collection", *parameters),
+                f"{model}.__init__(config, pre_process, post_process, pg_collection{more})",
                 "checks the configuration; gives a chunk the layers, the embedding and the loss of its stage",
                 lambda call: self.run.build_chunk(call),
                 versions=versions,
             )
         for module, versions in _PATTERNS:
             yield Hook(
-                f"{module}:select_pipeline_segment",
-                ("main_pattern", "vp_stage"),
+                f"{module}:select_pipeline_segment(main_pattern, vp_stage)",
                 "returns the layers of a stage, in a V too; a layer pattern lists the stages in model order",
                 partial(self._in_script, Run.select_layers),
                 versions=versions,
@@ -120,21 +113,19 @@ class ScriptHooks:
             ("last", lambda run, call: run.stages.is_stage(call, -1)),
         ):
             yield Hook(
-                f"megatron.core.parallel_state:is_pipeline_{name}_stage",
-                ("ignore_virtual", "vp_stage"),
+                f"megatron.core.parallel_state:is_pipeline_{name}_stage(ignore_virtual, vp_stage)",
                 f"returns true on rank 0 for the {name} stage of a V; scripts read data where this function is true",
                 partial(self._in_script, handle),
             )
         yield Hook(
-            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            ("config", "module", "ddp_config"),
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
+            "(config, module, ddp_config)",
             "splits linear layers before DDP wraps them, so that W calls the hook with which DDP reduces gradients",
             lambda call: self.run.wrap_in_ddp(call),
         )
         for optimizer in _LAYING_OUT:
             yield Hook(
-                f"megatron.core.optimizer.{optimizer}.compute_full_param_layout",
-                ("params",),
+                f"megatron.core.optimizer.{optimizer}.compute_full_param_layout(params)",
                 "spreads the vocabulary before a chunk's parameters are laid out in DDP's buffers",
                 lambda call: self.run.lay_out_parameters(call),
                 versions=_NEWER,
@@ -143,14 +134,12 @@ class ScriptHooks:
     def _step_hooks(self) -> Iterator[Hook]:
         """Yield the hooks that run a training step, and extend the training log line."""
         yield Hook(
-            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-            (),
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func()",
             "returns a function that runs the zero-bubble schedule",
             lambda call: self.run.forward_backward_func(call),
         )
         yield Hook(
-            "megatron.training.utils:print_rank_last",
-            ("message",),
+            "megatron.training.utils:print_rank_last(message)",
             "adds the idle share to the training log line",
             partial(self._in_script, Run.extend_log_line),
         )
@@ -160,17 +149,15 @@ class ScriptHooks:
         whose = "the optimizer for post-validation and for the averaging of replicas"
         chain = "the chain of Muon and the optimizer of `get_megatron_optimizer`"
         for function, kept in ((":get_megatron_optimizer", whose), (".muon:get_megatron_muon_optimizer", chain)):
-            path = f"megatron.core.optimizer{function}"
-            yield Hook(path, (), f"keeps {kept}", lambda call: self.script_run.keep_optimizer(call))
+            path = f"megatron.core.optimizer{function}()"
+            yield Hook(path, f"keeps {kept}", lambda call: self.script_run.keep_optimizer(call))
         yield Hook(
-            "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-            ("self",),
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.step(self)",
             "reports the schedule's step; validates the step if its gradient norm is logged; then averages replicas",
             lambda call: self.script_run.step(call),
         )
         yield Hook(
-            "megatron.training.checkpointing:save_checkpoint",
-            (),
+            "megatron.training.checkpointing:save_checkpoint()",
             "validates the last step and averages replicas before a checkpoint is saved",
             lambda call: self.script_run.save(call),
         )
@@ -180,28 +167,25 @@ class ScriptHooks:
         if self.flags.zero_bubble_post_validation:
             yield from needed_for_post_validation()
         yield Needed(
-            "megatron.training.checkpointing:load_args_from_checkpoint",
-            ("args",),
+            "megatron.training.checkpointing:load_args_from_checkpoint(args)",
             "reads a checkpoint's arguments, which include the layout chosen for the saved job",
         )
         yield Needed(
-            "megatron.core.tensor_parallel.random:CheckpointFunction.forward",
-            ("run_function", "distribute_saved_activations"),
+            "megatron.core.tensor_parallel.random:CheckpointFunction.forward"
+            "(run_function, distribute_saved_activations)",
             "runs a block of layers and keeps only the block's input; R runs the block again before its backward",
         )
         yield Needed(
-            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-            ("config", "layer_number", "pg_collection", "vp_stage"),
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__"
+            "(config, layer_number, pg_collection, vp_stage)",
             "builds a layer; `--zero-bubble-seed-by-layer` sets the layer's seed first",
         )
         yield Needed(
-            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__",
-            ("layer_number",),
+            "megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__(layer_number)",
             "builds a layer of multi-token prediction; `--zero-bubble-seed-by-layer` sets its seed first",
         )
         yield Needed(
-            "megatron.core.pipeline_parallel.schedules:set_current_microbatch",
-            ("model", "microbatch_id"),
+            "megatron.core.pipeline_parallel.schedules:set_current_microbatch(model, microbatch_id)",
             "sets a layer's microbatch number, from which the seed of the layer's dropout follows",
         )
 
@@ -290,26 +274,22 @@ def cpu_hooks() -> Iterator[Hook]:
         return call.proceed() if Path(datasets.__path__[0], "Makefile").exists() else None
 
     yield Hook(
-        "megatron.training.initialize:initialize_megatron",
-        ("allow_no_cuda",),
+        "megatron.training.initialize:initialize_megatron(allow_no_cuda)",
         "allows Megatron-LM to start without CUDA, and keeps its checkpoint writers in the process",
         allow_no_cuda,
     )
     yield Hook(
-        "megatron.training.utils:get_device_arch_version",
-        (),
+        "megatron.training.utils:get_device_arch_version()",
         "returns the newest GPU architecture, for which Megatron-LM demands no special environment variable",
         lambda call: 10,
     )
     yield Hook(
-        "megatron.core.datasets.utils:compile_helpers",
-        (),
+        "megatron.core.datasets.utils:compile_helpers()",
         "does nothing without a Makefile: megatron-core's wheels contain the compiled helper and no Makefile",
         compile_where_possible,
     )
     yield Hook(
-        "megatron.legacy.fused_kernels:load",
-        (),
+        "megatron.legacy.fused_kernels:load()",
         "does nothing; the original function needs nvcc, the compiler of CUDA",
         lambda call: None,
         versions=("0.16",),

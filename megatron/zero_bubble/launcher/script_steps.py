@@ -101,21 +101,21 @@ def needed_for_post_validation() -> Iterator[Needed]:
     random = "saves and restores the random state, for forwards that run again"
     prepare, clip = "puts the gradients where the optimizer expects them", "clips the gradients by their norm"
     step = "takes a step without norm and clipping"
-    for path, parameters, reason, *versions in (
-        ("optimizer.optimizer:MegatronOptimizer.get_main_grads_for_grad_norm", (), gradients, *_UNTIL_0_18),
-        ("optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm", (), gradients, *_SINCE_0_19),
-        ("optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group", (), group),
-        ("optimizer.optimizer:ChainedOptimizer.grads_states_parallel_group_is_shared", (), group),
-        ("optimizer.optimizer:MegatronOptimizer.prepare_grads", (), prepare),
-        ("optimizer.optimizer:ChainedOptimizer.step_with_ready_grads", (), step),
-        ("optimizer.clip_grads:clip_grad_by_total_norm_fp32", ("parameters", "max_norm", "total_norm"), clip),
-        ("optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params", (), again),
-        ("optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params", (), again),
-        ("distributed.distributed_data_parallel:DistributedDataParallel.start_param_sync", ("force_sync",), again),
-        ("tensor_parallel.random:_get_all_rng_states", (), random),
-        ("tensor_parallel.random:_set_all_rng_states", (), random),
+    for signature, reason, *versions in (
+        ("optimizer.optimizer:MegatronOptimizer.get_main_grads_for_grad_norm()", gradients, *_UNTIL_0_18),
+        ("optimizer.optimizer:MegatronOptimizer.get_grads_for_grad_norm()", gradients, *_SINCE_0_19),
+        ("optimizer.optimizer:MegatronOptimizer.get_grad_stats_parallel_group()", group),
+        ("optimizer.optimizer:ChainedOptimizer.grads_states_parallel_group_is_shared()", group),
+        ("optimizer.optimizer:MegatronOptimizer.prepare_grads()", prepare),
+        ("optimizer.optimizer:ChainedOptimizer.step_with_ready_grads()", step),
+        ("optimizer.clip_grads:clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm)", clip),
+        ("optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params()", again),
+        ("optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params()", again),
+        ("distributed.distributed_data_parallel:DistributedDataParallel.start_param_sync(force_sync)", again),
+        ("tensor_parallel.random:_get_all_rng_states()", random),
+        ("tensor_parallel.random:_set_all_rng_states()", random),
     ):
-        yield Needed(f"megatron.core.{path}", parameters, reason, versions=tuple(versions))
+        yield Needed(f"megatron.core.{signature}", reason, versions=tuple(versions))
 
 
 def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[Hook]:
@@ -125,11 +125,11 @@ def post_validation_hooks(run: Callable[[], ScriptPostValidation]) -> Iterator[H
         "optimizer.optimizer:ChainedOptimizer.zero_grad",
         "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
     ):
-        yield Hook(f"megatron.core.{path}", ("self",), deferred, lambda call: run().unless_pending(call))
+        yield Hook(f"megatron.core.{path}(self)", deferred, lambda call: run().unless_pending(call))
     own = "returns the rank's own value, which is equal on all ranks, so that no rank waits after a step"
-    reductions = "megatron.training.utils:{}_across_model_parallel_group"
-    yield Hook(reductions.format("logical_and"), ("input",), own, lambda call: run().agreed(call["input"], call))
-    yield Hook(reductions.format("reduce_max_stat"), ("stat",), own, lambda call: run().agreed(call["stat"], call))
+    reductions = "megatron.training.utils:{}_across_model_parallel_group({})"
+    yield Hook(reductions.format("logical_and", "input"), own, lambda call: run().agreed(call["input"], call))
+    yield Hook(reductions.format("reduce_max_stat", "stat"), own, lambda call: run().agreed(call["stat"], call))
 
 
 class ScriptReplicas:
@@ -209,14 +209,12 @@ def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
 def replica_hooks(replicas: Callable[[], ScriptReplicas]) -> Iterator[Hook]:
     """Yield the hooks that only `--hierarchical-sgd` needs."""
     yield Hook(
-        "megatron.training.training:training_log",
-        ("loss_dict", "total_loss_dict", "iteration"),
+        "megatron.training.training:training_log(loss_dict, total_loss_dict, iteration)",
         "averages the losses over replicas before a log line is printed, and not in every iteration",
         lambda call: replicas().average_logged_losses(call),
     )
     yield Hook(
-        "megatron.training.training:evaluate_and_print_results",
-        ("iteration",),
+        "megatron.training.training:evaluate_and_print_results(iteration)",
         "averages the parameters of all replicas before an evaluation",
         lambda call: replicas().average_first(call),
     )

@@ -195,12 +195,8 @@ def _layers(call: Call) -> list[Any]:
 
 
 def _distinct(layers: list[Any]) -> list[Any]:
-    """Return the first layer of each kind, in model order."""
-    distinct: list[Any] = []
-    for layer in layers:
-        if layer not in distinct:
-            distinct.append(layer)
-    return distinct
+    """Return the first layer of each kind, in model order; specs of layers are not hashable."""
+    return [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
 
 
 def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
