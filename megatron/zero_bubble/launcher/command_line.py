@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.launcher.script_settings import divide_pattern, flags_of
+from megatron.zero_bubble.launcher.script_settings import CHUNKS, PATTERNS, divide_pattern, flags_of
 from megatron.zero_bubble.planner.registry import ENTRIES
 from megatron.zero_bubble.session.aliases import AliasFlags, translated
 from megatron.zero_bubble.session.environment import check_num_ranks
@@ -28,11 +28,6 @@ from megatron.zero_bubble.session.start_up import SessionError, users_mistakes
 
 PROGRAM = "megatron.zero_bubble"
 _USAGE = "python -m megatron.zero_bubble SCRIPT [the script's flags] [flags of zero bubble]"
-_CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
-_LAYOUT = "--pipeline-model-parallel-layout"
-_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-"""Flags with a hybrid model's layer pattern. `divide_pattern` inserts `|` into a layer pattern to divide the pattern
-into stages."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +100,9 @@ def complete_script_arguments(flags: LaunchFlags, arguments: Sequence[str]) -> l
     """
     given = {argument.split("=")[0] for argument in arguments}
     entry = ENTRIES.get(flags.zero_bubble_schedule or "")
-    if entry is None or entry.num_chunks == 1 or given.intersection((*_CHUNKS, *_PATTERNS, _LAYOUT)):
+    if entry is None or entry.num_chunks == 1 or given.intersection(map(flag_name, (*CHUNKS, *PATTERNS))):
         return list(arguments)
-    return [*arguments, _CHUNKS[1], str(entry.num_chunks)]
+    return [*arguments, flag_name(CHUNKS[0]), str(entry.num_chunks)]
 
 
 def flags_from_keywords(schedule: str | None, cpu: bool, settings: Mapping[str, Any]) -> LaunchFlags:

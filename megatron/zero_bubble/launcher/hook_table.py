@@ -259,6 +259,8 @@ def _defer_weight_gradients(call: Call) -> None:
 def cpu_hooks() -> Iterator[Hook]:
     """Yield the hooks that Megatron-LM's trainer needs on a machine without CUDA, in addition to `mcore/cpu.py`."""
 
+    from megatron.core import datasets
+
     def allow_no_cuda(call: Call) -> Any:
         from megatron.training.global_vars import get_args
 
@@ -267,11 +269,6 @@ def cpu_hooks() -> Iterator[Hook]:
         # Otherwise the first save starts a process that imports megatron-core without the CPU substitutions.
         write_in_threads(keep_results=not getattr(get_args(), "async_save", False))
         return result
-
-    def compile_where_possible(call: Call) -> Any:
-        from megatron.core import datasets
-
-        return call.proceed() if Path(datasets.__path__[0], "Makefile").exists() else None
 
     yield Hook(
         "megatron.training.initialize:initialize_megatron(allow_no_cuda)",
@@ -286,7 +283,7 @@ def cpu_hooks() -> Iterator[Hook]:
     yield Hook(
         "megatron.core.datasets.utils:compile_helpers()",
         "does nothing without a Makefile: megatron-core's wheels contain the compiled helper and no Makefile",
-        compile_where_possible,
+        lambda call: call.proceed() if Path(datasets.__path__[0], "Makefile").exists() else None,
     )
     yield Hook(
         "megatron.legacy.fused_kernels:load()",

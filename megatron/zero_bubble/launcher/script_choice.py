@@ -198,6 +198,4 @@ def _builds_chunks(setup: Call) -> bool:
     if provider is None or getattr(setup.get("cfg_container"), "model", None) is not None:
         return True
     parameters = inspect.signature(provider).parameters.values()
-    return any(
-        parameter.name == "vp_stage" or parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
-    )
+    return any(each.name == "vp_stage" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)

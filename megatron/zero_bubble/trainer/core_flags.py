@@ -12,11 +12,12 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields, make_dataclass
 from enum import Enum
 from functools import cache
 from itertools import pairwise
+from operator import not_
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -105,10 +106,8 @@ class CoreFlag(NamedTuple):
     name: str
     """Name of the attribute that holds the flag's value: `disable_bias_linear` for `--disable-bias-linear`."""
     field: str
-    kind: Any
-    """Type of the field, without None."""
-    is_negated: bool
-    """Whether the flag switches the configuration's field off."""
+    convert: Callable[[Any], Any]
+    """Converts a value of the flag other than None to the value of the field."""
     entry: tuple[Any, Any]
     """Type of the flag's attribute, and the attribute's definition as a dataclass field."""
 
@@ -133,11 +132,12 @@ def flag_groups(listed: Collection[str]) -> tuple[type, ...]:
 def config_values(args: Any, config_class: type) -> dict[str, Any]:
     """Return a dictionary: name of a field of the configuration -> the value that the flags give to the field."""
     values = {}
-    for known_flag in core_flags(config_class):
-        value = getattr(args, known_flag.name)
-        if value is None and known_flag.field in ("rope_type", "offload_modules"):
-            continue  # without the flag, the field keeps the configuration's default, which is not None
-        values[known_flag.field] = not value if known_flag.is_negated else _of_field(value, known_flag.kind)
+    for name, field, convert, _ in core_flags(config_class):
+        value = getattr(args, name)
+        if value is not None:
+            values[field] = convert(value)
+        elif field not in ("rope_type", "offload_modules"):  # without a flag, these keep defaults other than None
+            values[field] = None
     return values
 
 
@@ -154,23 +154,21 @@ def core_flags(config_class: type) -> tuple[CoreFlag, ...]:
             continue
         is_negated = kind is bool and entry.default is True and entry.name != "multi_latent_attention"
         names = _names(entry, is_negated=is_negated)
-        hint, options = _TYPES.get(entry.name, form[0]), form[1]
+        hint, options, convert = form
+        hint = _TYPES.get(entry.name, hint)
         options = {**options, "choices": _CHOICES.get(entry.name, options.get("choices")), "names": names[1:]}
         text = explanations.get(entry.name, entry.name.replace("_", " "))
         name = names[0].removeprefix("--").replace("-", "_")
         defined = (hint, flag(text, _default(config_class, entry, hint), **options))
-        flags.append(CoreFlag(name, entry.name, kind, is_negated, defined))
+        flags.append(CoreFlag(name, entry.name, not_ if is_negated else convert, defined))
     return tuple(flags)
 
 
 def _names(entry: Field[Any], *, is_negated: bool) -> list[str]:
-    meta = entry.metadata.get("argparse_meta", {})
     plain = entry.name.replace("_", "-")
-    if "arg_names" in meta:
-        return list(meta["arg_names"])
-    if entry.name in _NAMES:
-        return [_NAMES[entry.name]]
-    return [f"--no-{plain}", f"--disable-{plain}"] if is_negated else [f"--{plain}"]
+    names = [f"--no-{plain}", f"--disable-{plain}"] if is_negated else [f"--{plain}"]
+    names = [_NAMES[entry.name]] if entry.name in _NAMES else names
+    return list(entry.metadata.get("argparse_meta", {}).get("arg_names", names))
 
 
 def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
@@ -188,41 +186,39 @@ def _default(config_class: type, entry: Field[Any], hint: Any) -> Any:
     return next((name for name, dtype in _DTYPES.items() if dtype is default), default)
 
 
-def _form(kind: Any) -> tuple[Any, dict[str, Any]] | None:
-    """Return (type of the flag, options of `flag()`) for a field of type `kind`; None if no flag can set the field."""
+def _form(kind: Any) -> tuple[Any, dict[str, Any], Callable[[Any], Any]] | None:
+    """Return (type of the flag, options of `flag()`, `CoreFlag.convert`) for a field of type `kind`.
+
+    The result is None if no flag can set the field.
+    """
     arguments = [member for member in get_args(kind) if member is not type(None)]
     if kind is bool:
-        return bool, {}
+        return bool, {}, _unchanged
     if kind in (int, float, str):
-        return kind | None, {}
+        return kind | None, {}, _unchanged
     if kind is torch.dtype:
-        return str, {"choices": tuple(_DTYPES)}
+        return str, {"choices": tuple(_DTYPES)}, _DTYPES.__getitem__
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return str, {"choices": tuple(kind.__members__)}
+        return str, {"choices": tuple(kind.__members__)}, kind.__members__.__getitem__
     if get_origin(kind) is Literal:
-        return str | None, {"choices": tuple(arguments)}
+        return str | None, {"choices": tuple(arguments)}, _unchanged
     if get_origin(kind) is tuple:
-        return Any, {"parse": _pair, "metavar": "N,N"}
+        return Any, {"parse": _pair, "metavar": "N,N"}, _unchanged
     if get_origin(kind) is list and arguments[0] in (int, float, str):
-        return kind, {"nargs": "+"}
+        return kind, {"nargs": "+"}, _unchanged
     if get_origin(kind) in (Union, UnionType) and get_origin(arguments[-1]) is list and len(arguments) == 2:
         if arguments[0] is int:
-            return Any, {"parse": _pattern, "metavar": "N|LIST"}
-        return Any, {"parse": arguments[0], "nargs": "+"}
+            return Any, {"parse": _pattern, "metavar": "N|LIST"}, _unpacked
+        return Any, {"parse": arguments[0], "nargs": "+"}, _unpacked
     return None
 
 
-def _of_field(value: Any, kind: Any) -> Any:
-    """Convert the value of a flag to the value of a configuration field of type `kind`."""
-    if value is None:
-        return None
-    if kind is torch.dtype:
-        return _DTYPES[value]
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind[value]
-    if isinstance(value, list) and get_origin(kind) is not list and len(value) == 1:
-        return value[0]
+def _unchanged(value: Any) -> Any:
     return value
+
+
+def _unpacked(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _pattern(text: str) -> int | list[int]:
@@ -246,14 +242,12 @@ def _evaluated(node: ast.expr) -> Any:
             return value
         case ast.List(elts=elements):
             return [_evaluated(element) for element in elements]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            first, second = _evaluated(left), _evaluated(right)
-            if isinstance(first, list) and isinstance(second, list):
-                return first + second
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            first, second = _evaluated(left), _evaluated(right)
-            if isinstance(first, list) and isinstance(second, int) and len(first) * second <= 10000:
-                return first * second
+        case ast.BinOp(left=left, op=operator, right=right):
+            match operator, _evaluated(left), _evaluated(right):
+                case ast.Add(), list(first), list(second):
+                    return first + second
+                case ast.Mult(), list(first), int(count) if len(first) * count <= 10000:
+                    return first * count
     raise ValueError
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +14,7 @@ from megatron.zero_bubble.mcore.model_units import Unit, UnitModels, random_micr
 from megatron.zero_bubble.mcore.transformer_engine import defer_weight_gradients
 from megatron.zero_bubble.runtime.joint import on_rank
 from megatron.zero_bubble.runtime.weight_grad_store import WeightGradStore
-from megatron.zero_bubble.session.job_flags import JobFlags
-from megatron.zero_bubble.session.layout_choice import ChosenLayout, saved_choice
+from megatron.zero_bubble.session.layout_choice import saved_choice
 from megatron.zero_bubble.session.running import units_of
 from megatron.zero_bubble.session.session import Session
 from megatron.zero_bubble.trainer.arguments import Arguments
@@ -70,7 +68,10 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
     """
     if not session.job.is_layout_open:
         return args
-    saved = _saved_choice(args, session.job.flags)
+    saved = None
+    if args.load and not args.finetune:
+        folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))
+        saved = saved_choice(on_rank(0, lambda: read_common(folder))["args"], session.job.flags)
     if saved is not None:
         layout = session.restore_layout(saved, str(args.load))
     else:
@@ -78,12 +79,3 @@ def settle_layout(args: Arguments, session: Session) -> Arguments:
         layout = session.choose_layout(costs, args.padded_vocab_size)
     seed_everything(args.seed)
     return replace(args, **layout)
-
-
-def _saved_choice(args: Arguments, job_flags: JobFlags) -> ChosenLayout | None:
-    """Return the layout in the job's checkpoint; None for a new job, and if the job cannot keep the saved layout."""
-    if not args.load or args.finetune:
-        return None
-    folder = checkpoint_folder(args.load, on_rank(0, lambda: latest_iteration(str(args.load))))
-    saved: Namespace = on_rank(0, lambda: read_common(folder))["args"]
-    return saved_choice(saved, job_flags)
