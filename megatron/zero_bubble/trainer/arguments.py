@@ -269,8 +269,9 @@ def parse_arguments(
         raise ValueError(f"{' and '.join(map(flag_name, given))} are names of one flag: give the first")
     for text in given.values():
         pattern, said = HybridPattern.parse(text), {argument.split("=")[0] for argument in argv}
-        numbers = {"--num-layers": len(pattern.symbols), "--mtp-num-layers": pattern.num_further}
-        argv = [*argv, *(f"{name}={number}" for name, number in numbers.items() if number and name not in said)]
+        numbers = {"--num-layers": len(pattern.symbols), "--mtp-num-layers": pattern.num_further or None}
+        added = {name: number for name, number in numbers.items() if number is not None and name not in said}
+        argv = [*argv, *(f"{name}={number}" for name, number in added.items())]
     try:
         args = translated(parse_flags(Arguments, FLAG_GROUPS, argv, prog))
     except ValueError as error:
@@ -280,7 +281,7 @@ def parse_arguments(
             f"{error}; {prog} --help lists all flags; other flags of Megatron-LM need your own Megatron-LM "
             "(docs/megatron_lm.md)"
         ) from error
-    return replace(args, hybrid_layer_pattern=args.hybrid_layer_pattern or args.hybrid_override_pattern)
+    return replace(args, hybrid_layer_pattern=next(iter(given.values()), None))
 
 
 @dataclass(frozen=True)

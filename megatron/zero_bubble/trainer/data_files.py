@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -145,8 +146,7 @@ def fingerprint(lengths: np.ndarray) -> str:
 
 
 def _is_number(text: str) -> bool:
-    try:
+    with suppress(ValueError):
         float(text)
-    except ValueError:
-        return False
-    return True
+        return True
+    return False

@@ -119,13 +119,9 @@ def sample_indices(
 
 
 def build_data_iterator(
-    dataset: Dataset | None,
-    args: Arguments,
-    consumed_samples: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
+    dataset: Dataset | None, args: Arguments, consumed_samples: int, rank: int, num_ranks: int
 ) -> MicrobatchIterator | None:
-    """Return an iterator over this rank's microbatches after the first `consumed_samples` samples of the dataset.
+    """Return an iterator over the microbatches of the data-parallel rank `rank` after `consumed_samples` samples.
 
     Each model chunk that reads data needs a separate iterator. The iterator yields CPU tensors of shape
     [micro_batch_size, seq_length], or shorter tensors with `variable_seq_lengths`.
@@ -142,10 +138,10 @@ def build_data_iterator(
         multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
         multiple *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
         collate = partial(padded, multiple=multiple)
-    place = (data_parallel_rank, data_parallel_size)
+    indices = sample_indices(total_samples, consumed_samples, args.micro_batch_size, rank, num_ranks)
     loader: DataLoader = DataLoader(
         dataset,
-        batch_sampler=sample_indices(total_samples, consumed_samples, args.micro_batch_size, *place),
+        batch_sampler=indices,
         num_workers=args.num_workers,
         collate_fn=collate if torch.cuda.is_available() else partial(_as_arrays, collate),
         pin_memory=torch.cuda.is_available(),

@@ -35,7 +35,7 @@ def check_output(args: Arguments) -> None:
         if value is None:
             continue
         given, path = f"{flag_name(name)} {value}", Path(value).absolute()
-        existing = next(place for place in (path, *path.parents) if place.exists())
+        existing = next(place for place in (path, *path.parents) if os.path.exists(place))
         if name in _FOLDERS and not existing.is_dir():
             raise ValueError(f"{given}: {existing} is not a folder")
         if name in _FILES and not path.parent.is_dir():
