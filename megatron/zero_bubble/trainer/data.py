@@ -14,7 +14,6 @@ from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 
 from megatron.zero_bubble.mcore.attention import cut_batch
@@ -23,7 +22,7 @@ from megatron.zero_bubble.schedule.errors import one_line
 from megatron.zero_bubble.trainer.arguments import Arguments
 from megatron.zero_bubble.trainer.data_config import dataset_config, requested_samples
 from megatron.zero_bubble.trainer.data_documents import DocumentDataset, MockDocumentDataset
-from megatron.zero_bubble.trainer.data_files import fingerprint
+from megatron.zero_bubble.trainer.data_files import SPLITS, fingerprint
 
 
 class ContentKeyedGPTDataset(GPTDataset):
@@ -51,7 +50,7 @@ class Datasets:
     train: torch.utils.data.Dataset | None
     valid: torch.utils.data.Dataset | None
     test: torch.utils.data.Dataset | None
-    num_samples: tuple[int, int, int]
+    num_samples: tuple[int, ...]
     """Number of samples of each split, set on all ranks; 0 for a missing split, on which nothing is evaluated."""
 
 
@@ -93,10 +92,15 @@ def build_datasets(
         logger.removeFilter(_is_other_warning)
     lengths = torch.tensor([0 if split is None else len(split) for split in splits], device=own_device())
     torch.distributed.broadcast(lengths, src=0)
-    train_samples, valid_samples, test_samples = lengths.tolist()
-    num_samples = (train_samples, valid_samples, test_samples)
+    num_samples = tuple(lengths.tolist())
     log(f"> finished building datasets in {time.perf_counter() - start:.1f} s: {_by_split(num_samples)} samples")
-    _check_lengths(args, num_samples)
+    # megatron-core repeats data as often as a run needs, except data in a blend without weights.
+    for split, have, need in zip(SPLITS, num_samples, requested, strict=True):
+        if have < need and (have > 0 or split == "train"):
+            raise ValueError(
+                f"--data-path: the {split} data has {have} samples of {args.seq_length} tokens, the run needs "
+                f"{need}; give weights (the data is then repeated), more data, or fewer iterations"
+            )
     train, valid, test = splits
     return Datasets(train, valid, test, num_samples)
 
@@ -106,22 +110,8 @@ def _is_other_warning(record: logging.LogRecord) -> bool:
     return "because path_to_cache is None" not in record.getMessage()
 
 
-def _by_split(num_samples: tuple[int, int, int]) -> str:
-    return ", ".join(f"{split.name} {num_samples[split.value]}" for split in Split)
-
-
-def _check_lengths(args: Arguments, num_samples: tuple[int, int, int]) -> None:
-    """Raise `ValueError` if a split is too short for the run.
-
-    megatron-core repeats data as often as a run needs, except data in a blend without weights, which is one epoch long.
-    """
-    for split in Split:
-        have, need = num_samples[split.value], requested_samples(args)[split.value]
-        if have < need and (have > 0 or split is Split.train):
-            raise ValueError(
-                f"--data-path: the {split.name} data has {have} samples of {args.seq_length} tokens, the run needs "
-                f"{need}; give weights (the data is then repeated), more data, or fewer iterations"
-            )
+def _by_split(num_samples: tuple[int, ...]) -> str:
+    return ", ".join(f"{split} {number}" for split, number in zip(SPLITS, num_samples, strict=True))
 
 
 class Batch(NamedTuple):

@@ -58,7 +58,7 @@ def requested_samples(args: Arguments) -> tuple[int, int, int]:
     return args.train_iters * args.global_batch_size, evaluations * per_evaluation, per_evaluation
 
 
-def check_rest(args: Arguments, samples: tuple[int, int, int], iteration: int, used: tuple[int, int]) -> None:
+def check_rest(args: Arguments, samples: tuple[int, ...], iteration: int, used: tuple[int, int]) -> None:
     """Refuse to continue after `iteration` with data that would be used up before the last iteration.
 
     Args:
