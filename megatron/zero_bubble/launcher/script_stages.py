@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
+from torch.utils._pytree import tree_map_only
 
 from megatron.zero_bubble.launcher.hooks import Call
 from megatron.zero_bubble.mcore.multi_token import track, tracked_sums
@@ -149,10 +150,4 @@ class ScriptStages:
 
 def _moved(value: Any, device: Any) -> Any:
     """Return a copy of nested lists, tuples and dictionaries with all tensors on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(entry, device) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(entry, device) for entry in value)
-    return value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

@@ -44,10 +44,9 @@ def check_pattern(args: Arguments) -> None:
     _check_symbols(given, pattern)
     if args.num_layers != len(pattern.symbols):
         raise ValueError(f"{given} has {len(pattern.symbols)} layers, but --num-layers is {args.num_layers}")
-    if ("E" in pattern.symbols + pattern.further) is (args.num_experts is None):
-        raise ValueError(f"{given}: give --num-experts if it has a layer E, and only then")
-    if ("+" in pattern.symbols + pattern.further) is not bool(args.multi_latent_attention):
-        raise ValueError(f"{given}: give --multi-latent-attention if it has a layer +, and only then")
+    for symbol, name in (("E", "num_experts"), ("+", "multi_latent_attention")):
+        if (symbol in pattern.symbols + pattern.further) is not bool(getattr(args, name)):
+            raise ValueError(f"{given}: give {flag_name(name)} if it has a layer {symbol}, and only then")
     if (args.mtp_num_layers or 0) != pattern.num_further:
         raise ValueError(
             f"{given} has {pattern.num_further} layers of multi-token prediction, but --mtp-num-layers is "

@@ -117,11 +117,8 @@ def open_data(
     place = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
 
     def open_split(split: Any, consumed_samples: int) -> list[DataIterator]:
-        iterators: list[DataIterator] = []
-        for read in reads:
-            iterator = build_data_iterator(split, args, consumed_samples, *place) if read else None
-            iterators.append(None if iterator is None else resources.enter_context(iterator))
-        return iterators
+        built = (build_data_iterator(split, args, consumed_samples, *place) if read else None for read in reads)
+        return [None if iterator is None else resources.enter_context(iterator) for iterator in built]
 
     return TrainingData(
         open_split(datasets.train, progress.consumed_train_samples),

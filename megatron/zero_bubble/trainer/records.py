@@ -51,7 +51,6 @@ class NumericsLog:
     def __init__(self, path: str, iteration: int, log_rank: int) -> None:
         self._path = Path(path)
         self._log_rank = log_rank
-        self._writes = dist.get_rank() == log_rank
         self._on_log_rank(lambda: self._drop_lines_after(iteration))
 
     def _on_log_rank(self, write: Callable[[], None]) -> None:
@@ -84,7 +83,7 @@ class NumericsLog:
             lm_loss: the loss, on the rank that has computed the loss; None on other ranks.
             digest: the `parameter_digest` of this rank after the iteration's step.
         """
-        digests: list[str] | None = [""] * dist.get_world_size() if self._writes else None
+        digests: list[str] | None = [""] * dist.get_world_size() if dist.get_rank() == self._log_rank else None
         dist.gather_object(digest, digests, dst=self._log_rank)
         entry = {
             "iteration": iteration,
