@@ -62,7 +62,7 @@ class Needed:
         return self.signature.partition("(")[0].replace(":", ".")
 
     def applies_to(self, version: str, *, has_trainer: bool = True) -> bool:
-        """Return whether a megatron-core version, and Megatron-LM's trainer if installed, have the function."""
+        """Return whether the function exists in megatron-core `version`, with or without Megatron-LM's trainer."""
         if self.signature.startswith(("megatron.training.", "megatron.legacy.")) and not has_trainer:
             return False
         return not self.versions or minor_version(version) in self.versions

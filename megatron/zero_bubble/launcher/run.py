@@ -82,7 +82,7 @@ class Run:
         return ScriptStages(placement, layout, job.flags.pattern)
 
     def begin(self, call: Call) -> Any:
-        """Make the schedules in a call of `initialize_model_parallel`, then the process groups for their placement.
+        """Make the schedules in a call of `initialize_model_parallel`, and then the process groups for the schedules.
 
         Raises:
             SessionError: no schedule exists for one of the job's numbers of microbatches, or no schedule fits the
@@ -188,7 +188,7 @@ class Run:
         return self._optimizer
 
     def step(self, call: Call) -> Any:
-        """Take the step in a call of `optimizer.step()`, unless the schedule has taken the step; average replicas."""
+        """Let `optimizer.step()` take the step unless the schedule has taken the step; then average the replicas."""
         if call["self"] is not self._optimizer:
             return call.proceed()
         outcome = self.post_validation.step(call)

@@ -54,7 +54,7 @@ class ScriptStages:
         self.configure(config)
 
     def configure_old(self, call: Call) -> Any:
-        """Give the layout to a configuration that is older than the layout, before a function reads its layout."""
+        """Give the layout to a configuration made before the layout was chosen, in a call that reads the layout."""
         self.configure(call["config"])
         return call.proceed()
 

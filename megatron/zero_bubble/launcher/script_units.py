@@ -52,7 +52,7 @@ _PRECISION = {"bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32"
 
 
 class _LeavesScript(BaseException):
-    """Ends the script's code with a value; `except Exception` in a script does not catch `_LeavesScript`."""
+    """An exception that ends the script's code and carries a value; `except Exception` does not catch the exception."""
 
 
 class ScriptUnits:

@@ -209,7 +209,7 @@ class Arguments(
     """All flags of the trainer, the rank of this process, the number of processes and the size of the vocabulary.
 
     Before `complete_and_check`, `train_iters`, `global_batch_size` and `max_position_embeddings` may be None, although
-    their types are `int`.
+    the type of these flags is `int`.
     """
 
     rank: int = 0
