@@ -44,9 +44,8 @@ class Run:
         self._script = script
         if getattr(script, "skip_train", False):
             flags = replace(flags, zero_bubble_post_validation=False, hierarchical_sgd=None)
-        has_cuda = torch.cuda.is_available()
         with users_mistakes():
-            job = job_settings(flags_of(script, flags), os.environ, has_cuda, chooses_layout=True)
+            job = job_settings(flags_of(script, flags), os.environ, torch.cuda.is_available(), chooses_layout=True)
             refuse_script_settings(script, job.flags, job.placement.kind)
             if not job.is_layout_open:
                 check_chunks(script, job.flags, job.placement)

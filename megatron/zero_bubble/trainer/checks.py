@@ -50,8 +50,7 @@ def complete_and_check(
     if for_this_machine:
         check_implementation(flags)
         check_device_found(parsed, environment, Path("/dev"))
-    source = "torchrun --nproc-per-node" if for_this_machine else "--world-size"
-    check_num_ranks(args, args.world_size, source)
+    check_num_ranks(args, args.world_size, "torchrun --nproc-per-node" if for_this_machine else "--world-size")
     _check_parallel(args, has_cuda)
     _check_experts(args, has_cuda)
     _check_replicas(args)
@@ -242,10 +241,9 @@ def _check_replicas(args: Arguments) -> None:
 
 
 def _check_batches(args: Arguments) -> None:
-    step, whole = args.micro_batch_size * args.data_parallel_size, args.global_batch_size
-    explanation = (
-        f"--micro-batch-size {args.micro_batch_size} x {args.data_parallel_size} data-parallel replicas = {step}"
-    )
+    sequences, replicas, whole = args.micro_batch_size, args.data_parallel_size, args.global_batch_size
+    step = sequences * replicas
+    explanation = f"--micro-batch-size {sequences} x {replicas} data-parallel replicas = {step}"
     if whole % step:
         raise ValueError(f"--global-batch-size {whole} is not a multiple of {explanation}")
     if args.rampup_batch_size is None:

@@ -167,8 +167,12 @@ def get_batch(
             told = torch.tensor([batch[keys[0]].shape[1] if reads else 0], device=own_device())
             torch.distributed.broadcast(told, source, group=group)
             length = int(told)
-        if not reads:
-            batch = _empty(args, keys, length)
+        if not reads:  # make buffers for the tensors that tensor-parallel rank 0 broadcasts
+            size, dtypes = (args.micro_batch_size, length), {"attention_mask": torch.bool, "loss_mask": torch.float32}
+            shapes = dict.fromkeys(keys, size) | {"attention_mask": (args.micro_batch_size, 1, length, length)}
+            batch = {
+                key: torch.empty(shapes[key], dtype=dtypes.get(key, torch.int64), device=own_device()) for key in keys
+            }
         for tensor in batch.values():
             torch.distributed.broadcast(tensor, source, group=group)
     return Batch(**cut_batch(batch))
@@ -181,13 +185,3 @@ def _read(data_iterator: Iterator[dict[str, torch.Tensor]] | None, keys: list[st
     except StopIteration:
         raise RuntimeError("the data ended, although a check at the start of the run found enough samples") from None
     return {key: sample[key].to(own_device(), non_blocking=True) for key in keys}
-
-
-def _empty(args: Arguments, keys: list[str], length: int) -> dict[str, torch.Tensor]:
-    """Return buffers for the tensors that tensor-parallel rank 0 broadcasts."""
-    plain, dtypes = (args.micro_batch_size, length), {"attention_mask": torch.bool, "loss_mask": torch.float32}
-    shapes = {"attention_mask": (args.micro_batch_size, 1, length, length)}
-    return {
-        key: torch.empty(shapes.get(key, plain), dtype=dtypes.get(key, torch.int64), device=own_device())
-        for key in keys
-    }

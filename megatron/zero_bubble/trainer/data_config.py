@@ -68,9 +68,8 @@ def check_rest(args: Arguments, samples: tuple[int, ...], iteration: int, used: 
     Raises:
         ValueError: too little data is left; the message is one line.
     """
-    batch, train_iters = args.global_batch_size, args.train_iters
-    iterations = train_iters - iteration
-    evaluations = (train_iters // args.eval_interval - iteration // args.eval_interval) * args.eval_iters
+    iterations, batch = args.train_iters - iteration, args.global_batch_size
+    evaluations = (args.train_iters // args.eval_interval - iteration // args.eval_interval) * args.eval_iters
     of_evaluation = f"--eval-interval {args.eval_interval} --eval-iters {args.eval_iters} "
     rows = (("train", iterations, "", ""), ("valid", evaluations, of_evaluation, ", or --eval-iters 0"))
     for have, read, (split, batches, flags, instead) in zip(samples, used, rows, strict=False):

@@ -78,10 +78,9 @@ def check_learning_rate(args: Arguments) -> None:
         raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
     if args.decoupled_min_lr is not None and args.decoupled_lr is None:
         raise ValueError(f"--decoupled-min-lr {args.decoupled_min_lr} needs --decoupled-lr")
-    lowest = args.min_lr if args.decoupled_min_lr is None else args.decoupled_min_lr
-    if args.decoupled_lr is not None and lowest > args.decoupled_lr:
-        name = "--min-lr" if args.decoupled_min_lr is None else "--decoupled-min-lr"
-        raise ValueError(f"{name} {lowest} is above --decoupled-lr {args.decoupled_lr}")
+    name = "min_lr" if args.decoupled_min_lr is None else "decoupled_min_lr"
+    if args.decoupled_lr is not None and getattr(args, name) > args.decoupled_lr:
+        raise ValueError(f"{flag_name(name)} {getattr(args, name)} is above --decoupled-lr {args.decoupled_lr}")
     fraction, warmup, decay = args.lr_warmup_fraction, args.lr_warmup_iters, args.lr_decay_iters or args.train_iters
     if fraction is not None and not 0 <= fraction < 1:
         raise ValueError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")

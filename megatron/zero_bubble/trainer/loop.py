@@ -142,14 +142,12 @@ class Trainer:
         self._progress.iteration += 1
         self._progress.consumed_train_samples += batch_size
         sharing = parallel_state.get_context_parallel_group() if is_local else _all_replicas()
-        prediction = None
-        if self._zero_bubble is not None and self._prints_a_line():
-            prediction = self._zero_bubble.prediction(num_microbatches)
+        predictor = self._zero_bubble if self._prints_a_line() else None
         result = StepResult(
             lm_loss=mean_loss(reports, sharing),
             further_losses=take_losses(num_microbatches, sharing),
             batch_size=batch_size,
-            prediction=prediction,
+            prediction=None if predictor is None else predictor.prediction(num_microbatches),
             is_local=is_local,
         )
         if self._session.post_validation is None:

@@ -208,13 +208,12 @@ def _from_gpt2_files(vocab_file: str | None, merge_file: str | None) -> HuggingF
     for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
         if not Path(file).is_file():
             raise ValueError(f"{flag} {file}: no such file")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from tokenizers import decoders as tokenizer_decoders
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     with _reading(f"--vocab-file {vocab_file} --merge-file {merge_file}"):
         tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizer_decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     eod = END_OF_DOCUMENT_TOKENS[0]
     if eod not in tokenizer.get_vocab():
         raise ValueError(f"--vocab-file {vocab_file}: the vocabulary does not hold {eod}")
